@@ -1,0 +1,166 @@
+"""Composition root: the only file that turns names in the configuration into engines, models, sources and sinks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_type_hints
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+
+from distaccum.batch_plan import BatchPlan
+from distaccum.config import Node, RunConfig
+from distaccum.data.source import Source, as_source
+from distaccum.engines.base import Engine
+from distaccum.engines.ddp import DDPEngine
+from distaccum.errors import ConfigError, near_misses
+from distaccum.loss import Loss
+from distaccum.metrics.sinks import ConsoleSink, JsonlSink, Sink
+from distaccum.metrics.wandb_sink import WandbSink
+from distaccum.precision.policy import POLICIES, PrecisionPolicy
+from distaccum.run_dir import RunDir
+from distaccum.schedule import Schedule
+from distaccum.world import Ranks, World
+
+_ENGINES = {"ddp": DDPEngine}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """All that can be built, and can fail for the user's reasons, before there is a process group."""
+
+    config: RunConfig
+    source: Source
+    plan: BatchPlan
+    model: nn.Module
+    loss: Loss
+    optimizer: Optimizer
+    schedule: Schedule
+    policy: PrecisionPolicy
+    device: torch.device
+    total_steps: int
+
+
+def build_parts(config: RunConfig, ranks: Ranks) -> Parts:
+    """Raises ConfigError for whatever in the configuration cannot be built on this machine."""
+    device = ranks.device()
+    source = as_source_node(config.data)
+    batch = config.batch
+    plan = BatchPlan(
+        samples=len(source.train), global_size=batch.global_size, micro_size=batch.micro_size, world_size=ranks.size
+    )
+    torch.manual_seed(config.seed)
+    model = build("model", config.model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
+    model.to(device)
+    total_steps = _total_steps(config, plan)
+    return Parts(
+        config=config,
+        source=source,
+        plan=plan,
+        model=model,
+        loss=build("loss", config.loss),
+        optimizer=build("optim.optimizer", config.optim.optimizer, model.parameters(), lr=config.optim.lr),
+        schedule=build("schedule", config.schedule, total_steps=total_steps),
+        policy=POLICIES[config.precision.name],
+        device=device,
+        total_steps=total_steps,
+    )
+
+
+def build_engine(parts: Parts, world: World) -> Engine:
+    """Wraps the model; a collective."""
+    options = asdict(parts.config.engine)
+    return _ENGINES[options.pop("name")](parts.model, parts.optimizer, world, **options)
+
+
+def build_sinks(parts: Parts, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]) -> list[Sink]:
+    """The sinks of rank 0; ``about`` is shown with the W&B run."""
+    metrics = parts.config.metrics
+    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
+    if metrics.console:
+        sinks.append(ConsoleSink(parts.total_steps, console))
+    if metrics.wandb.mode != "disabled":
+        sinks.append(WandbSink(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
+    return sinks
+
+
+def as_source_node(node: Node) -> Source:
+    """Builds ``data``: a Source, or any map-style dataset."""
+    data = build("data", node)
+    try:
+        return as_source(data)
+    except TypeError as error:
+        raise ConfigError("data._target_", node["_target_"], str(error), "Return one of these from it") from error
+
+
+def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
+    """Calls the node's ``_target_`` with the rest of the node.
+
+    Args:
+        key: the node's dotted name, for error messages.
+        node: ``_target_`` and keyword arguments.
+        positional: arguments that go first.
+        extra: further keyword arguments.
+
+    Raises:
+        ConfigError: no such target, an argument it does not take or of another type than it declares, or an error of its own.
+    """
+    if "_target_" not in node:
+        raise ConfigError(f"{key}._target_", None, "is missing", "Name the class or function to call, as package.module.Name")
+    target = node["_target_"]
+    try:
+        function = get_object(target)
+    except (ImportError, ValueError, AttributeError) as error:
+        remedy = "Give package.module.Name, importable from where you start the run (see PYTHONPATH)"
+        raise ConfigError(f"{key}._target_", target, f"cannot be imported ({error})", remedy) from error
+    _check_arguments(key, node, function)
+    try:
+        return instantiate(node, *positional, **extra, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(key, target, f"{type(cause).__name__}: {cause}", "Correct its arguments") from error
+
+
+def _check_arguments(key: str, node: Node, function: Any) -> None:
+    """Refuses what a signature tells beforehand: unknown arguments, and plain numbers of the wrong type."""
+    try:
+        parameters = inspect.signature(function).parameters
+        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except (TypeError, ValueError, NameError):
+        return  # a target without a readable signature checks its arguments itself
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, value in node.items():
+        if name.startswith("_") and name.endswith("_"):
+            continue
+        if name not in parameters and not open_ended:
+            remedy = f"It takes {', '.join(parameters)}"
+            raise ConfigError(f"{key}.{name}", value, f"no such argument{near_misses(name, parameters)}", remedy)
+        expected = hints.get(name)
+        if expected in (int, float) and not _is_number(value, expected):
+            raise ConfigError(f"{key}.{name}", value, f"not of type {expected.__name__}", "Give a number of that type")
+
+
+def _is_number(value: Any, expected: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (expected is float and isinstance(value, float))
+
+
+def _total_steps(config: RunConfig, plan: BatchPlan) -> int:
+    limits = config.trainer
+    by_epochs = None if limits.max_epochs is None else limits.max_epochs * plan.windows_per_epoch
+    return min(limit for limit in (limits.max_steps, by_epochs) if limit is not None)
+
+

@@ -1,0 +1,255 @@
+"""The settings: frozen dataclasses that are the schema of ``conf/``, and the only place that knows ``DictConfig``.
+
+A group whose content is the user's to choose (model, data, loss, schedule, ``optim.optimizer``) is a plain mapping with
+a ``_target_``; everything else is typed here and checked in ``__post_init__``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, Optional, cast, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf import errors as oc
+
+from distaccum.errors import ConfigError, near_misses
+
+Node = dict[str, Any]
+ENGINES = ("ddp",)
+PRECISIONS = ("fp32", "bf16")
+WANDB_MODES = ("offline", "online", "disabled")
+
+
+def conf_dir() -> Path:
+    """The YAML groups: packaged inside an installed distaccum, at the top of a checkout."""
+    packaged = Path(__file__).parent / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def _require(holds: bool, key: str, value: object, problem: str, remedy: str) -> None:
+    if not holds:
+        raise ConfigError(key, value, problem, remedy)
+
+
+def _require_count(key: str, value: int | None, *, least: int = 0, off: str = "") -> None:
+    remedy = f"Use a whole number from {least}{f', or {off}' if off else ''}"
+    _require(value is None or value >= least, key, value, f"must be at least {least}", remedy)
+
+
+def _require_positive(key: str, value: float | None) -> None:
+    good = value is None or (math.isfinite(value) and value > 0)
+    _require(good, key, value, "must be a positive finite number", "Use a value such as 1e-3")
+
+
+def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, key, value, "no such choice", f"Use one of {', '.join(choices)}")
+
+
+# OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Samples per optimizer step over all ranks, and the most that one forward/backward takes (see ``BatchPlan``)."""
+
+    global_size: int = 64
+    micro_size: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Who owns the wrapped parameters, the gradient reduction and the step.
+
+    ``bucket_cap_mb`` (MiB) bounds one reduction; ``find_unused_parameters`` lets parts of the model sit a step out.
+    """
+
+    name: str = "ddp"
+    bucket_cap_mb: float = 25.0
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        _require_choice("engine", self.name, ENGINES)
+        _require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The precision policy's name: what the forward computes in. Parameters and gradients stay fp32."""
+
+    name: str = "fp32"
+
+    def __post_init__(self) -> None:
+        _require_choice("precision", self.name, PRECISIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """``lr`` (the schedule's peak), ``clip_norm`` (largest global gradient norm; null: no clipping), the optimizer."""
+
+    lr: float = 1e-3
+    clip_norm: Optional[float] = 1.0  # noqa: UP045
+    optimizer: Node = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require_positive("optim.lr", self.lr)
+        _require_positive("optim.clip_norm", self.clip_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends."""
+
+    max_steps: Optional[int] = 600  # noqa: UP045
+    max_epochs: Optional[int] = None  # noqa: UP045
+    log_every: int = 10
+    eval_every: int = 100
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        _require_count("trainer.max_steps", self.max_steps, least=1)
+        _require_count("trainer.max_epochs", self.max_epochs, least=1)
+        _require_count("trainer.log_every", self.log_every, least=1)
+        _require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        _require_count("trainer.num_workers", self.num_workers)
+        unbounded = self.max_steps is None and self.max_epochs is None
+        _require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Save every so many updates (0: never), keep the newest so many (0: all)."""
+
+    every: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _require_count("checkpoint.every", self.every, off="0 to save none")
+        _require_count("checkpoint.keep", self.keep, off="0 to keep all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases: ``offline`` needs no key and no network; ``online`` takes the key from the environment."""
+
+    mode: str = "offline"
+    project: str = "distaccum"
+    name: Optional[str] = None  # noqa: UP045
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Where metrics go besides ``metrics.jsonl``, which is always written."""
+
+    console: bool = True
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything one run is told. ``resume`` is ``never``, ``auto`` or a checkpoint's path."""
+
+    seed: int = 0
+    resume: str = "never"
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    model: Node = field(default_factory=dict)
+    data: Node = field(default_factory=dict)
+    loss: Node = field(default_factory=dict)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: Node = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
+        if self.resume not in ("never", "auto"):
+            exists = Path(self.resume).is_dir()
+            _require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
+
+
+def _writable(node: Any) -> Any:
+    """Lifts the read-only flag that OmegaConf puts on frozen dataclasses, at every depth, so that YAML can be merged."""
+    if isinstance(node, DictConfig):
+        OmegaConf.set_readonly(node, False)
+        for key in node:
+            _writable(node._get_node(key))
+    return node
+
+
+def plain(node: DictConfig) -> Node:
+    """A composed Hydra node as plain values, interpolations resolved.
+
+    Raises:
+        ConfigError: a required value was left out, or an interpolation leads nowhere.
+    """
+    try:
+        return cast(Node, OmegaConf.to_container(node, resolve=True, throw_on_missing=True))
+    except oc.OmegaConfBaseException as error:
+        raise translate(error) from error
+
+
+def from_node(node: Mapping[str, Any]) -> RunConfig:
+    """The typed configuration of plain values.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type or out of range.
+    """
+    try:
+        typed = OmegaConf.merge(_writable(OmegaConf.structured(RunConfig)), node)
+    except oc.OmegaConfBaseException as error:
+        raise translate(error, node) from error
+    return cast(RunConfig, _construct(RunConfig, OmegaConf.to_container(typed)))
+
+
+def _construct(schema: type, values: Any) -> Any:
+    """The frozen dataclass of plain values. (OmegaConf's own way loses the errors that ``__post_init__`` raises.)"""
+    hints = get_type_hints(schema)
+    return schema(**{k: _construct(hints[k], v) if is_dataclass(hints[k]) else v for k, v in values.items()})
+
+
+def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None = None) -> ConfigError:
+    """An OmegaConf error in distaccum's words: key, value (looked up in ``node``), problem, remedy."""
+    key = str(error.full_key or "")
+    value = None if node is None else OmegaConf.select(OmegaConf.create(dict(node)), key)
+    first_line = str(error.msg or error).splitlines()[0]
+    match error:
+        case oc.MissingMandatoryValue():
+            key = key or first_line.rsplit(" ", 1)[-1]
+            return ConfigError(key, "???", "is required and was not given", f"Add {key}=... to the command line")
+        case oc.ConfigKeyError() | oc.ConfigAttributeError():
+            return unknown_key(key, value)
+        case oc.InterpolationResolutionError():
+            return ConfigError(key, value, first_line, "Choose groups that go together, or state the value yourself")
+        case oc.ValidationError():
+            return ConfigError(key, value, first_line, "Give a value of the type named")
+        case _:
+            return ConfigError(key or "configuration", value, first_line, "Correct this value")
+
+
+def unknown_key(key: str, value: object) -> ConfigError:
+    """For a setting that does not exist, with those that are spelled nearly so."""
+    hint = near_misses(key, _known_keys())
+    return ConfigError(key, value, f"no such setting{hint}", "`--cfg job` prints all settings there are")
+
+
+def _known_keys() -> list[str]:
+    """The dotted names of all settings in the YAML groups."""
+    names = []
+    for path in sorted(conf_dir().rglob("*.yaml")):
+        group = "" if path.parent == conf_dir() else f"{path.parent.name}."
+        names += [group.rstrip("."), *_dotted(OmegaConf.to_container(OmegaConf.load(path)), group)]
+    return names
+
+
+def _dotted(node: Any, prefix: str) -> list[str]:
+    found = []
+    for key, value in node.items() if isinstance(node, dict) else ():
+        found += [f"{prefix}{key}", *_dotted(value, f"{prefix}{key}.")]
+    return found

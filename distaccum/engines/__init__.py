@@ -1,0 +1,1 @@
+"""Who owns the wrapped parameters, the gradient reduction and the optimizer step."""

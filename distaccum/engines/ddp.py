@@ -1,0 +1,171 @@
+"""DistributedDataParallel: parameters replicated, gradients averaged in buckets, ``no_sync`` up to the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from distaccum.engines.base import EngineState, StepResult
+from distaccum.engines.update import clip_and_step
+from distaccum.world import World
+
+
+class DDPEngine:
+    """Exact accumulation on torch's DDP, with gradients held once: in the buckets that are reduced.
+
+    By default DDP keeps a gradient beside every bucket. Here gradients *are* views of the buckets from the first
+    backward on, and are zeroed in place, so the window accumulates where the reduction reads.
+
+    Args:
+        model: on ``world.device`` already; every rank's copy is set to rank 0's.
+        optimizer: over the model's parameters.
+        world: this rank.
+        bucket_cap_mb: MiB of one reduction.
+        find_unused_parameters: allow parameters that a window does not use; they are left out of its step.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, world: World, *, bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+    ) -> None:  # fmt: skip
+        self.device, self.averages_over = world.device, world.size
+        self._world, self._optimizer = world, optimizer
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._ddp = DistributedDataParallel(
+            model,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._use = _Use(self._parameters) if find_unused_parameters else None
+        self._place_gradients_in_buckets()
+
+    @property
+    def model(self) -> nn.Module:
+        """The DDP wrapper."""
+        return self._ddp
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model inside the wrapper."""
+        module: nn.Module = self._ddp.module
+        return module
+
+    def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
+        """DDP's ``no_sync`` unless ``sync``; it must cover the forward, where DDP prepares the reduction."""
+        return nullcontext() if sync else self._ddp.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        """Plain autograd: DDP reduces in its hooks."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def step(self, clip_norm: float | None) -> StepResult:
+        """One update from the reduced gradients, which every rank holds whole."""
+        with nullcontext() if self._use is None else self._use.only_used(self._world):
+            result = clip_and_step(self._optimizer, self._parameters, clip_norm)
+        self._zero_gradients()
+        return result
+
+    def state(self) -> EngineState:
+        """The model's and the optimizer's state by parameter name; the same on every rank."""
+        optimizer: dict[str, Any] = get_optimizer_state_dict(
+            self.bare_model, self._optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        return EngineState(
+            model=get_model_state_dict(self.bare_model),
+            optimizer={name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
+            optimizer_values={name: value for name, value in optimizer.items() if not isinstance(value, Tensor)},
+        )
+
+    def load_state(self, state: EngineState) -> None:
+        """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
+        set_model_state_dict(self.bare_model, dict(state.model))
+        set_optimizer_state_dict(
+            self.bare_model,
+            self._optimizer,
+            {**state.optimizer, **state.optimizer_values},
+            options=StateDictOptions(flatten_optimizer_state_dict=True),
+        )
+        self._place_gradients_in_buckets()  # torch drops the gradients while it loads an optimizer's state
+
+    def _zero_gradients(self) -> None:
+        torch._foreach_zero_([p.grad for p in self._parameters])  # type: ignore[arg-type]  one op; none is None here
+
+    def _place_gradients_in_buckets(self) -> None:
+        """Makes every gradient a view of its bucket before the first window, by a backward that adds nothing.
+
+        DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
+        accumulates under ``no_sync`` would hold gradients and buckets, twice, until then. The user's forward is not run.
+        """
+
+        def zero() -> Tensor:
+            total = torch.zeros((), device=self.device)
+            for parameter in self._parameters:
+                total = total + parameter.sum().to(total.dtype) * 0.0
+            return total
+
+        model = self.bare_model
+        model.forward = zero
+        try:
+            for _ in range(2):
+                for parameter in self._parameters:
+                    parameter.grad = None
+                self._ddp().backward()
+        finally:
+            del model.forward
+        if self._use is not None:
+            self._use.reset()
+
+
+class _Use:
+    """Which parameters any rank has used since the last step.
+
+    A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._used = [0] * len(parameters)
+        for i, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._mark, i))
+
+    def _mark(self, i: int, _: Tensor) -> None:
+        self._used[i] = 1
+
+    def reset(self) -> None:
+        self._used = [0] * len(self._parameters)
+
+    @contextmanager
+    def only_used(self, world: World) -> Iterator[None]:
+        """Within the block parameters that no rank used have no gradient; one small host all-reduce."""
+        anywhere = world.max_counts(self._used)
+        unused = [(p, p.grad) for p, used in zip(self._parameters, anywhere, strict=True) if not used]
+        for parameter, _ in unused:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in unused:
+                parameter.grad = gradient
+            self.reset()

@@ -1,0 +1,41 @@
+"""What can go wrong, by name.
+
+::
+
+    DistaccumError
+    ├── ConfigError       (ValueError)      the user can mend it: key, value, remedy; exit code 2
+    ├── CheckpointError   (RuntimeError)    a checkpoint is damaged or does not belong to this run
+    └── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class DistaccumError(Exception):
+    """Base of every error raised on purpose by distaccum."""
+
+
+class ConfigError(DistaccumError, ValueError):
+    """A setting that cannot work. The message names the key, the value, the problem and what to change."""
+
+    def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
+        self.key, self.value = key, value
+        shown = key if value is None else f"{key}={value}"
+        super().__init__(f"{shown}: {problem}. {remedy}")
+
+
+class CheckpointError(DistaccumError, RuntimeError):
+    """A checkpoint that is damaged, incomplete, or was made by a run with another plan."""
+
+
+class NonFiniteError(DistaccumError, ArithmeticError):
+    """The reduced gradient of a window holds NaN or infinity."""
+
+
+def near_misses(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean a or b?"`` for the known words closest to ``word``, or an empty string."""
+    close = get_close_matches(word, list(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

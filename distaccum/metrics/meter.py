@@ -1,0 +1,93 @@
+"""Turns the outcome of a logged window, and the time since the last one, into a record."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from distaccum.clocks import Clocks
+from distaccum.errors import NonFiniteError
+from distaccum.window import Outcome, Window
+from distaccum.world import World
+
+Record = dict[str, Any]
+
+
+class Meter:
+    """Sums over the windows since the last record; reads the device only when a record is made."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._finite: torch.Tensor | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts the interval anew, so that evaluation and saving do not count as training time."""
+        self._began, self._waited, self._windows, self._samples, self._tokens = perf_counter(), 0.0, 0, 0, 0
+
+    def add(self, window: Window, outcome: Outcome | None) -> None:
+        """Takes note of one attempt; ``outcome`` is None where the window counted nothing and was skipped."""
+        self._windows += 1
+        self._samples += window.samples
+        self._tokens += window.count
+        self._waited += window.data_wait_s
+        if outcome is not None:
+            self._finite = outcome.finite if self._finite is None else self._finite * outcome.finite
+
+    def check_finite(self) -> None:
+        """Raises NonFiniteError, on every rank alike, if the gradient of any window so far was NaN or infinite."""
+        # Host read: asked for when a checkpoint or an evaluation is due, which wait for the device anyway.
+        self._raise_unless(1.0 if self._finite is None else float(self._finite))
+
+    def record(self, window: Window, outcome: Outcome, clocks: Clocks, *, lr: float) -> Record:
+        """The record of ``window``; a collective.
+
+        Raises:
+            NonFiniteError: on every rank alike, as :meth:`check_finite`.
+        """
+        assert self._finite is not None
+        loss_sum = self._world.sum_(outcome.loss_sum.clone())
+        # The one host read of a logged step: three numbers at once.
+        values = torch.stack([loss_sum, outcome.grad_norm.to(loss_sum.dtype), self._finite.to(loss_sum.dtype)]).tolist()
+        total, grad_norm, finite = values
+        elapsed = perf_counter() - self._began
+        self._raise_unless(finite)
+        record = {
+            "step": clocks.step,
+            "window": clocks.window,
+            "epoch": window.epoch,
+            "loss": total / window.count,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "loss_scale": 1.0,
+            "applied": True,
+            "skipped": clocks.skipped,
+            "samples": clocks.samples,
+            "tokens": clocks.tokens,
+            "samples_per_s": self._samples / elapsed,
+            "tokens_per_s": self._tokens / elapsed,
+            "step_time_s": elapsed / self._windows,
+            "data_wait_s": self._waited / self._windows,
+            "memory_bytes": _peak_memory(self._world.device),
+        }
+        self.restart()
+        return record
+
+    def _raise_unless(self, finite: float) -> None:
+        if not finite:
+            raise NonFiniteError(
+                "the gradient of a window since the last check is NaN or infinite, so the run stops before it saves "
+                "anything made from it: resume from the last checkpoint with a lower optim.lr or another optim.clip_norm"
+            )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors took on a GPU, or that this process took of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

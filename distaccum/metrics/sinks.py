@@ -1,0 +1,104 @@
+"""Where records go: a file, the console. (W&B is in ``wandb_sink``.)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes records on rank 0."""
+
+    def log(self, record: Record) -> None:
+        """Takes one record; never raises for the sink's own trouble once training has begun."""
+
+    def close(self) -> None:
+        """Called once, at the end of the run however it ends."""
+
+
+class JsonlSink:
+    """One JSON object a line; every line is whole on disk before the next update. Appends to what is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def log(self, record: Record) -> None:
+        """Writes the numbers unrounded."""
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def rewind_jsonl(path: Path, step: int) -> None:
+    """Before a resumed run appends: moves lines past ``step`` (and a torn last one) to ``metrics.superseded.jsonl``.
+
+    The resumed run makes those updates again, so that every step stands in ``metrics.jsonl`` once; nothing is lost.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if (found := _step(line)) is not None and found <= step]
+    superseded = [line for line in lines if line not in kept]
+    if superseded:
+        with path.with_name("metrics.superseded.jsonl").open("a") as file:
+            file.writelines(line if line.endswith("\n") else line + "\n" for line in superseded)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
+
+
+def _step(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class ConsoleSink:
+    """A live progress line on a terminal, plain lines elsewhere.
+
+    Args:
+        total_steps: updates of the whole run.
+        console: where to print.
+    """
+
+    def __init__(self, total_steps: int, console: Console) -> None:
+        self._console, self._total = console, total_steps
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("", total=total_steps)
+            self._progress.start()
+
+    def log(self, record: Record) -> None:
+        """One line a record."""
+        line = (
+            f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+            f"{record['tokens_per_s']:,.0f} tokens/s"
+        )
+        evaluated = "".join(
+            f"  {name.removeprefix('eval_').replace('_', ' ')} {value:.4f}"
+            for name, value in record.items()
+            if name.startswith("eval_")
+        )
+        if evaluated:
+            line += f"  held-out:{evaluated}"
+        if self._progress is None:
+            self._console.print(f"step {record['step']:>6}/{self._total}  {line}", highlight=False, soft_wrap=True)
+        else:
+            self._progress.update(self._task, completed=record["step"], description=line)
+
+    def close(self) -> None:
+        """Leaves the last progress line standing."""
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,69 @@
+"""Weights & Biases at arm's length: in a thread of its own, so that it can neither stop nor delay training."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from distaccum.metrics.sinks import Record
+
+_CLOSE_TIMEOUT_S = 8.0
+_INIT_TIMEOUT_S = 30.0
+
+
+class WandbSink:
+    """Sends records to a W&B run. Trouble is reported once on stderr, and the rest of the run goes without.
+
+    Args:
+        folder: where W&B keeps its files; ``wandb sync`` uploads an offline run from there.
+        mode: ``offline`` or ``online``.
+        project: W&B project.
+        name: display name; None for W&B's own.
+        tags: of the run.
+        run_id: the same id on a resume continues the same run.
+        config: shown with the run.
+    """
+
+    def __init__(
+        self, folder: Path, *, mode: str, project: str, name: str | None, tags: list[str], run_id: str,
+        config: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._settings = {
+            "dir": str(folder), "mode": mode, "project": project, "name": name, "tags": tags, "id": run_id,
+            "resume": "allow", "config": dict(config),
+        }  # fmt: skip
+        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._thread = Thread(target=self._work, name="wandb-sink", daemon=True)
+        self._thread.start()
+
+    def log(self, record: Record) -> None:
+        """Hands the record over; returns at once."""
+        self._records.put(dict(record))
+
+    def close(self) -> None:
+        """Waits a few seconds for what was handed over to be written."""
+        self._records.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _warn(f"still busy after {_CLOSE_TIMEOUT_S:.0f} s; metrics.jsonl has every record")
+
+    def _work(self) -> None:
+        try:
+            import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
+
+            settings = wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S)
+            with wandb.init(**self._settings, settings=settings) as run:  # type: ignore[arg-type]
+                run.define_metric("step")
+                run.define_metric("*", step_metric="step")
+                while (record := self._records.get()) is not None:
+                    run.log(dict(record))
+        except Exception as error:  # noqa: BLE001  whatever fails in there is no reason to lose a training run
+            _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")
+
+
+def _warn(message: str) -> None:
+    print(f"distaccum: Weights & Biases: {message}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,104 @@
+"""A small GPT: pre-norm transformer blocks, scaled dot-product attention, tied embeddings.
+
+Source: A. Radford et al., "Language models are unsupervised multitask learners" (2019), for the layout and for scaling
+the initial weights of residual projections by the depth.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum.errors import ConfigError
+
+
+class GPT(nn.Module):
+    """Token ids ``(B, T)`` to logits ``(B, T, vocab_size)``.
+
+    Args:
+        vocab_size: number of token ids.
+        seq_len: the longest T.
+        n_layer: blocks.
+        n_head: attention heads; divides ``n_embd``.
+        n_embd: width.
+        dropout: share of activations dropped in training.
+    """
+
+    def __init__(
+        self, *, vocab_size: int, seq_len: int, n_layer: int, n_head: int, n_embd: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"model.{name}", size, "must be at least 1", "Give a positive size")
+        if n_embd % n_head:
+            remedy = "Make the width a multiple of the number of heads"
+            raise ConfigError("model.n_embd", n_embd, f"not divisible by model.n_head={n_head}", remedy)
+        if not 0 <= dropout < 1:
+            raise ConfigError("model.dropout", dropout, "not in [0, 1)", "Give the share of activations to drop")
+        self.seq_len = seq_len
+        self.tokens = nn.Embedding(vocab_size, n_embd)
+        self.positions = nn.Embedding(seq_len, n_embd)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.norm = nn.LayerNorm(n_embd, bias=False)
+        self.apply(_initialise)
+        for block in self.blocks:
+            for projection in (block.attention.project, block.contract):  # type: ignore[union-attr]
+                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))  # type: ignore[union-attr, arg-type]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Raises ValueError if the sequence is longer than ``seq_len``."""
+        length = ids.shape[1]
+        if length > self.seq_len:
+            raise ValueError(f"a sequence of {length} tokens, but the model was built for seq_len={self.seq_len}")
+        x = self.dropout(self.tokens(ids) + self.positions.weight[:length])
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each on a normalised residual; ``(B, T, C)`` to the same."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(n_embd, bias=False)
+        self.attention = Attention(n_embd, n_head, dropout)
+        self.norm = nn.LayerNorm(n_embd, bias=False)
+        self.expand = nn.Linear(n_embd, 4 * n_embd, bias=False)
+        self.contract = nn.Linear(4 * n_embd, n_embd, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.dropout(self.contract(F.gelu(self.expand(self.norm(x)))))
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention; ``(B, T, C)`` to the same."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.query_key_value = nn.Linear(n_embd, 3 * n_embd, bias=False)
+        self.project = nn.Linear(n_embd, n_embd, bias=False)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = self.query_key_value(x).view(batch, length, 3, self.n_head, width // self.n_head)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        drop = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+        return F.dropout(self.project(mixed.transpose(1, 2).reshape(batch, length, width)), drop, self.training)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+
+

@@ -1,0 +1,80 @@
+"""The run directory: what is in it, and what other programs may rely on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+from distaccum.errors import ConfigError
+from distaccum.files import write_json
+
+
+class State(StrEnum):
+    """The ``state`` in ``status.json``."""
+
+    RUNNING = "running"
+    DONE = "done"
+    PREEMPTED = "preempted"
+    FAILED = "failed"
+    CONFIG_ERROR = "config_error"
+
+
+class RunDir:
+    """Paths of one run, and its status and plan files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    def make(self) -> None:
+        """Makes the folder.
+
+        Raises:
+            ConfigError: if it cannot be made or written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            remedy = "Choose a folder that you can write to"
+            raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
+
+    def holds_results(self) -> bool:
+        """Whether a run has logged or saved anything here."""
+        return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+
+    def refuse_to_mix(self) -> None:
+        """Raises ConfigError if an earlier run's results are here and the new one is not to continue it."""
+        if self.holds_results():
+            remedy = "Continue it with resume=auto, or choose another folder"
+            raise ConfigError("hydra.run.dir", self.path, "already holds the results of a run", remedy)
+
+    def write_status(self, state: State, *, step: int, reason: str = "") -> None:
+        """Replaces ``status.json``."""
+        write_json(self.path / "status.json", {"state": state.value, "step": step, "reason": reason})
+
+    def write_failure(self, reason: str) -> None:
+        """``failed``, at the step last written; a reason that is there already is the earlier one, and stays."""
+        try:
+            status = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            status = {}
+        if status.get("state") != State.FAILED:
+            self.write_status(State.FAILED, step=status.get("step", 0), reason=reason)
+
+    def write_refusal(self, reason: str) -> None:
+        """``config_error``, unless the folder belongs to a run that has begun or cannot be written."""
+        with suppress(OSError, ConfigError):
+            self.make()
+            if not self.holds_results():
+                self.write_status(State.CONFIG_ERROR, step=0, reason=reason)
+
+    def write_plan(self, plan: Mapping[str, object]) -> None:
+        """Replaces ``plan.json``."""
+        write_json(self.path / "plan.json", dict(plan))

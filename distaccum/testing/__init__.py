@@ -1,0 +1,37 @@
+"""Running distaccum inside a test process: a real gloo group of one, no launcher, no port.
+
+In a ``conftest.py``::
+
+    pytest_plugins = ["distaccum.testing.fixtures"]
+
+and then take the fixture ``gloo_world`` in a test, or use the context manager anywhere::
+
+    with single_process_world() as world:
+        engine = DDPEngine(model, optimizer, world)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from distaccum.world import Ranks, World, open_world
+
+
+@contextmanager
+def single_process_world() -> Iterator[World]:
+    """A gloo group of one in this process, through which the same engines, ``no_sync`` and collectives run.
+
+    Its store lives in memory, so parallel test runs cannot clash over a port. Closed on failure as well.
+
+    Raises:
+        RuntimeError: if a process group is open already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a process group is open already: close it first, or use that one")
+    ranks = Ranks()
+    with open_world(ranks, ranks.store(), torch.device("cpu")) as world:
+        yield world

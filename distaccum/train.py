@@ -1,0 +1,115 @@
+"""The main entry point: ``distaccum-train``, ``torchrun ... -m distaccum.train`` or ``launch/train.py``, with Hydra overrides.
+
+Exit codes: 0 done, 2 bad configuration (one message on stderr), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import ExitStack, redirect_stderr
+from datetime import datetime
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from distaccum.agreement import Agreement, Job, RefusedError
+from distaccum.compose_errors import from_hydra
+from distaccum.config import conf_dir, plain
+from distaccum.errors import ConfigError, DistaccumError
+from distaccum.run_dir import RunDir
+from distaccum.run_job import check_job, run_job
+from distaccum.world import Ranks
+
+_BAD_CONFIGURATION = 2
+
+
+def main() -> None:
+    """Runs the job (or the sweep of jobs) that the command line describes, on this rank."""
+    try:
+        ranks = Ranks.from_environment()
+    except ConfigError as error:
+        sys.exit(_complain(error))
+    agreement = Agreement(ranks, ranks.store())
+    sys.exit(_lead(ranks, agreement) if ranks.rank == 0 else _follow(ranks, agreement))
+
+
+def _lead(ranks: Ranks, agreement: Agreement) -> int:
+    """Rank 0: Hydra reads the command line and calls back for every job."""
+    check_only = "--check" in sys.argv
+    if check_only:
+        sys.argv.remove("--check")
+    jobs = 0
+    exit_code = 1
+    # Hydra prints its own errors and exits with 1. Until it has composed a job, keep them and say it in our words.
+    hydra_says = io.StringIO()
+    composing = ExitStack()
+
+    def task(node: DictConfig) -> None:
+        nonlocal jobs
+        composing.close()
+        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
+        try:
+            job = Job(number=jobs, run_dir=str(run_dir.path), config=plain(node))
+            if check_only:
+                check_job(job, ranks)
+                return
+            jobs += 1
+            agreement.announce(job)
+            run_job(job, ranks, agreement)
+        except (ConfigError, RefusedError) as error:
+            run_dir.write_refusal(str(error))
+            sys.exit(_complain(error))
+        except DistaccumError as error:
+            print(f"distaccum: {error}", file=sys.stderr)  # noqa: T201
+            sys.exit(1)
+
+    OmegaConf.register_new_resolver("distaccum.run_name", _run_name, use_cache=True, replace=True)
+    composing.enter_context(redirect_stderr(hydra_says))
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+        exit_code = 0
+    except SystemExit as stop:
+        composing.close()
+        cause = stop.__context__
+        exit_code = stop.code if isinstance(stop.code, int) else 0
+        if exit_code == 1 and isinstance(cause, Exception) and hydra_says.getvalue():
+            exit_code = _complain(from_hydra(cause, sys.argv[1:]))
+    finally:
+        agreement.dismiss(jobs, exit_code)
+    return exit_code
+
+
+def _follow(ranks: Ranks, agreement: Agreement) -> int:
+    """Every other rank: runs the jobs that rank 0 announces, and is silent about what rank 0 reports."""
+    for number in count():
+        job = agreement.await_job(number)
+        if isinstance(job, int):
+            return job
+        try:
+            run_job(job, ranks, agreement)
+        except RefusedError:
+            return _BAD_CONFIGURATION
+        except DistaccumError:
+            return 1
+    raise AssertionError
+
+
+def _complain(error: DistaccumError) -> int:
+    print(f"distaccum: configuration error: {error}", file=sys.stderr)  # noqa: T201
+    return _BAD_CONFIGURATION
+
+
+def _run_name(resume: str, overrides: str) -> str:
+    """A fresh name; with ``resume=auto`` one that the same command finds again."""
+    if resume == "auto":
+        return f"auto-{sha256(overrides.encode()).hexdigest()[:10]}"
+    return datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+if __name__ == "__main__":
+    main()
