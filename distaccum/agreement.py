@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.world import Ranks
@@ -36,7 +36,7 @@ class RefusedError(DistaccumError):
 class Agreement:
     """The ranks' shared notes. Reading waits until they are written."""
 
-    def __init__(self, ranks: Ranks, store: dist.Store) -> None:
+    def __init__(self, ranks: Ranks, store: Store) -> None:
         self._ranks, self._store = ranks, store
 
     def announce(self, job: Job) -> None:
@@ -61,9 +61,9 @@ class Agreement:
             return note
         return Job(**note)
 
-    def store_for(self, job: Job) -> dist.Store:
+    def store_for(self, job: Job) -> Store:
         """The part of the store in which a job's process group may write."""
-        return dist.PrefixStore(f"job-{job.number}", self._store)
+        return PrefixStore(f"job-{job.number}", self._store)
 
     def settle(self, job: Job, error: ConfigError | None) -> None:
         """Every rank says whether it can run the job.

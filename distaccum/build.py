@@ -83,7 +83,9 @@ def build_engine(parts: Parts, world: World) -> Engine:
     return _ENGINES[options.pop("name")](parts.model, parts.optimizer, world, **options)
 
 
-def build_sinks(parts: Parts, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]) -> list[Sink]:
+def build_sinks(
+    parts: Parts, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
+) -> list[Sink]:
     """The sinks of rank 0; ``about`` is shown with the W&B run."""
     metrics = parts.config.metrics
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
@@ -113,10 +115,13 @@ def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
         extra: further keyword arguments.
 
     Raises:
-        ConfigError: no such target, an argument it does not take or of another type than it declares, or an error of its own.
+        ConfigError: no such target, an argument that it does not take or of another type than it declares, or an
+            error that it raises itself.
     """
     if "_target_" not in node:
-        raise ConfigError(f"{key}._target_", None, "is missing", "Name the class or function to call, as package.module.Name")
+        raise ConfigError(
+            f"{key}._target_", None, "is missing", "Name the class or function to call, as package.module.Name"
+        )
     target = node["_target_"]
     try:
         function = get_object(target)
@@ -162,5 +167,3 @@ def _total_steps(config: RunConfig, plan: BatchPlan) -> int:
     limits = config.trainer
     by_epochs = None if limits.max_epochs is None else limits.max_epochs * plan.windows_per_epoch
     return min(limit for limit in (limits.max_steps, by_epochs) if limit is not None)
-
-

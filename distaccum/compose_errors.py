@@ -24,10 +24,9 @@ def from_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
     if found := re.match(r"Could not override '([^']+)'", message):
         key = found[1].split("@")[0]
         return unknown_key(key, given.get(key))
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        return translate(error.__cause__)
-    if isinstance(error, OmegaConfBaseException):
-        return translate(error)
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OmegaConfBaseException):
+            return translate(cause)
     if isinstance(error, OSError):
         path = error.filename or given.get("hydra.run.dir")
         return ConfigError("hydra.run.dir", path, f"cannot be written ({error.strerror})", "Choose a writable folder")
@@ -39,4 +38,6 @@ def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:
     options = list(error.options or [])
     if not group:
         return ConfigError("command line", error.missing_cfg_file, message.splitlines()[0], "Give a config that exists")
-    return ConfigError(group, option, f"no such choice{near_misses(option, options)}", f"Use one of {', '.join(options)}")
+    return ConfigError(
+        group, option, f"no such choice{near_misses(option, options)}", f"Use one of {', '.join(options)}"
+    )

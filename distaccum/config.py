@@ -175,7 +175,7 @@ class RunConfig:
 
 
 def _writable(node: Any) -> Any:
-    """Lifts the read-only flag that OmegaConf puts on frozen dataclasses, at every depth, so that YAML can be merged."""
+    """Lifts, at every depth, the read-only flag that OmegaConf puts on frozen dataclasses; YAML can then be merged."""
     if isinstance(node, DictConfig):
         OmegaConf.set_readonly(node, False)
         for key in node:

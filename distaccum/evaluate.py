@@ -32,6 +32,7 @@ def evaluate(
         world_size=world.size,
     )
     loader = WindowLoader(source.held_out, plan, world, loss=loss, seed=None, source=source)
+    engine.sync_buffers()
     model = engine.bare_model
     training = model.training
     model.eval()

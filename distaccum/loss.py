@@ -36,7 +36,7 @@ def scores(loss: Loss, model: nn.Module, batch: Any) -> dict[str, Tensor]:
 class CrossEntropy:
     """Cross entropy, in nats, of batches ``(inputs, labels)``.
 
-    ``model(inputs)`` gives logits of shape ``(*labels.shape, classes)``: ``(B, T, V)`` for tokens, ``(B, C)`` for images.
+    ``model(inputs)`` gives logits of shape ``(*labels.shape, classes)``, so ``(B, T, V)`` for tokens.
 
     Args:
         ignore_index: labels of this value neither contribute nor count.

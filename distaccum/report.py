@@ -31,18 +31,17 @@ def introduce(parts: Parts, world: World, run_dir: RunDir, note: str, console: C
         console.print(f"{name:<6}{line}", highlight=False, soft_wrap=True)
 
 
-def summarise(
-    parts: Parts, clocks: Clocks, evaluation: Mapping[str, float], run_dir: RunDir, console: Console
-) -> None:
+def summarise(parts: Parts, clocks: Clocks, evaluation: Mapping[str, float], run_dir: RunDir, console: Console) -> None:
     """Prints how the run ended, next to what simple models reach on the same split."""
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
     baselines = parts.source.baselines() if "bits per byte" in rows else {}
-    console.print(f"done: {clocks.step} updates, {clocks.samples:,} samples, {clocks.skipped} skipped; {run_dir.path}", soft_wrap=True)
+    console.print(
+        f"done: {clocks.step} updates, {clocks.samples:,} samples, {clocks.skipped} skipped; {run_dir.path}",
+        soft_wrap=True,
+    )
     if rows:
         console.print("held-out")
     for name, value in rows.items():
         console.print(f"  {name:<16}{value:.4f}", highlight=False)
     for name, value in baselines.items():
         console.print(f"    {name:<14}{value:.4f}  (bits per byte, same split)", highlight=False)
-
-

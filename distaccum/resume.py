@@ -39,10 +39,14 @@ def find_start(resume: str, run_dir: RunDir, store: CheckpointStore, position: M
         verify(path)
         start = Start(path=path.resolve(), run=checkpoint.read(path))
     except CheckpointError as error:
-        raise ConfigError("resume", resume, str(error), "Name a whole checkpoint, a folder checkpoints/step-N") from error
+        raise ConfigError(
+            "resume", resume, str(error), "Name a whole checkpoint, a folder checkpoints/step-N"
+        ) from error
     for key, value in position.items():
         saved = start.run.position.get(key)
         if saved != value:
             problem = f"but {path} counts its windows with {key}={saved}"
-            raise ConfigError(key, value, problem, f"Continue with {key}={saved}, or start anew in another hydra.run.dir")
+            raise ConfigError(
+                key, value, problem, f"Continue with {key}={saved}, or start anew in another hydra.run.dir"
+            )
     return start

@@ -98,9 +98,7 @@ def _train(parts: Parts, start: Start | None, store: CheckpointStore, run_dir: R
         about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
         introduce(parts, world, run_dir, note, console)
         sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
-    trainer = Trainer(
-        parts, engine, world, run_dir=run_dir, store=store, sinks=sinks, clocks=clocks, wandb_id=wandb_id
-    )
+    trainer = Trainer(parts, engine, world, run_dir=run_dir, store=store, sinks=sinks, clocks=clocks, wandb_id=wandb_id)
     try:
         evaluation = trainer.fit()
     finally:
@@ -118,5 +116,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
-
-

@@ -1,4 +1,4 @@
-"""The main entry point: ``distaccum-train``, ``torchrun ... -m distaccum.train`` or ``launch/train.py``, with Hydra overrides.
+"""The main entry point: ``distaccum-train``, or ``torchrun ... -m distaccum.train``, with Hydra overrides.
 
 Exit codes: 0 done, 2 bad configuration (one message on stderr), 1 anything else.
 """

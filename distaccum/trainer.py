@@ -144,5 +144,3 @@ def position(parts: Parts) -> dict[str, int]:
         "samples": parts.plan.samples,
         "seed": parts.config.seed,
     }
-
-

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
+from torch.distributed.rendezvous import rendezvous
 
 from distaccum.errors import ConfigError
 
@@ -45,9 +47,7 @@ class Ranks:
             if not environment[name].isdecimal():
                 raise ConfigError(name, environment[name], "not a number", "Start with torchrun, which sets it")
             numbers[name] = int(environment[name])
-        return cls(
-            rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True
-        )
+        return cls(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True)
 
     def device(self) -> torch.device:
         """This rank's GPU where the machine has any, else the CPU.
@@ -63,11 +63,12 @@ class Ranks:
             raise ConfigError("LOCAL_RANK", self.local_rank, f"this machine has {gpus} GPUs", remedy)
         return torch.device("cuda", self.local_rank)
 
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         """The key-value store that the launcher gave these ranks; one in memory for a world of one."""
         if not self.launched:
-            return dist.HashStore()
-        store, _, _ = next(dist.rendezvous("env://", rank=self.rank, world_size=self.size))
+            return HashStore()
+        store: Store
+        store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
         return store
 
 
@@ -105,6 +106,10 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
+    def from_main_(self, tensor: torch.Tensor) -> None:
+        """Overwrites a tensor of any shape, where it lies, by rank 0's."""
+        dist.broadcast(tensor, src=0)
+
     def text_from_main(self, text: str) -> str:
         """Rank 0's ``text`` on every rank."""
         box: list[str] = [text]
@@ -117,7 +122,7 @@ class World:
 
 
 @contextmanager
-def open_world(ranks: Ranks, store: dist.Store, device: torch.device) -> Iterator[World]:
+def open_world(ranks: Ranks, store: Store, device: torch.device) -> Iterator[World]:
     """Opens the default process group for the block's length; closed on any exit from it.
 
     Args:

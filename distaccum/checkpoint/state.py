@@ -130,7 +130,7 @@ def _random_state() -> dict[str, Any]:
         generators["cuda"] = torch.cuda.get_rng_state()
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],  # type: ignore[str-bytes-safe]
+        "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],
         "torch": {name: base64.b64encode(bytes(state.tolist())).decode() for name, state in generators.items()},
     }
 

@@ -11,7 +11,7 @@ from distaccum.errors import ConfigError
 
 
 def digits(*, held_out: float) -> Source:
-    """Samples ``(image, label)``: fp32 of shape ``(1, 8, 8)`` in [0, 1], and an int64 scalar; the last part is held out.
+    """Samples ``(image, label)``: fp32 of shape ``(1, 8, 8)`` in [0, 1], int64 scalar; the last part is held out.
 
     Raises:
         ConfigError: if scikit-learn is not installed, or ``held_out`` is not a share.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, islice
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from distaccum.batch_plan import BatchPlan
 from distaccum.data.source import MapDataset, Source
@@ -77,8 +77,8 @@ class WindowLoader:
         seeds = torch.Generator()  # its own, so that making an iterator leaves the model's random numbers alone
         seeds.manual_seed(0 if self._seed is None else self._seed)
         return DataLoader(
-            self._dataset,  # type: ignore[arg-type]  torch asks for its own base class, and uses len() and [index] only
-            batch_sampler=_Sampler(self._plan, self._world.rank, self._seed, start, stop),  # type: ignore[arg-type]
+            cast("Dataset[Any]", self._dataset),  # torch names its base class, and uses len() and [index] only
+            batch_sampler=MicroBatchIds(self._plan, self._world.rank, seed=self._seed, start=start, stop=stop),
             collate_fn=self._source.collate,
             num_workers=self._num_workers,
             pin_memory=self._world.device.type == "cuda",
@@ -86,10 +86,12 @@ class WindowLoader:
         )
 
 
-class _Sampler:
-    """The sample ids of one rank's micro-batches, window after window."""
+class MicroBatchIds:
+    """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``."""
 
-    def __init__(self, plan: BatchPlan, rank: int, seed: int | None, start: int, stop: int | None) -> None:
+    def __init__(
+        self, plan: BatchPlan, rank: int, *, seed: int | None, start: int = 0, stop: int | None = None
+    ) -> None:
         self._plan, self._rank, self._seed, self._start, self._stop = plan, rank, seed, start, stop
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Memory-mapped token shards: raw little-endian ids without a header, as nanoGPT's ``train.bin`` and Megatron's ``.bin``."""
+"""Memory-mapped token shards: raw little-endian ids, no header, as nanoGPT's ``train.bin`` and Megatron's ``.bin``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distaccum.data.blocks import TokenBlocks, Tokens, split
 from distaccum.data.source import Source
 from distaccum.errors import ConfigError
 
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 def tokens(

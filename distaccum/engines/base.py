@@ -46,6 +46,9 @@ class Engine(Protocol):
     def bare_model(self) -> nn.Module:
         """The user's model, for evaluation: its forward communicates nothing."""
 
+    def sync_buffers(self) -> None:
+        """Sets buffers (running statistics) to rank 0's, so that all ranks evaluate one model; a collective."""
+
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Around one forward and backward. With ``sync`` the backward reduces all that the window accumulated."""
 

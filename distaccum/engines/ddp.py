@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from torch.optim import Optimizer
 from distaccum.engines.base import EngineState, StepResult
 from distaccum.engines.update import clip_and_step
 from distaccum.world import World
+
+# DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
+_renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 
 
 class DDPEngine:
@@ -51,8 +56,10 @@ class DDPEngine:
             model,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
+            **_NO_BUFFER_SYNC,
             find_unused_parameters=find_unused_parameters,
         )
+        self.sync_buffers()
         self._use = _Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
@@ -66,6 +73,11 @@ class DDPEngine:
         """The model inside the wrapper."""
         module: nn.Module = self._ddp.module
         return module
+
+    def sync_buffers(self) -> None:
+        """One broadcast a buffer: done for evaluations, not for every window."""
+        for buffer in self.bare_model.buffers():
+            self._world.from_main_(buffer)
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` unless ``sync``; it must cover the forward, where DDP prepares the reduction."""
@@ -93,7 +105,7 @@ class DDPEngine:
             self.bare_model, self._optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
         )
         return EngineState(
-            model=get_model_state_dict(self.bare_model),
+            model=cast(dict[str, Tensor], get_model_state_dict(self.bare_model)),
             optimizer={name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
             optimizer_values={name: value for name, value in optimizer.items() if not isinstance(value, Tensor)},
         )
@@ -104,19 +116,20 @@ class DDPEngine:
         set_optimizer_state_dict(
             self.bare_model,
             self._optimizer,
-            {**state.optimizer, **state.optimizer_values},
+            cast(Any, {**state.optimizer, **state.optimizer_values}),
             options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
         self._place_gradients_in_buckets()  # torch drops the gradients while it loads an optimizer's state
 
     def _zero_gradients(self) -> None:
-        torch._foreach_zero_([p.grad for p in self._parameters])  # type: ignore[arg-type]  one op; none is None here
+        torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])  # one op for all
 
     def _place_gradients_in_buckets(self) -> None:
         """Makes every gradient a view of its bucket before the first window, by a backward that adds nothing.
 
         DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
-        accumulates under ``no_sync`` would hold gradients and buckets, twice, until then. The user's forward is not run.
+        accumulates under ``no_sync`` would hold gradients and buckets, twice, until then. The user's forward does not
+        run.
         """
 
         def zero() -> Tensor:
@@ -148,7 +161,7 @@ class _Use:
         self._parameters = parameters
         self._used = [0] * len(parameters)
         for i, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._mark, i))
+            parameter.register_post_accumulate_grad_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
 
     def _mark(self, i: int, _: Tensor) -> None:
         self._used[i] = 1

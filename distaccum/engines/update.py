@@ -15,7 +15,7 @@ _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s own, so that clipped gr
 
 
 def clip_and_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> StepResult:
-    """Steps ``optimizer`` on the parameters' gradients, scaled down to ``clip_norm`` (None: as they are). Reads nothing back.
+    """Steps on the parameters' gradients, scaled down to ``clip_norm`` (None: as they are). Reads nothing back.
 
     An optimizer whose fused kernel takes ``grad_scale`` and ``found_inf`` does it all in one pass over memory, and
     leaves weights and state untouched where the norm is not finite. Any other one is clipped first and then steps;

@@ -80,8 +80,8 @@ class Meter:
     def _raise_unless(self, finite: float) -> None:
         if not finite:
             raise NonFiniteError(
-                "the gradient of a window since the last check is NaN or infinite, so the run stops before it saves "
-                "anything made from it: resume from the last checkpoint with a lower optim.lr or another optim.clip_norm"
+                "the gradient of a window since the last check is NaN or infinite; the run stops before it saves "
+                "anything made from it. Resume from the last checkpoint with a lower optim.lr, or look at the data"
             )
 
 

@@ -61,7 +61,7 @@ class WandbSink:
                 run.define_metric("*", step_metric="step")
                 while (record := self._records.get()) is not None:
                     run.log(dict(record))
-        except Exception as error:  # noqa: BLE001  whatever fails in there is no reason to lose a training run
+        except Exception as error:
             _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")
 
 

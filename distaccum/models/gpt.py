@@ -1,13 +1,14 @@
-"""A small GPT: pre-norm transformer blocks, scaled dot-product attention, tied embeddings.
+"""A small GPT: pre-norm transformer blocks, scaled dot-product attention, rotary positions, tied embeddings.
 
 Source: A. Radford et al., "Language models are unsupervised multitask learners" (2019), for the layout and for scaling
-the initial weights of residual projections by the depth.
+the initial weights of residual projections by the depth; J. Su et al., "RoFormer" (2021), for the positions.
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -37,11 +38,14 @@ class GPT(nn.Module):
         if n_embd % n_head:
             remedy = "Make the width a multiple of the number of heads"
             raise ConfigError("model.n_embd", n_embd, f"not divisible by model.n_head={n_head}", remedy)
+        if n_embd // n_head % 2:
+            remedy = "Rotary positions turn pairs of channels: make the width of a head even"
+            raise ConfigError("model.n_embd", n_embd, f"gives heads of odd width {n_embd // n_head}", remedy)
         if not 0 <= dropout < 1:
             raise ConfigError("model.dropout", dropout, "not in [0, 1)", "Give the share of activations to drop")
         self.seq_len = seq_len
         self.tokens = nn.Embedding(vocab_size, n_embd)
-        self.positions = nn.Embedding(seq_len, n_embd)
+        self.rotation = Rotation(seq_len, n_embd // n_head)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
         self.norm = nn.LayerNorm(n_embd, bias=False)
@@ -55,10 +59,39 @@ class GPT(nn.Module):
         length = ids.shape[1]
         if length > self.seq_len:
             raise ValueError(f"a sequence of {length} tokens, but the model was built for seq_len={self.seq_len}")
-        x = self.dropout(self.tokens(ids) + self.positions.weight[:length])
+        x = self.dropout(self.tokens(ids))
+        angles = self.rotation(length)
         for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)
+            x = block(x, angles)
+        logits: Tensor = F.linear(self.norm(x), self.tokens.weight)
+        return logits
+
+
+Angles = tuple[Tensor, Tensor]
+
+
+class Rotation(nn.Module):
+    """Cosine and sine, each ``(T, head_width / 2)``, of the angle by which a pair of channels turns at a position."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, seq_len: int, head_width: int) -> None:
+        super().__init__()
+        frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+        angles = torch.outer(torch.arange(seq_len), frequencies)
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, length: int) -> Angles:
+        return self.cosine[:length], self.sine[:length]
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Turns the channel pairs of ``x``, ``(..., T, head_width)``, by their positions' angles."""
+    cosine, sine = (part.to(x.dtype) for part in angles)  # x is 16 bits wide under autocast
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
 class Block(nn.Module):
@@ -73,9 +106,10 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * n_embd, n_embd, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.dropout(self.contract(F.gelu(self.expand(self.norm(x)))))
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles)
+        fed: Tensor = self.dropout(self.contract(F.gelu(self.expand(self.norm(x)))))
+        return x + fed
 
 
 class Attention(nn.Module):
@@ -88,17 +122,17 @@ class Attention(nn.Module):
         self.project = nn.Linear(n_embd, n_embd, bias=False)
         self.dropout = dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles) -> Tensor:
         batch, length, width = x.shape
         split = self.query_key_value(x).view(batch, length, 3, self.n_head, width // self.n_head)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         drop = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            rotate(query, angles), rotate(key, angles), value, dropout_p=drop, is_causal=True
+        )
         return F.dropout(self.project(mixed.transpose(1, 2).reshape(batch, length, width)), drop, self.training)
 
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-
-

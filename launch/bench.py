@@ -1,0 +1,232 @@
+"""What a window costs: a hand-written DDP loop and distaccum, on the same model, data and window.
+
+``python launch/bench.py`` or ``torchrun --nproc-per-node=2 launch/bench.py``, with Hydra overrides. Everything but the
+time is counted, and does not depend on how busy the machine is; times are paired, the two loops in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from distaccum.build import Parts, build_engine, build_parts
+from distaccum.clocks import Clocks
+from distaccum.config import RunConfig, conf_dir, from_node, plain
+from distaccum.data.loader import MicroBatchIds, WindowLoader
+from distaccum.loss import to_device
+from distaccum.metrics.meter import Meter
+from distaccum.window import run_window
+from distaccum.world import Ranks, World, open_world
+
+Step = Callable[[], None]
+
+
+def handwritten(parts: Parts, world: World) -> Step:
+    """One window of the loop that people write: DDP, no_sync, GradScaler, clip, step, zero_grad; logs as often."""
+    model, optimizer = parts.model, parts.optimizer
+    ddp = DistributedDataParallel(model)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule)
+    ids = MicroBatchIds(parts.plan, world.rank, seed=parts.config.seed)
+    batches = iter(DataLoader(parts.source.train, batch_sampler=ids))
+    accumulation, clip_norm = parts.plan.accumulation_steps, parts.config.optim.clip_norm
+    log_every, windows = parts.config.trainer.log_every, 0
+
+    def window() -> None:
+        nonlocal windows
+        running = torch.zeros((), device=world.device)
+        for i in range(accumulation):
+            inputs, labels = to_device(next(batches), world.device)
+            with nullcontext() if i == accumulation - 1 else ddp.no_sync(), parts.policy.autocast(world.device):
+                logits = ddp(inputs)
+                loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()) / accumulation
+                scaler.scale(loss).backward()
+            running = running + loss.detach()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm) if clip_norm else None
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        windows += 1
+        if windows % log_every == 0:
+            _ = (running.item(), norm.item() if norm is not None else None)
+
+    return window
+
+
+def with_distaccum(parts: Parts, world: World) -> Step:
+    """One window as the Trainer runs it, logging every tenth."""
+    engine = build_engine(parts, world)
+    loader = WindowLoader(
+        parts.source.train, parts.plan, world, loss=parts.loss, seed=parts.config.seed, source=parts.source
+    )
+    windows, meter = loader.windows(), Meter(world)
+    clocks = Clocks()
+
+    def window() -> None:
+        nonlocal clocks
+        taken = next(windows)
+        engine.set_lr_factor(parts.schedule(clocks.step))
+        outcome = run_window(engine, taken, parts.loss, parts.policy, clip_norm=parts.config.optim.clip_norm)
+        clocks = clocks.after(samples=taken.samples, tokens=taken.count, applied=True)
+        meter.add(taken, outcome)
+        if clocks.step % parts.config.trainer.log_every == 0:
+            meter.record(taken, outcome, clocks, lr=0.0)
+
+    return window
+
+
+class Operations(TorchDispatchMode):
+    """Counts dispatched operators, and what the process group moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if name.startswith("c10d.allreduce_"):
+            tensor: Tensor = args[0][0]
+            kind = "gradient" if tensor.is_floating_point() and tensor.ndim == 1 else "count"
+            self.counts[f"{kind} reductions"] += 1
+            self.counts[f"{kind} bytes"] += tensor.nbytes
+        elif name.startswith("aten."):
+            self.counts["aten ops"] += 1
+            self.counts["device reads"] += name.startswith("aten._local_scalar_dense")
+        return function(*args, **(kwargs or {}))
+
+
+def count_operations(step: Step, windows: int) -> dict[str, float]:
+    """Operators, reductions, bytes and device reads (``item``) per window."""
+    with Operations() as operations:
+        for _ in range(windows):
+            step()
+    return {name: total / windows for name, total in operations.counts.items()}
+
+
+def count_calls(step: Step, windows: int) -> dict[str, float]:
+    """Python function calls, and device reads by ``tolist``, per window. (Integer tensors are counts, on the host.)"""
+    calls = reads = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls, reads
+        calls += event == "call"
+        if event == "c_call" and argument.__name__ == "tolist" and isinstance(argument.__self__, Tensor):
+            reads += argument.__self__.is_floating_point()
+
+    sys.setprofile(note)
+    try:
+        for _ in range(windows):
+            step()
+    finally:
+        sys.setprofile(None)
+    return {"Python calls": calls / windows, "device reads": reads / windows}
+
+
+def peak_bytes(build: Callable[[], Step], windows: int) -> int:
+    """The most bytes allocated at once from before the wrapper is built to the end of ``windows`` windows (CPU)."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step = build()
+        for _ in range(windows):
+            step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def paired_times(first: Step, second: Step, windows: int, pairs: int) -> list[tuple[float, float]]:
+    """Seconds a window of both, in turn, ``pairs`` times."""
+
+    def seconds(step: Step) -> float:
+        began = perf_counter()
+        for _ in range(windows):
+            step()
+        return (perf_counter() - began) / windows
+
+    return [(seconds(first), seconds(second)) for _ in range(pairs)]
+
+
+def measure(config: RunConfig, world: World, *, windows: int, pairs: int) -> dict[str, Any]:
+    """All figures of both loops."""
+    loops = {"hand-written": handwritten, "distaccum": with_distaccum}
+    ranks = Ranks(rank=world.rank, size=world.size)
+    figures: dict[str, Any] = {}
+    steps = {}
+    for name, make in loops.items():
+        steps[name] = make(build_parts(config, ranks), world)
+        for _ in range(3):  # DDP rebuilds its buckets, the optimizer makes its state
+            steps[name]()
+        counted = count_operations(steps[name], windows)
+        called = count_calls(steps[name], windows)
+        counted["device reads"] = counted.get("device reads", 0.0) + called.pop("device reads")
+        wide = build_parts(wide_and_short(config), ranks)
+        parameters = sum(p.numel() * p.element_size() for p in wide.model.parameters())
+        peak = peak_bytes(lambda make=make, wide=wide: make(wide, world), windows=4) / parameters
+        figures[name] = counted | called | {"peak gradient memory / parameters": peak}
+    times = paired_times(steps["distaccum"], steps["hand-written"], windows, pairs)
+    ratios = [ours / theirs for ours, theirs in times]
+    figures["time ratio"] = {"min": min(ratios), "median": statistics.median(ratios), "pairs": pairs}
+    return figures
+
+
+def wide_and_short(config: RunConfig) -> RunConfig:
+    """Large weights, few activations and no optimizer state: what is allocated then is gradients and buckets."""
+    return replace(
+        config,
+        data={**config.data, "seq_len": 8},
+        model={**config.model, "seq_len": 8, "n_layer": 4, "n_head": 4, "n_embd": 512},
+        optim=replace(config.optim, optimizer={"_target_": "torch.optim.SGD", "fused": True}),
+    )
+
+
+def show(figures: dict[str, Any], plan: str) -> None:
+    """Prints the table."""
+    hand, ours = figures["hand-written"], figures["distaccum"]
+    table = Table("per window", "hand-written", "distaccum", "ratio", title=plan)
+    for name in dict.fromkeys([*hand, *ours]):
+        a, b = hand.get(name, 0.0), ours.get(name, 0.0)
+        table.add_row(name, f"{a:,.2f}", f"{b:,.2f}", f"{b / a:.3f}" if a else "-")
+    table.add_row("time, minimum of pairs", "", "", f"{figures['time ratio']['min']:.3f}")
+    table.add_row("time, median of pairs", "", "", f"{figures['time ratio']['median']:.3f}")
+    Console().print(table)
+
+
+def run(node: DictConfig) -> None:
+    """One benchmark, on this rank."""
+    values = plain(node)
+    options = values.pop("bench")
+    config, ranks = from_node(values), Ranks.from_environment()
+    with open_world(ranks, ranks.store(), torch.device("cpu")) as world:
+        figures = measure(config, world, **options)
+        if world.is_main:
+            plan = build_parts(config, ranks).plan
+            show(figures, f"accumulation {plan.accumulation_steps}, {world.size} ranks")
+            (Path(HydraConfig.get().runtime.output_dir) / "bench.json").write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    hydra.main(config_path=str(conf_dir()), config_name="bench", version_base="1.3")(run)()

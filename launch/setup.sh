@@ -1,0 +1,21 @@
+# Sourced by train.sh and test.sh: a virtual environment in the checkout, made once from the lock file.
+# PYTHON names the interpreter to make it from (3.11 or later). Sets $root, $python and $cores.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python="$root/.venv/bin/python"
+stamp="$root/.venv/.installed"
+wanted=$(cat "$root/requirements.lock" "$root/pyproject.toml" | cksum)
+
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    base=${PYTHON:-python3}
+    if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "distaccum needs Python 3.11 or later; name one with PYTHON=..." >&2
+        exit 1
+    fi
+    echo "Setting up $root/.venv (once) ..." >&2
+    "$base" -m venv --clear "$root/.venv"
+    "$python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock" >&2
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root" >&2
+    echo "$wanted" > "$stamp"
+fi
+cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')

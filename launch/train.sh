@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The main job, with everything it needs: bash launch/train.sh [Hydra overrides]
+# One process for each GPU, or two on the CPU; NPROC=n picks another number.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+for argument in "$@"; do # Hydra's own flags (--help, --cfg job, ...) need one process and no check
+    case $argument in -*) exec "$python" "$root/launch/train.py" "$@" ;; esac
+done
+if [ -z "${NPROC:-}" ]; then
+    NPROC=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
+fi
+# torchrun turns every failure into its own exit code and report, so mistakes are found before it starts.
+"$python" "$root/launch/train.py" --check "$@"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$NPROC" "$root/launch/train.py" "$@"

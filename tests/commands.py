@@ -1,0 +1,66 @@
+"""Starting the real thing: torchrun and the entry points, as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TRAIN = ROOT / "launch" / "train.py"
+TINY = (  # a model and a text so small that a window takes milliseconds
+    "data.seq_len=16", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "schedule.warmup_steps=2",
+)  # fmt: skip
+QUIET = ("trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl", "trainer.log_every=1")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, one thread a process."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def command(world: int, script: Path, arguments: Sequence[object]) -> list[str]:
+    """The command line: plain python for a world of one, torchrun otherwise."""
+    start = [sys.executable]
+    if world > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    return [*start, str(script), *map(str, arguments)]
+
+
+def run(
+    *arguments: object,
+    world: int = 1,
+    script: Path = TRAIN,
+    cwd: Path | None = None,
+    timeout: float = 240,
+    **extra: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Runs to the end and returns what it printed; the caller looks at the exit code."""
+    return subprocess.run(
+        command(world, script, arguments),
+        capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, env=environment(**extra),
+    )  # fmt: skip
+
+
+def succeed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """:func:`run`, which must exit with 0."""
+    finished = run(*arguments, **options)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """``status.json``."""
+    found: dict[str, Any] = json.loads((run_dir / "status.json").read_text())
+    return found

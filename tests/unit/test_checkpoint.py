@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum.checkpoint import state
+from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.clocks import Clocks
+from distaccum.engines.ddp import DDPEngine
+from distaccum.errors import CheckpointError
+from distaccum.world import World
+
+
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def _engine(world: World, seed: int = 1) -> DDPEngine:
+    torch.manual_seed(seed)
+    model = Tied()
+    return DDPEngine(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), world)
+
+
+def _update(engine: DDPEngine) -> None:
+    for sync in (False, True):
+        with engine.micro_step(sync=sync):
+            engine.backward(engine.model(torch.randn(2, 3)).square().sum())
+    engine.step(1.0)
+
+
+RUN = state.RunState(
+    clocks=Clocks(step=2, window=3, samples=24, tokens=48, skipped=1),
+    position={"batch.global_size": 8, "samples": 100, "seed": 0},
+    wandb_id="abcd1234",
+    config={"seed": 0},
+)
+
+
+def _save(store: CheckpointStore, engine: DDPEngine, world: World, step: int) -> Path:
+    return store.save(step, world, lambda folder: state.save(folder, engine, RUN, world))
+
+
+def test_training_continues_bitwise_with_its_random_numbers(gloo_world: World, tmp_path: Path) -> None:
+    first = _engine(gloo_world)
+    for _ in range(2):
+        _update(first)
+    path = _save(CheckpointStore(tmp_path, keep=0), first, gloo_world, 2)
+    for _ in range(2):
+        _update(first)
+    drawn = (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002, S311  the generators users have
+
+    second = _engine(gloo_world, seed=99)
+    verify(path)
+    assert state.read(path) == RUN
+    assert state.load(path, second, gloo_world)
+    for _ in range(2):
+        _update(second)
+    assert drawn == (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002, S311
+    pairs = zip(first.bare_model.parameters(), second.bare_model.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_nothing_in_it_executes_code_on_load(gloo_world: World, tmp_path: Path) -> None:
+    engine = _engine(gloo_world)
+    _update(engine)
+    path = _save(CheckpointStore(tmp_path, keep=0), engine, gloo_world, 1)
+    assert sorted(file.suffix for file in path.iterdir()) == [".json"] * 3 + [".safetensors"] * 2
+    for file in path.glob("*.json"):
+        json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "random-0.json"])
+def test_damage_is_found_and_the_one_before_is_used(
+    gloo_world: World, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=0)
+    _update(engine)
+    paths = [_save(store, engine, gloo_world, step) for step in (1, 2)]
+    assert store.newest_valid() == paths[1]
+    file = paths[1] / name
+    content = bytearray(file.read_bytes())
+    match damage:
+        case "flip":
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        case "truncate":
+            file.write_bytes(content[:-1])
+        case "remove":
+            file.unlink()
+        case "add":
+            file.with_suffix(".more").touch()
+    with pytest.raises(CheckpointError, match="missing, added or changed: .*" + name.split(".", maxsplit=1)[0]):
+        verify(paths[1])
+    assert store.newest_valid() == paths[0]
+    assert "step-2" in capsys.readouterr().err
+
+
+def test_a_death_while_saving_leaves_the_one_before(gloo_world: World, tmp_path: Path) -> None:
+    engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=1)
+    first = _save(store, engine, gloo_world, 1)
+
+    def die(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.save(2, gloo_world, die)
+    assert store.newest_valid() == first
+    assert (tmp_path / "latest").read_text() == "step-1\n"
+    second = _save(store, engine, gloo_world, 2)  # the rest of the dead attempt is not in the way
+    assert store.newest_valid() == second
+    assert not first.exists()  # keep=1
+    assert not list(tmp_path.glob(".saving*"))
+
+
+def test_another_model_is_refused_by_name(gloo_world: World, tmp_path: Path) -> None:
+    path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
+    model = nn.Linear(2, 2)
+    other = DDPEngine(model, torch.optim.AdamW(model.parameters()), gloo_world)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        state.load(path, other, gloo_world)
+
+
+def test_another_version_is_refused(gloo_world: World, tmp_path: Path) -> None:
+    path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
+    record = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(record | {"version": 999}))
+    with pytest.raises(CheckpointError, match="format 999, this distaccum reads 1"):
+        state.read(path)

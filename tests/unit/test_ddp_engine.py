@@ -1,0 +1,91 @@
+"""The DDP engine through a real gloo group of one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distaccum.engines.ddp import DDPEngine
+from distaccum.world import World
+
+
+class Branches(nn.Module):
+    """Uses ``second`` only where the input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if bool(x[0, 0] > 0) else y
+
+
+def _engine(model: nn.Module, world: World, **options: bool) -> DDPEngine:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    return DDPEngine(model, optimizer, world, **options)
+
+
+def _window(engine: DDPEngine, inputs: list[Tensor]) -> None:
+    for i, x in enumerate(inputs):
+        with engine.micro_step(sync=i == len(inputs) - 1):
+            engine.backward(engine.model(x).square().sum())
+
+
+def _addresses(model: nn.Module) -> list[int]:
+    return [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_lie_in_the_buckets_from_the_start_and_stay_there(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    engine = _engine(model, gloo_world)
+    buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    assert len(buffers) == 1  # one bucket, and every gradient is a view of it
+    addresses = _addresses(model)
+    assert len(addresses) == 4
+    for _ in range(3):
+        _window(engine, [torch.randn(2, 3) for _ in range(3)])
+        assert _addresses(model) == addresses
+        engine.step(1.0)
+        assert _addresses(model) == addresses
+        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(gloo_world: World) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs = [torch.randn(2, 3, dtype=torch.float64) for _ in range(4)]
+    model(torch.cat(inputs)).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    _window(_engine(model, gloo_world), inputs)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_parameters_that_a_window_did_not_use_do_not_move(gloo_world: World) -> None:
+    """A zeroed gradient is not None: AdamW's decay and momentum would move them."""
+    model = Branches()
+    engine = _engine(model, gloo_world, find_unused_parameters=True)
+    _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])
+    engine.step(None)
+    used = [p.detach().clone() for p in model.parameters()]
+
+    _window(engine, [-torch.ones(1, 3), -torch.ones(1, 3)])
+    engine.step(None)
+    assert all(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(model.first.parameters(), used[:2], strict=True))
+
+    _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])  # used before the boundary only
+    engine.step(None)
+    assert not any(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
+
+
+def test_the_learning_rate_is_a_factor_of_each_groups_own(gloo_world: World) -> None:
+    model = nn.Linear(3, 3)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    engine = DDPEngine(model, optimizer, gloo_world)
+    engine.set_lr_factor(0.5)
+    engine.set_lr_factor(0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.020000000000000004]
