@@ -24,7 +24,7 @@ class ConfigError(DistaccumError, ValueError):
     def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
         self.key, self.value = key, value
         shown = key if value is None else f"{key}={value}"
-        super().__init__(f"{shown}: {problem}. {remedy}")
+        super().__init__(" ".join(f"{shown}: {problem}. {remedy}".split()))  # one line, whatever a library said
 
 
 class CheckpointError(DistaccumError, RuntimeError):

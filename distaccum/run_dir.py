@@ -45,6 +45,11 @@ class RunDir:
             remedy = "Choose a folder that you can write to"
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
 
+    def remove_if_empty(self) -> None:
+        """Undoes :meth:`make`, if nothing has been written since."""
+        with suppress(OSError):
+            self.path.rmdir()
+
     def holds_results(self) -> bool:
         """Whether a run has logged or saved anything here."""
         return self.metrics.exists() or any(self.checkpoints.glob("step-*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -25,8 +26,12 @@ from distaccum.trainer import Trainer, position
 from distaccum.world import Ranks, World, open_world
 
 
-def run_job(job: Job, ranks: Ranks, agreement: Agreement) -> None:
-    """Prepares, agrees, trains and reports.
+def _nothing() -> None:
+    pass
+
+
+def run_job(job: Job, ranks: Ranks, agreement: Agreement, *, accepted: Callable[[], None] = _nothing) -> None:
+    """Prepares, agrees, calls ``accepted``, trains and reports.
 
     Raises:
         RefusedError: on all ranks, before the process group, if the configuration cannot run on one of them.
@@ -34,6 +39,7 @@ def run_job(job: Job, ranks: Ranks, agreement: Agreement) -> None:
     run_dir = RunDir(Path(job.run_dir))
     parts, start, store = _agree_on_parts(job, run_dir, ranks, agreement)
     try:
+        accepted()
         with open_world(ranks, agreement.store_for(job), parts.device) as world:
             _train(parts, start, store, run_dir, world)
     except BaseException as error:

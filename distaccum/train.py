@@ -6,9 +6,11 @@ Exit codes: 0 done, 2 bad configuration (one message on stderr), 1 anything else
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import ExitStack, redirect_stderr
 from datetime import datetime
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,8 @@ from distaccum.agreement import Agreement, Job, RefusedError
 from distaccum.compose_errors import from_hydra
 from distaccum.config import conf_dir, plain
 from distaccum.errors import ConfigError, DistaccumError
+from distaccum.files import write_text
+from distaccum.metrics.wandb_sink import is_left_behind
 from distaccum.run_dir import RunDir
 from distaccum.run_job import check_job, run_job
 from distaccum.world import Ranks
@@ -35,7 +39,12 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(_complain(error))
     agreement = Agreement(ranks, ranks.store())
-    sys.exit(_lead(ranks, agreement) if ranks.rank == 0 else _follow(ranks, agreement))
+    exit_code = _lead(ranks, agreement) if ranks.rank == 0 else _follow(ranks, agreement)
+    if is_left_behind():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # everything of ours is written and closed
+    sys.exit(exit_code)
 
 
 def _lead(ranks: Ranks, agreement: Agreement) -> int:
@@ -57,10 +66,11 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
             job = Job(number=jobs, run_dir=str(run_dir.path), config=plain(node))
             if check_only:
                 check_job(job, ranks)
+                run_dir.remove_if_empty()
                 return
             jobs += 1
             agreement.announce(job)
-            run_job(job, ranks, agreement)
+            run_job(job, ranks, agreement, accepted=partial(_keep_hydra_files, run_dir, node))
         except (ConfigError, RefusedError) as error:
             run_dir.write_refusal(str(error))
             sys.exit(_complain(error))
@@ -82,6 +92,20 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
     finally:
         agreement.dismiss(jobs, exit_code)
     return exit_code
+
+
+def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
+    """The files that Hydra writes, once the job is accepted: Hydra itself would write before anybody has checked."""
+    hydra_config = HydraConfig.get()
+    files = {
+        "config": node,
+        "hydra": OmegaConf.create({"hydra": hydra_config}),
+        "overrides": hydra_config.overrides.task,
+    }
+    folder = run_dir.path / ".hydra"
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
 
 
 def _follow(ranks: Ranks, agreement: Agreement) -> int:

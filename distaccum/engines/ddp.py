@@ -112,6 +112,7 @@ class DDPEngine:
 
     def load_state(self, state: EngineState) -> None:
         """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
+        self._drop_gradients()  # torch leaves an optimizer's state out, silently, where gradients are there already
         set_model_state_dict(self.bare_model, dict(state.model))
         set_optimizer_state_dict(
             self.bare_model,
@@ -119,10 +120,14 @@ class DDPEngine:
             cast(Any, {**state.optimizer, **state.optimizer_values}),
             options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
-        self._place_gradients_in_buckets()  # torch drops the gradients while it loads an optimizer's state
+        self._place_gradients_in_buckets()
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])  # one op for all
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _place_gradients_in_buckets(self) -> None:
         """Makes every gradient a view of its bucket before the first window, by a backward that adds nothing.
@@ -142,8 +147,7 @@ class DDPEngine:
         model.forward = zero
         try:
             for _ in range(2):
-                for parameter in self._parameters:
-                    parameter.grad = None
+                self._drop_gradients()
                 self._ddp().backward()
         finally:
             del model.forward

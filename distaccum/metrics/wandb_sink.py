@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 from distaccum.metrics.sinks import Record
 
+_THREAD = "wandb-sink"
 _CLOSE_TIMEOUT_S = 8.0
-_INIT_TIMEOUT_S = 30.0
+_INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 
 
 class WandbSink:
@@ -37,7 +39,7 @@ class WandbSink:
             "resume": "allow", "config": dict(config),
         }  # fmt: skip
         self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
-        self._thread = Thread(target=self._work, name="wandb-sink", daemon=True)
+        self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
         self._thread.start()
 
     def log(self, record: Record) -> None:
@@ -49,7 +51,10 @@ class WandbSink:
         self._records.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            _warn(f"still busy after {_CLOSE_TIMEOUT_S:.0f} s; metrics.jsonl has every record")
+            _warn(
+                f"still busy after {_CLOSE_TIMEOUT_S:.0f} s, and left behind; metrics.jsonl has every record, and "
+                f"`wandb sync` uploads what is in {self._settings['dir']}"
+            )
 
     def _work(self) -> None:
         try:
@@ -63,6 +68,11 @@ class WandbSink:
                     run.log(dict(record))
         except Exception as error:
             _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")
+
+
+def is_left_behind() -> bool:
+    """Whether a sink was closed while W&B hung: its exit handlers would then hold up the whole process."""
+    return any(thread.name == _THREAD for thread in enumerate_threads())
 
 
 def _warn(message: str) -> None:

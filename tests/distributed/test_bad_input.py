@@ -1,0 +1,119 @@
+"""Mistakes: each exits with 2 and one message that names the key, the value and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import metrics, run, status, succeed
+
+# What a user types, and what the message must name: key, value, remedy.
+MISTAKES = {
+    "unknown key": (["optim.learning_rate=1"], ["optim.learning_rate=1", "no such setting", "--cfg job"]),
+    "misspelt key": (["optim.lrr=1"], ["optim.lrr=1", "did you mean optim.lr"]),
+    "misspelt group": (["optimm=sgd"], ["optimm=sgd", "did you mean optim"]),
+    "not a number": (["optim.lr=abc"], ["optim.lr=abc", "Float", "Give a value of the type"]),
+    "negative rate": (["optim.lr=-1"], ["optim.lr=-1.0", "positive finite", "Use a value"]),
+    "NaN rate": (["optim.lr=nan"], ["optim.lr=nan", "positive finite", "Use a value"]),
+    "infinite rate": (["optim.lr=inf"], ["optim.lr=inf", "positive finite", "Use a value"]),
+    "zero clip norm": (["optim.clip_norm=0"], ["optim.clip_norm=0", "positive finite", "Use a value"]),
+    "micro above global": (
+        ["batch.global_size=8", "batch.micro_size=9"], ["batch.micro_size=9", "batch.global_size=8", "lower the one"],
+    ),
+    "no batch": (["batch.global_size=0"], ["batch.global_size=0", "at least 1", "State a positive number"]),
+    "half a sample": (["batch.micro_size=1.5"], ["batch.micro_size=1.5", "Integer", "Give a value of the type"]),
+    "negative steps": (["trainer.max_steps=-5"], ["trainer.max_steps=-5", "at least 1", "whole number from 1"]),
+    "no end": (["trainer.max_steps=null"], ["trainer.max_steps=null", "trainer.max_epochs", "State one"]),
+    "no logging interval": (["trainer.log_every=0"], ["trainer.log_every=0", "at least 1", "whole number from 1"]),
+    "negative checkpoint interval": (["checkpoint.every=-1"], ["checkpoint.every=-1", "0 to save none"]),
+    "unknown engine": (["engine=horovod"], ["engine=horovod", "no such choice", "Use one of ddp"]),
+    "unknown precision": (["precision=fp8"], ["precision=fp8", "no such choice", "Use one of bf16, fp32"]),
+    "unknown model": (["model=gpt5"], ["model=gpt5", "did you mean gpt", "Use one of cnn, gpt"]),
+    "missing path": (["data=text"], ["data.path=???", "is required", "Add data.path="]),
+    "missing file": (["data=text", "data.path=nowhere"], ["data.path=nowhere", "no such file", "Give the path"]),
+    "empty file": (["data=text", "data.path=empty.txt"], ["data.path=empty.txt", "holds no text", "Give a path"]),
+    "too little text": (["data=text", "data.path=short.txt"], ["data.seq_len=128", "19 tokens", "shorter"]),
+    "no shard": (["data=tokens", "data.path='*.bin'", "data.vocab_size=9"], ["data.path=*.bin", "matches no file"]),
+    "data without tokens": (["data=digits"], ["model.vocab_size", "data.vocab_size", "Choose groups that go together"]),
+    "argument of another type": (["model.n_layer=two"], ["model.n_layer=two", "not of type int", "Give a number"]),
+    "unknown argument": (["+model.depth=2"], ["model.depth=2", "no such argument", "It takes vocab_size"]),
+    "heads that do not fit": (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3", "multiple"]),
+    "target that is not there": (
+        ["model._target_=no.such.Model"], ["model._target_=no.such.Model", "cannot be imported", "PYTHONPATH"],
+    ),
+    "unwritable run directory": (["hydra.run.dir=short.txt/run"], ["hydra.run.dir=", "short.txt", "writable folder"]),
+    "checkpoint that is not there": (["resume=nowhere"], ["resume=nowhere", "no such checkpoint", "never, auto or"]),
+    "folder that is no checkpoint": (["resume=folder"], ["resume=folder", "manifest.json", "checkpoints/step-N"]),
+    "negative seed": (["seed=-1"], ["seed=-1", "out of range", "whole number from 0"]),
+    "unknown W&B mode": (["metrics.wandb.mode=on"], ["metrics.wandb.mode=", "no such choice", "offline, online"]),
+    "broken override": (["optim.lr=[1"], ["optim.lr=[1", "key=value"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inputs")
+    (path / "empty.txt").touch()
+    (path / "short.txt").write_text("just a few words of it")
+    (path / "folder").mkdir()
+    return path
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, mistake: str) -> None:
+    overrides, named = MISTAKES[mistake]
+    finished = run(*overrides, "metrics=jsonl" if "wandb" not in str(overrides) else "seed=0", cwd=folder)
+    assert finished.returncode == 2, finished.stderr
+    lines = finished.stderr.strip().splitlines()
+    assert len(lines) == 1, finished.stderr
+    assert lines[0].startswith("distaccum: configuration error: ")
+    missing = [word for word in named if word not in lines[0]]
+    assert not missing, (lines[0], missing)
+
+
+@pytest.mark.parametrize("arguments", [["optim.lr=abc"], ["batch.micro_size=1000"]], ids=["composing", "building"])
+def test_under_torchrun_it_is_said_once_before_any_process_group(tmp_path: Path, arguments: list[str]) -> None:
+    finished = run(*arguments, f"hydra.run.dir={tmp_path}", world=2)
+    assert finished.returncode != 0  # torchrun's own, which is 1 for any failure
+    assert finished.stderr.count("configuration error") == 1
+    assert "exitcode  : 2" in finished.stderr
+
+
+def test_the_status_says_why(tmp_path: Path) -> None:
+    finished = run("batch.micro_size=1000", f"hydra.run.dir={tmp_path}")
+    found = status(tmp_path)
+    assert finished.returncode == 2
+    assert (found["state"], found["step"]) == ("config_error", 0)
+    assert "batch.micro_size=1000" in found["reason"]
+
+
+def test_a_check_says_the_same_and_leaves_nothing(tmp_path: Path) -> None:
+    good = succeed("--check", cwd=tmp_path)
+    assert (good.stdout, good.stderr) == ("", "")
+    assert not list((tmp_path / "runs").iterdir())
+    bad = run("--check", "batch.micro_size=1000", cwd=tmp_path)
+    assert bad.returncode == 2
+    assert "batch.micro_size=1000" in bad.stderr
+
+
+def test_environment_of_half_a_launcher(tmp_path: Path) -> None:
+    finished = run(cwd=tmp_path, RANK="0", WORLD_SIZE="2")
+    assert finished.returncode == 2
+    assert "LOCAL_RANK" in finished.stderr
+    assert "torchrun" in finished.stderr
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_anything_is_saved_from_it(tmp_path: Path) -> None:
+    finished = run(
+        "data.seq_len=16", "model.n_layer=1", "model.n_embd=16", "batch.global_size=4", "batch.micro_size=2",
+        "optim.lr=1e30", "optim.clip_norm=null", "trainer.max_steps=50", "checkpoint.every=1", "trainer.log_every=1",
+        "schedule=constant", "metrics=jsonl", f"hydra.run.dir={tmp_path}", world=2,
+    )  # fmt: skip
+    assert finished.returncode == 1
+    assert "NaN or infinite" in finished.stderr
+    assert status(tmp_path)["state"] == "failed"
+    assert "NonFiniteError" in status(tmp_path)["reason"]
+    last = metrics(tmp_path)[-1]["step"]
+    newest = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert newest == last < 50

@@ -1,0 +1,28 @@
+"""The benchmark's counts, which do not depend on the machine, hold the limits; its times are printed, not tested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, succeed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int) -> None:
+    finished = succeed(
+        "bench.windows=10", "bench.pairs=1", f"batch.global_size={32 * world}", f"hydra.run.dir={tmp_path}",
+        script=ROOT / "launch" / "bench.py", world=world,
+    )  # fmt: skip
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    hand, ours = figures["hand-written"], figures["distaccum"]
+    assert f"accumulation 8, {world} ranks" in finished.stdout
+    assert ours["aten ops"] <= 1.02 * hand["aten ops"]
+    assert ours["Python calls"] <= 1.15 * hand["Python calls"]
+    assert ours["device reads"] <= hand["device reads"]
+    assert ours["gradient reductions"] == hand["gradient reductions"]
+    assert ours["gradient bytes"] == hand["gradient bytes"]
+    memory = "peak gradient memory / parameters"
+    assert ours[memory] <= 0.65 * hand[memory]

@@ -1,0 +1,97 @@
+"""The promise: whatever the world and the micro-batch, the losses and gradient norms are those of the global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests import oracle
+from tests.commands import QUIET, TINY, metrics, succeed
+
+STEPS = 20
+# 145 samples of 16 bytes: a window of 48 or of 50 leaves a ragged last one, and 20 windows see several epochs end.
+TEXT = "The quick brown fox jumps over the lazy dog, again and again; " * 44
+SIZES = {1: (48, 7), 2: (6, 5), 3: (4,), 4: (12,)}  # micro-batch sizes for each world size
+GLOBAL_SIZES = (48, 50)
+OPTIMIZERS = ("sgd", "adamw")
+TOLERANCE = 1e-5  # relative, fp32
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One factorization of one training run."""
+
+    world: int
+    micro_size: int
+    global_size: int
+    optimizer: str
+    run_dir: Path
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[Cell]:
+    """Every cell, run: one Hydra sweep for each world size."""
+    cells = []
+    for world, sizes in SIZES.items():
+        sweep = tmp_path_factory.mktemp(f"world-{world}")
+        succeed(
+            "-m", "data=text", f"data.path={text}", *TINY, *QUIET, f"trainer.max_steps={STEPS}",
+            f"batch.global_size={','.join(map(str, GLOBAL_SIZES))}", f"optim={','.join(OPTIMIZERS)}",
+            f"batch.micro_size={','.join(map(str, sizes))}", f"hydra.sweep.dir={sweep}", world=world,
+        )  # fmt: skip
+        jobs = product(GLOBAL_SIZES, OPTIMIZERS, sizes)
+        cells += [
+            Cell(world=world, micro_size=micro, global_size=size, optimizer=optimizer, run_dir=sweep / str(number))
+            for number, (size, optimizer, micro) in enumerate(jobs)
+        ]
+    return cells
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("global_size", GLOBAL_SIZES)
+def test_every_factorization_gives_the_oracles_losses_and_norms(
+    cells: list[Cell], global_size: int, optimizer: str
+) -> None:
+    chosen = [cell for cell in cells if (cell.global_size, cell.optimizer) == (global_size, optimizer)]
+    assert len(chosen) == 6
+    expected = oracle.train(_config(chosen[0].run_dir), STEPS)
+    for cell in chosen:
+        records = metrics(cell.run_dir)
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1)), cell
+        taken = [after["samples"] - before["samples"] for before, after in pairwise(records)]
+        assert min(taken) < global_size, "no ragged window was seen"
+        for record, (loss, norm) in zip(records, expected, strict=True):
+            assert record["loss"] == pytest.approx(loss, rel=TOLERANCE), (cell, record["step"])
+            assert record["grad_norm"] == pytest.approx(norm, rel=TOLERANCE), (cell, record["step"])
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    config = OmegaConf.to_container(OmegaConf.load(run_dir / ".hydra" / "config.yaml"), resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def test_evaluation_is_the_same_on_every_world(tmp_path: Path, text: Path) -> None:
+    found = {}
+    for world in (1, 3):
+        run_dir = tmp_path / str(world)
+        succeed(
+            "data=text", f"data.path={text}", *TINY, "metrics=jsonl", "checkpoint.every=0", "trainer.max_steps=3",
+            "batch.global_size=12", "batch.micro_size=4", "trainer.eval_every=1", f"hydra.run.dir={run_dir}",
+            world=world,
+        )  # fmt: skip
+        found[world] = [record["eval_loss"] for record in metrics(run_dir)]
+    assert len(found[1]) == 3
+    assert found[3] == pytest.approx(found[1], rel=1e-5)

@@ -1,0 +1,99 @@
+"""A run that is killed and continued ends as one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import TINY, TRAIN, command, environment, metrics, run, status, succeed
+
+SETTINGS = (
+    *TINY, "model.dropout=0.1", "batch.global_size=10", "batch.micro_size=2", "trainer.max_steps=60", "metrics=jsonl",
+    "trainer.log_every=1", "trainer.eval_every=20", "checkpoint.every=7", "resume=auto",
+)  # fmt: skip
+
+
+def _kill_when(run_dir: Path, step: int, world: int) -> None:
+    """Starts the run and kills every one of its processes, without warning, once it has logged ``step``."""
+    process = subprocess.Popen(
+        command(world, TRAIN, [*SETTINGS, f"hydra.run.dir={run_dir}"]),
+        env=environment(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        file = run_dir / "metrics.jsonl"
+        while not (file.exists() and len(file.read_text().splitlines()) >= step):
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int) -> None:
+    succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'whole'}", world=world)
+    _kill_when(tmp_path / "killed", 17, world)
+    assert status(tmp_path / "killed")["state"] == "running"
+    resumed = succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'killed'}", world=world)
+    assert "resuming" in resumed.stdout
+
+    whole, killed = metrics(tmp_path / "whole"), metrics(tmp_path / "killed")
+    exact = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")
+    assert len(whole) == 60
+    assert [[record.get(key) for key in exact] for record in killed] == [
+        [record.get(key) for key in exact] for record in whole
+    ]
+    assert status(tmp_path / "killed") == {"state": "done", "step": 60, "reason": ""}
+
+
+def test_another_world_size_sees_the_same_windows(tmp_path: Path) -> None:
+    settings = [setting for setting in SETTINGS if "dropout" not in setting] + ["optim=sgd", "schedule=constant"]
+    succeed(*settings, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'moved'}", world=3)
+    resumed = succeed(*settings, "trainer.max_steps=30", f"hydra.run.dir={tmp_path / 'moved'}")
+    assert "another world size" in resumed.stdout
+    succeed(*settings, "trainer.max_steps=30", f"hydra.run.dir={tmp_path / 'whole'}")
+    losses = {name: [record["loss"] for record in metrics(tmp_path / name)] for name in ("moved", "whole")}
+    assert len(losses["moved"]) == 30
+    assert losses["moved"] == pytest.approx(losses["whole"], rel=1e-5)
+
+
+def test_a_changed_global_batch_is_refused(tmp_path: Path) -> None:
+    succeed(*SETTINGS, "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
+    refused = run(*SETTINGS, "batch.global_size=12", f"hydra.run.dir={tmp_path}")
+    assert refused.returncode == 2
+    assert "batch.global_size=12" in refused.stderr
+    assert "batch.global_size=10" in refused.stderr
+    assert len(metrics(tmp_path)) == 7
+
+
+def test_a_run_directory_is_not_reused_by_mistake(tmp_path: Path) -> None:
+    succeed(*SETTINGS, "resume=never", "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
+    refused = run(*SETTINGS, "resume=never", f"hydra.run.dir={tmp_path}")
+    assert refused.returncode == 2
+    assert "resume=auto" in refused.stderr
+    assert len(metrics(tmp_path)) == 7
+    assert status(tmp_path)["state"] == "done"
+
+
+def test_the_same_command_finds_its_own_run(tmp_path: Path) -> None:
+    short = [*SETTINGS, "trainer.max_steps=7"]
+    for _ in range(2):
+        succeed(*short, cwd=tmp_path)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("auto-")
+    assert len(metrics(run_dir)) == 7
+
+
+def test_a_named_checkpoint_starts_a_run_elsewhere(tmp_path: Path) -> None:
+    succeed(*SETTINGS, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'a'}")
+    start = tmp_path / "a" / "checkpoints" / "step-7"
+    succeed(*SETTINGS, "trainer.max_steps=14", f"resume={start}", f"hydra.run.dir={tmp_path / 'b'}")
+    assert metrics(tmp_path / "b")[0]["step"] == 8
+    assert [r["loss"] for r in metrics(tmp_path / "b")] == [r["loss"] for r in metrics(tmp_path / "a")[7:]]

@@ -1,0 +1,101 @@
+"""W&B, the real one, offline: what it stores is what metrics.jsonl says, and its troubles are not ours."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb.proto import wandb_internal_pb2
+
+from tests.commands import TINY, metrics, run, succeed
+
+SETTINGS = (
+    *TINY, "batch.global_size=8", "batch.micro_size=2", "trainer.max_steps=6", "trainer.log_every=1",
+    "trainer.eval_every=3", "checkpoint.every=3",
+)  # fmt: skip
+BLOCK, HEADER = 32768, 7
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """The records of an offline run file: LevelDB's log format (32 KiB blocks of checksum, length, type, data)."""
+    content, position, parts = path.read_bytes(), HEADER, b""
+    while position + HEADER <= len(content):
+        if BLOCK - position % BLOCK < HEADER:
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + HEADER])
+        if kind == 0:
+            return
+        parts += content[position + HEADER : position + HEADER + length]
+        position += HEADER + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def _history(path: Path) -> tuple[list[dict[str, Any]], set[str], str]:
+    """Logged rows, configuration keys, and the run's id."""
+    rows, keys, run_id = [], set(), ""
+    for content in _records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        match record.WhichOneof("record_type"):
+            case "history":
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                rows.append(row)
+            case "run":
+                run_id = record.run.run_id
+                keys |= {item.key for item in record.run.config.update}
+    return rows, keys, run_id
+
+
+def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> None:
+    succeed(*SETTINGS, f"hydra.run.dir={tmp_path}", world=2)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows, keys, run_id = _history(file)
+    expected = metrics(tmp_path)
+    assert len(expected) == 6
+    assert [{key: row[key] for key in record} for row, record in zip(rows, expected, strict=True)] == expected
+    assert {"config", "plan", "git_commit"} <= keys
+    saved = json.loads((tmp_path / "checkpoints" / "step-6" / "state.json").read_text())
+    assert saved["wandb_id"] == run_id
+
+
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path) -> None:
+    resumed = [*SETTINGS, "schedule=constant", "resume=auto", f"hydra.run.dir={tmp_path}"]
+    for steps in (3, 6):
+        succeed(*resumed, f"trainer.max_steps={steps}")
+        time.sleep(1.1)  # W&B names an offline folder by the second
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    histories = [_history(file) for file in files]
+    assert len(histories) == 2
+    assert len({run_id for _, _, run_id in histories}) == 1
+    assert [row["step"] for rows, _, _ in histories for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},  # nobody listens there
+        {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "not a key"},
+    ],
+    ids=["unreachable", "bad key"],
+)
+def test_a_server_that_cannot_be_reached_costs_seconds(tmp_path: Path, trouble: dict[str, str]) -> None:
+    began = time.monotonic()
+    succeed(*SETTINGS, "metrics=jsonl", f"hydra.run.dir={tmp_path / 'without'}")
+    without = time.monotonic() - began
+    began = time.monotonic()
+    finished = run(*SETTINGS, "metrics.wandb.mode=online", f"hydra.run.dir={tmp_path / 'with'}", **trouble)
+    with_trouble = time.monotonic() - began
+    assert finished.returncode == 0, finished.stderr
+    assert "Weights & Biases" in finished.stderr
+    assert len(metrics(tmp_path / "with")) == 6
+    assert with_trouble < without + 20  # a bound on hanging (the server's own time-out is 100 s), not a timing
