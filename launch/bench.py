@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +25,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from distaccum.build import Parts, build_engine, build_parts
@@ -35,6 +33,7 @@ from distaccum.config import RunConfig, conf_dir, from_node, plain
 from distaccum.data.loader import MicroBatchIds, WindowLoader
 from distaccum.loss import to_device
 from distaccum.metrics.meter import Meter
+from distaccum.testing.counters import Operations
 from distaccum.window import run_window
 from distaccum.world import Ranks, World, open_world
 
@@ -95,26 +94,6 @@ def with_distaccum(parts: Parts, world: World) -> Step:
             meter.record(taken, outcome, clocks, lr=0.0)
 
     return window
-
-
-class Operations(TorchDispatchMode):
-    """Counts dispatched operators, and what the process group moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(function)
-        if name.startswith("c10d.allreduce_"):
-            tensor: Tensor = args[0][0]
-            kind = "gradient" if tensor.is_floating_point() and tensor.ndim == 1 else "count"
-            self.counts[f"{kind} reductions"] += 1
-            self.counts[f"{kind} bytes"] += tensor.nbytes
-        elif name.startswith("aten."):
-            self.counts["aten ops"] += 1
-            self.counts["device reads"] += name.startswith("aten._local_scalar_dense")
-        return function(*args, **(kwargs or {}))
 
 
 def count_operations(step: Step, windows: int) -> dict[str, float]:

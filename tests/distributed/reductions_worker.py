@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from distaccum.batch_plan import BatchPlan
 from distaccum.data.loader import WindowLoader
@@ -19,27 +16,12 @@ from distaccum.data.source import as_source
 from distaccum.engines.ddp import DDPEngine
 from distaccum.loss import CrossEntropy
 from distaccum.precision.policy import POLICIES
+from distaccum.testing.counters import Operations
 from distaccum.window import run_window
 from distaccum.world import Ranks, World, open_world
 
+COUNTED = ("gradient reductions", "gradient bytes", "other reductions", "other bytes", "other collectives")
 WIDTH = 256  # a layer's weight is 256 KiB, so that buckets of 0.25 MiB hold one layer each
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(function)
-        if name.startswith("c10d.allreduce_"):
-            tensor: Tensor = args[0][0]
-            kind = "gradient" if tensor.is_floating_point() else "count"
-            self.counts[f"{kind} reductions"] += 1
-            self.counts[f"{kind} bytes"] += tensor.nbytes
-        elif name.startswith("c10d."):
-            self.counts["other collectives"] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def count(world: World, accumulation: int) -> dict[str, int]:
@@ -58,11 +40,10 @@ def count(world: World, accumulation: int) -> dict[str, int]:
     windows = WindowLoader(source.train, plan, world, loss=loss, seed=0, source=source).windows()
     for window in islice(windows, 3):
         run_window(engine, window, loss, POLICIES["fp32"], clip_norm=1.0)
-    with Collectives() as collectives:
+    with Operations() as operations:
         run_window(engine, next(windows), loss, POLICIES["fp32"], clip_norm=1.0)
     return {
-        "other collectives": 0,
-        **collectives.counts,
+        **{name: operations.counts[name] for name in COUNTED},
         "buckets": len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}),
         "parameter bytes": sum(p.nbytes for p in model.parameters()),
     }

@@ -1,0 +1,127 @@
+"""The shape of the house: imports point down, each room keeps to its job."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "distaccum"
+
+# From top to bottom; a room may import from the lines below its own, and from its own.
+FLOORS = (
+    {"train"},
+    {"run_job"},
+    {"trainer", "report", "resume"},
+    {"build"},
+    {"evaluate"},
+    {"checkpoint", "metrics"},
+    {"data", "models"},
+    {"window"},
+    {"engines"},
+    {"precision", "loss", "schedule", "agreement", "compose_errors", "testing"},
+    {"world", "batch_plan", "shuffle", "config", "run_dir", "clocks"},
+    {"files"},
+    {"errors"},
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_imports_point_down(path: Path) -> None:
+    room = _room(path)
+    if room == "__init__":
+        assert not list(_imports(_parse(path)))
+        return
+    used = {name.split(".")[1] for name in _imports(_parse(path)) if name.startswith("distaccum.")}
+    upward = {other for other in used if FLOOR[other] < FLOOR[room]}
+    assert not upward, f"{room} imports from above itself: {upward}"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {_room(path) for path in FILES} - {"__init__"} == set(FLOOR)
+
+
+def _users_of(library: str) -> set[str]:
+    return {_name(path) for path in FILES if any(name.split(".")[0] == library for name in _imports(_parse(path)))}
+
+
+def test_libraries_stay_in_their_rooms() -> None:
+    assert _users_of("omegaconf") == {"config.py", "compose_errors.py", "train.py"}
+    assert _users_of("hydra") == {"build.py", "compose_errors.py", "train.py"}
+    assert _users_of("wandb") == {"metrics/wandb_sink.py"}
+    assert _users_of("safetensors") == {"checkpoint/state.py"}
+    assert _users_of("pytest") == {"testing/fixtures.py"}
+
+
+def test_the_plan_is_pure() -> None:
+    for name in ("batch_plan.py", "shuffle.py", "schedule.py", "config.py", "clocks.py"):
+        assert not {"torch"} & {module.split(".")[0] for module in _imports(_parse(PACKAGE / name))}, name
+
+
+def test_engines_are_named_in_the_composition_root_only() -> None:
+    named = {
+        _name(path)
+        for path in FILES
+        for module in _imports(_parse(path))
+        if module.startswith("distaccum.engines.") and module.rsplit(".", 1)[1] not in ("base", "update")
+    }
+    assert named == {"build.py"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_no_environment_writes_no_globals_no_type_questions(path: Path) -> None:
+    for node in ast.walk(_parse(path)):
+        assert not isinstance(node, ast.Global)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            assert ast.unparse(node.value) != "os.environ"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("os.putenv", "os.environ.update", "os.environ.setdefault")
+            if called == "isinstance":
+                assert "Engine" not in ast.unparse(node.args[1])
+
+
+def test_public_things_say_what_they_are() -> None:
+    silent = []
+    for path in FILES:
+        tree = _parse(path)
+        nodes = [tree] if path.name != "__main__.py" else []
+        nodes += [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        for node in nodes:
+            public = not getattr(node, "name", "").startswith("_")
+            if public and not ast.get_docstring(node):
+                silent.append(f"{_name(path)}:{getattr(node, 'name', 'module')}")
+    assert not silent

@@ -1,0 +1,76 @@
+"""Minutes long: the default run to its target, and an installation outside the checkout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, environment, metrics, status, succeed
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_learns_real_text(tmp_path: Path, world: int) -> None:
+    threads = str(2 // world)
+    finished = succeed(f"hydra.run.dir={tmp_path}", world=world, timeout=1200, OMP_NUM_THREADS=threads)
+    reached = metrics(tmp_path)[-1]["eval_bits_per_byte"]
+    assert reached <= 2.4
+    assert f"bits per byte   {reached:.4f}" in finished.stdout
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.timeout(1200)
+def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> None:
+    """The default model and optimizer, 20 updates."""
+    runs = {}
+    for global_size, world, micro in [
+        (48, 1, 48), (48, 1, 7), (48, 2, 6), (48, 2, 5), (48, 3, 4), (48, 4, 12), (50, 1, 50), (50, 3, 4), (50, 4, 12),
+    ]:  # fmt: skip
+        run_dir = tmp_path / f"{global_size}-{world}-{micro}"
+        succeed(
+            f"batch.global_size={global_size}", f"batch.micro_size={micro}", "trainer.max_steps=20",
+            "trainer.log_every=1", "trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl",
+            f"hydra.run.dir={run_dir}", world=world, timeout=600,
+        )  # fmt: skip
+        runs.setdefault(global_size, []).append(metrics(run_dir))
+    for first, *others in runs.values():
+        for other in others:
+            for key in ("loss", "grad_norm"):
+                assert [r[key] for r in other] == pytest.approx([r[key] for r in first], rel=1e-5)
+
+
+@pytest.mark.timeout(1200)
+def test_installed_elsewhere_with_ones_own_configuration(tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements.lock", str(ROOT)],
+        check=True,
+        timeout=900,
+    )
+    group = tmp_path / "mine" / "experiment"
+    group.mkdir(parents=True)
+    (group / "tiny.yaml").write_text("# @package _global_\nmodel:\n  n_layer: 1\ntrainer:\n  max_steps: 3\n")
+    settings = [
+        "--config-dir",
+        "mine",
+        "+experiment=tiny",
+        "batch.global_size=4",
+        "batch.micro_size=2",
+        "metrics=jsonl",
+    ]
+    for start, run_dir in (
+        ([python.parent / "distaccum-train"], "a"),
+        ([python.parent / "torchrun", "--standalone", "--nproc-per-node=2", "-m", "distaccum.train"], "b"),
+    ):
+        subprocess.run(
+            [*start, *settings, f"hydra.run.dir={run_dir}"], cwd=tmp_path, env=environment(), check=True, timeout=240
+        )
+        assert status(tmp_path / run_dir) == {"state": "done", "step": 3, "reason": ""}
+        assert json.loads((tmp_path / run_dir / "plan.json").read_text())["total_steps"] == 3

@@ -1,0 +1,137 @@
+"""The ways in, the sources, and the files that a run leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from tests.commands import QUIET, ROOT, TINY, environment, metrics, run, status, succeed
+
+SHORT = (*TINY, *QUIET, "batch.global_size=8", "batch.micro_size=3", "trainer.max_steps=4")
+METRICS = [
+    "step",
+    "window",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "applied",
+    "skipped",
+    "samples",
+    "tokens",
+    "samples_per_s",
+    "tokens_per_s",
+    "step_time_s",
+    "data_wait_s",
+    "memory_bytes",
+]
+
+
+def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
+    finished = succeed(*SHORT, "trainer.eval_every=4", "checkpoint.every=2", f"hydra.run.dir={tmp_path}", world=2)
+    records = metrics(tmp_path)
+    assert [list(record) for record in records[:3]] == [METRICS] * 3
+    assert list(records[3]) == [*METRICS, "eval_loss", "eval_accuracy", "eval_bits_per_byte"]
+    assert records[3]["eval_bits_per_byte"] == pytest.approx(records[3]["eval_loss"] / np.log(2))
+    last = {key: records[3][key] for key in METRICS[:3] + METRICS[6:11]}
+    assert last == {
+        "step": 4, "window": 4, "epoch": 0, "loss_scale": 1.0, "applied": True, "skipped": 0,
+        "samples": 32, "tokens": 32 * 16,
+    }  # fmt: skip
+    assert status(tmp_path) == {"state": "done", "step": 4, "reason": ""}
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["global_size"], plan["world_size"], plan["accumulation_steps"]) == (8, 2, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / ".hydra").iterdir()) == [
+        "config.yaml", "hydra.yaml", "overrides.yaml",
+    ]  # fmt: skip
+    assert f"hydra.run.dir={tmp_path}" not in OmegaConf.load(tmp_path / ".hydra" / "overrides.yaml")
+    assert "global batch 8 samples = 2 ranks x 2 micro-steps of at most 3" in finished.stdout
+    for baseline in ("bits per byte", "byte bigram", "zlib -9"):
+        assert baseline in finished.stdout
+    assert finished.stdout.count("\nplan ") == 1
+
+
+def test_all_ranks_share_one_fresh_run_directory(tmp_path: Path) -> None:
+    succeed(*SHORT, cwd=tmp_path, world=2)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert status(run_dir)["state"] == "done"
+
+
+def test_a_refused_run_leaves_the_old_ones_files_alone(tmp_path: Path) -> None:
+    succeed(*SHORT, f"hydra.run.dir={tmp_path}")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert run(*SHORT, "optim.lr=1", f"hydra.run.dir={tmp_path}").returncode == 2
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("start", [["-m", "distaccum.train"], [str(ROOT / "launch" / "train.py")]])
+def test_python_alone_is_a_world_of_one(tmp_path: Path, start: list[str]) -> None:
+    subprocess.run(
+        [sys.executable, *start, *SHORT, f"hydra.run.dir={tmp_path}"], env=environment(), check=True, timeout=60,
+        capture_output=True,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "plan.json").read_text())["world_size"] == 1
+
+
+def test_digits_are_learnt_and_their_accuracy_reported(tmp_path: Path) -> None:
+    finished = succeed(
+        "data=digits", "model=cnn", "batch.global_size=64", "batch.micro_size=16", "trainer.max_steps=300",
+        "optim.lr=1e-2", "metrics=jsonl", "checkpoint.every=0", f"hydra.run.dir={tmp_path}", world=2,
+    )  # fmt: skip
+    assert metrics(tmp_path)[-1]["eval_accuracy"] > 0.9
+    assert "eval_bits_per_byte" not in metrics(tmp_path)[-1]
+    assert "accuracy" in finished.stdout
+    assert "zlib" not in finished.stdout
+
+
+def test_token_shards_train(tmp_path: Path) -> None:
+    for shard in range(3):
+        (np.arange(3000) % 50).astype("<u2").tofile(tmp_path / f"{shard}.bin")
+    succeed(
+        *SHORT, "data=tokens", f"data.path='{tmp_path}/*.bin'", "data.vocab_size=50", "data.held_out=0.1",
+        "optim.lr=0.02", "trainer.max_steps=40", "trainer.eval_every=40", f"hydra.run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert metrics(tmp_path / "run")[-1]["eval_loss"] < 0.75 * np.log(50)  # the sequence is regular
+
+
+def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        succeed(*SHORT, f"precision={precision}", "trainer.max_steps=20", f"hydra.run.dir={tmp_path / precision}")
+        losses[precision] = [record["loss"] for record in metrics(tmp_path / precision)]
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2**-7)  # bfloat16's own step
+
+
+def test_epochs_end_a_run_too(tmp_path: Path) -> None:
+    succeed(
+        *QUIET, "data=digits", "model=cnn", "batch.global_size=500", "batch.micro_size=250", "trainer.max_steps=null", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path}",
+    )  # fmt: skip
+    assert [(r["step"], r["epoch"], r["samples"]) for r in metrics(tmp_path)] == [
+        (1, 0, 500), (2, 0, 1000), (3, 0, 1437), (4, 1, 1937), (5, 1, 2437), (6, 1, 2874),
+    ]  # fmt: skip
+
+
+def test_workers_load_the_same_windows(tmp_path: Path) -> None:
+    for workers in (0, 2):
+        succeed(*SHORT, f"trainer.num_workers={workers}", f"hydra.run.dir={tmp_path / str(workers)}")
+    assert [r["loss"] for r in metrics(tmp_path / "0")] == [r["loss"] for r in metrics(tmp_path / "2")]
+
+
+def test_a_world_larger_than_the_global_batch_is_exact_too(tmp_path: Path) -> None:
+    for world in (1, 3):
+        succeed(
+            *TINY, *QUIET, "batch.global_size=2", "batch.micro_size=1", "trainer.max_steps=6",
+            f"hydra.run.dir={tmp_path / str(world)}", world=world,
+        )  # fmt: skip
+    assert [r["loss"] for r in metrics(tmp_path / "3")] == pytest.approx(
+        [r["loss"] for r in metrics(tmp_path / "1")], rel=1e-5
+    )

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from distaccum.metrics.sinks import ConsoleSink, JsonlSink, rewind_jsonl
+
+RECORD = {"step": 3, "loss": 0.1 + 0.2, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 5.0, "eval_bits_per_byte": 2.25}
+
+
+def test_numbers_are_written_unrounded_and_appended(tmp_path: Path) -> None:
+    for _ in range(2):
+        sink = JsonlSink(tmp_path / "metrics.jsonl")
+        sink.log(RECORD)
+        sink.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [RECORD, RECORD]
+
+
+def test_a_record_is_in_the_file_before_the_next_update(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log(RECORD)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == RECORD
+    sink.close()
+
+
+def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)) + '{"step": 6, "lo')
+    rewind_jsonl(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"step": 4}\n{"step": 5}\n{"step": 6, "lo\n'
+    rewind_jsonl(path, 3)
+    rewind_jsonl(tmp_path / "none.jsonl", 3)
+    assert len((tmp_path / "metrics.superseded.jsonl").read_text().splitlines()) == 3
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(10, Console(file=out, force_terminal=False))
+    sink.log(RECORD)
+    sink.close()
+    assert out.getvalue().startswith("step      3/10  loss 0.3000  grad norm 1.000  lr 1.00e-03")
+    assert out.getvalue().endswith("held-out:  bits per byte 2.2500\n")
+
+
+def test_a_live_line_on_a_terminal() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(10, Console(file=out, force_terminal=True, width=150))
+    sink.log(RECORD)
+    sink.close()
+    assert "3/10" in out.getvalue()
+    assert "loss 0.3000" in out.getvalue()
