@@ -113,7 +113,8 @@ def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
 
 def test_epochs_end_a_run_too(tmp_path: Path) -> None:
     succeed(
-        *QUIET, "data=digits", "model=cnn", "batch.global_size=500", "batch.micro_size=250", "trainer.max_steps=null", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path}",
+        *QUIET, "data=digits", "model=cnn", "batch.global_size=500", "batch.micro_size=250",
+        "trainer.max_steps=null", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path}",
     )  # fmt: skip
     assert [(r["step"], r["epoch"], r["samples"]) for r in metrics(tmp_path)] == [
         (1, 0, 500), (2, 0, 1000), (3, 0, 1437), (4, 1, 1937), (5, 1, 2437), (6, 1, 2874),
