@@ -241,11 +241,11 @@ def unknown_key(key: str, value: object) -> ConfigError:
 
 def _known_keys() -> list[str]:
     """The dotted names of all settings in the YAML groups."""
-    names = []
+    names: dict[str, None] = {}
     for path in sorted(conf_dir().rglob("*.yaml")):
         group = "" if path.parent == conf_dir() else f"{path.parent.name}."
-        names += [group.rstrip("."), *_dotted(OmegaConf.to_container(OmegaConf.load(path)), group)]
-    return names
+        names |= dict.fromkeys([group.rstrip("."), *_dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
+    return list(names)
 
 
 def _dotted(node: Any, prefix: str) -> list[str]:

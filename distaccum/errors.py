@@ -5,6 +5,7 @@
     DistaccumError
     ├── ConfigError       (ValueError)      the user can mend it: key, value, remedy; exit code 2
     ├── CheckpointError   (RuntimeError)    a checkpoint is damaged or does not belong to this run
+    ├── DataError         (ValueError)      the data gives nothing to train on
     └── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
 """
 
@@ -29,6 +30,10 @@ class ConfigError(DistaccumError, ValueError):
 
 class CheckpointError(DistaccumError, RuntimeError):
     """A checkpoint that is damaged, incomplete, or was made by a run with another plan."""
+
+
+class DataError(DistaccumError, ValueError):
+    """Data that loads, and gives the loss nothing to learn from."""
 
 
 class NonFiniteError(DistaccumError, ArithmeticError):

@@ -88,7 +88,10 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
         cause = stop.__context__
         exit_code = stop.code if isinstance(stop.code, int) else 0
         if exit_code == 1 and isinstance(cause, Exception) and hydra_says.getvalue():
-            exit_code = _complain(from_hydra(cause, sys.argv[1:]))
+            error = from_hydra(cause, sys.argv[1:])
+            for run_dir in [Path(a.partition("=")[2]) for a in sys.argv if a.startswith("hydra.run.dir=")]:
+                RunDir(run_dir).write_refusal(str(error))
+            exit_code = _complain(error)
     finally:
         agreement.dismiss(jobs, exit_code)
     return exit_code

@@ -12,6 +12,7 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.clocks import Clocks
 from distaccum.data.loader import WindowLoader
 from distaccum.engines.base import Engine
+from distaccum.errors import DataError
 from distaccum.evaluate import evaluate
 from distaccum.metrics.meter import Meter, Record
 from distaccum.metrics.sinks import Sink
@@ -43,6 +44,8 @@ class Trainer:
         self._clocks, self._wandb_id = clocks, wandb_id
         self._meter = Meter(world)
         self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._saved_step = clocks.step
+        self._skipped_in_a_row = 0
 
     @property
     def clocks(self) -> Clocks:
@@ -82,7 +85,12 @@ class Trainer:
             outcome = run_window(self._engine, window, self._parts.loss, self._parts.policy, clip_norm=clip_norm)
         self._clocks = self._clocks.after(samples=window.samples, tokens=window.count, applied=applied)
         self._meter.add(window, outcome)
-        if outcome is not None:
+        if outcome is None:
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row == self._parts.plan.windows_per_epoch:
+                raise DataError(f"{self._skipped_in_a_row} windows in a row, a whole epoch, count nothing for the loss")
+        else:
+            self._skipped_in_a_row = 0
             self._after_update(window, outcome, lr=self._parts.config.optim.lr * factor)
 
     def _after_update(self, window: Window, outcome: Outcome, *, lr: float) -> None:
@@ -125,11 +133,16 @@ class Trainer:
         )
         write = partial(checkpoint.save, engine=self._engine, run=run, world=self._world)
         self._store.save(self._clocks.step, self._world, write)
+        self._saved_step = self._clocks.step
         self._meter.restart()
 
     def _finish(self) -> dict[str, float]:
+        """What the last update has not done already: it may have been followed by windows that counted nothing, or
+        the run was finished before it was resumed, and still says how good it is."""
         if self._evaluates and (self._evaluation is None or self._evaluation[0] != self._clocks.step):
-            self._evaluate()  # a finished run that is resumed has nothing to train, and still says how good it is
+            self._evaluate()
+        if self._parts.config.checkpoint.every and self._saved_step != self._clocks.step:
+            self._save()
         return self._evaluation[1] if self._evaluation else {}
 
     def _write_status(self) -> None:

@@ -131,6 +131,8 @@ def open_world(ranks: Ranks, store: Store, device: torch.device) -> Iterator[Wor
         device: where this rank's model lives; decides the backend (NCCL for CUDA, gloo for the CPU).
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or NCCL and the random generators would take the first GPU on every rank
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=_GROUP_TIMEOUT)
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device)

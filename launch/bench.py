@@ -124,7 +124,14 @@ def count_calls(step: Step, windows: int) -> dict[str, float]:
 
 
 def peak_bytes(build: Callable[[], Step], windows: int) -> int:
-    """The most bytes allocated at once from before the wrapper is built to the end of ``windows`` windows (CPU)."""
+    """The most bytes allocated at once from before the wrapper is built to the end of ``windows`` windows."""
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step = build()
+        for _ in range(windows):
+            step()
+        return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step = build()
         for _ in range(windows):
@@ -144,6 +151,8 @@ def paired_times(first: Step, second: Step, windows: int, pairs: int) -> list[tu
         began = perf_counter()
         for _ in range(windows):
             step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return (perf_counter() - began) / windows
 
     return [(seconds(first), seconds(second)) for _ in range(pairs)]
@@ -199,7 +208,7 @@ def run(node: DictConfig) -> None:
     values = plain(node)
     options = values.pop("bench")
     config, ranks = from_node(values), Ranks.from_environment()
-    with open_world(ranks, ranks.store(), torch.device("cpu")) as world:
+    with open_world(ranks, ranks.store(), ranks.device()) as world:
         figures = measure(config, world, **options)
         if world.is_main:
             plan = build_parts(config, ranks).plan

@@ -4,8 +4,11 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-for argument in "$@"; do # Hydra's own flags (--help, --cfg job, ...) need one process and no check
-    case $argument in -*) exec "$python" "$root/launch/train.py" "$@" ;; esac
+for argument in "$@"; do # what only prints needs one process and no check
+    case $argument in
+        -h | --help | --hydra-help | --version | -c | --cfg | --cfg=* | -i | --info | --info=* | --check)
+            exec "$python" "$root/launch/train.py" "$@" ;;
+    esac
 done
 if [ -z "${NPROC:-}" ]; then
     NPROC=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')

@@ -17,8 +17,11 @@ _BYTES = 256
 
 def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:
     """The topics of ``pydoc_data``: some 470 kB of English that come with every CPython; the last part is held out."""
-    from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only this source needs
-
+    try:
+        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only this source needs
+    except ImportError as error:
+        remedy = "Use data=text data.path=..., or a complete CPython"
+        raise ConfigError("data", "docs", "this Python comes without pydoc_data", remedy) from error
     content = "\n".join(topics[name] for name in sorted(topics)).encode()
     return _bytes_source(content, "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size)
 

@@ -80,12 +80,13 @@ def test_under_torchrun_it_is_said_once_before_any_process_group(tmp_path: Path,
     assert "exitcode  : 2" in finished.stderr
 
 
-def test_the_status_says_why(tmp_path: Path) -> None:
-    finished = run("batch.micro_size=1000", f"hydra.run.dir={tmp_path}")
+@pytest.mark.parametrize("mistake", ["batch.micro_size=1000", "optim.lr=abc", "optim.nothing=1"])
+def test_the_status_says_why(tmp_path: Path, mistake: str) -> None:
+    finished = run(mistake, f"hydra.run.dir={tmp_path}")
     found = status(tmp_path)
     assert finished.returncode == 2
     assert (found["state"], found["step"]) == ("config_error", 0)
-    assert "batch.micro_size=1000" in found["reason"]
+    assert mistake in found["reason"]
 
 
 def test_a_check_says_the_same_and_leaves_nothing(tmp_path: Path) -> None:
