@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
-from distaccum.errors import ConfigError, DistaccumError
+from distaccum.errors import DistaccumError
 from distaccum.world import Ranks
 
 _FAREWELL_S = 10.0
@@ -65,17 +65,17 @@ class Agreement:
         """The part of the store in which a job's process group may write."""
         return PrefixStore(f"job-{job.number}", self._store)
 
-    def settle(self, job: Job, error: ConfigError | None) -> None:
-        """Every rank says whether it can run the job.
+    def settle(self, job: Job, complaint: str | None) -> None:
+        """Every rank says whether it can run the job, and if not, why.
 
         Raises:
             RefusedError: on all ranks, with the first complaint, if any rank cannot.
         """
         notes = self.store_for(job)
-        notes.set(f"verdict/{self._ranks.rank}", json.dumps(error and str(error)))
+        notes.set(f"verdict/{self._ranks.rank}", json.dumps(complaint))
         if self._ranks.rank == 0:
             verdicts = [json.loads(notes.get(f"verdict/{rank}")) for rank in range(self._ranks.size)]
             notes.set("verdict", json.dumps(next((verdict for verdict in verdicts if verdict), None)))
-        complaint = json.loads(notes.get("verdict"))
-        if complaint:
-            raise RefusedError(complaint)
+        first = json.loads(notes.get("verdict"))
+        if first:
+            raise RefusedError(first)

@@ -26,7 +26,7 @@ from distaccum.metrics.wandb_sink import WandbSink
 from distaccum.precision.policy import POLICIES, PrecisionPolicy
 from distaccum.run_dir import RunDir
 from distaccum.schedule import Schedule
-from distaccum.world import Ranks, World
+from distaccum.world import World
 
 _ENGINES = {"ddp": DDPEngine}
 
@@ -47,14 +47,15 @@ class Parts:
     total_steps: int
 
 
-def build_parts(config: RunConfig, ranks: Ranks) -> Parts:
+def build_parts(config: RunConfig, *, world_size: int, device: torch.device) -> Parts:
     """Raises ConfigError for whatever in the configuration cannot be built on this machine."""
-    device = ranks.device()
     source = as_source_node(config.data)
     batch = config.batch
     plan = BatchPlan(
-        samples=len(source.train), global_size=batch.global_size, micro_size=batch.micro_size, world_size=ranks.size
+        samples=len(source.train), global_size=batch.global_size, micro_size=batch.micro_size, world_size=world_size
     )
+    if source.held_out is not None and not len(source.held_out):
+        raise ConfigError("data", config.data["_target_"], "holds out an empty set", "Hold out more, or nothing")
     torch.manual_seed(config.seed)
     model = build("model", config.model)
     if not isinstance(model, nn.Module):
@@ -135,6 +136,7 @@ def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
+        cause = cause or error
         raise ConfigError(key, target, f"{type(cause).__name__}: {cause}", "Correct its arguments") from error
 
 

@@ -12,7 +12,7 @@ from distaccum.config import translate, unknown_key
 from distaccum.errors import ConfigError, near_misses
 
 
-def from_hydra(error: Exception, arguments: Sequence[str]) -> ConfigError:
+def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
     """What went wrong while Hydra composed the configuration of the command line ``arguments``."""
     given = dict(argument.lstrip("+~").split("=", 1) for argument in arguments if "=" in argument)
     message = str(error).strip()

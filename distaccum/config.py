@@ -53,7 +53,7 @@ def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 class BatchConfig:
     """Samples per optimizer step over all ranks, and the most that one forward/backward takes (see ``BatchPlan``)."""
 
-    global_size: int = 64
+    global_size: int = 32
     micro_size: int = 8
 
 
@@ -87,7 +87,7 @@ class PrecisionConfig:
 class OptimConfig:
     """``lr`` (the schedule's peak), ``clip_norm`` (largest global gradient norm; null: no clipping), the optimizer."""
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     clip_norm: Optional[float] = 1.0  # noqa: UP045
     optimizer: Node = field(default_factory=dict)
 
@@ -100,10 +100,10 @@ class OptimConfig:
 class TrainerConfig:
     """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends."""
 
-    max_steps: Optional[int] = 600  # noqa: UP045
+    max_steps: Optional[int] = 300  # noqa: UP045
     max_epochs: Optional[int] = None  # noqa: UP045
     log_every: int = 10
-    eval_every: int = 100
+    eval_every: int = 50
     num_workers: int = 0
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class TrainerConfig:
 class CheckpointConfig:
     """Save every so many updates (0: never), keep the newest so many (0: all)."""
 
-    every: int = 0
+    every: int = 50
     keep: int = 2
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -67,11 +68,13 @@ class CrossEntropy:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor inside dicts, lists and tuples on ``device``; copies do not block the host."""
+    """``batch`` with every tensor in mappings, lists and (named) tuples on ``device``; copies do not block the host."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch

@@ -29,6 +29,7 @@ class RunDir:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self._failure = path / ".failure"
 
     def make(self) -> None:
         """Makes the folder.
@@ -60,18 +61,27 @@ class RunDir:
             remedy = "Continue it with resume=auto, or choose another folder"
             raise ConfigError("hydra.run.dir", self.path, "already holds the results of a run", remedy)
 
+    def forget_failure(self) -> None:
+        """Before a new attempt, so that an earlier one's failure is not taken for its."""
+        self._failure.unlink(missing_ok=True)
+
     def write_status(self, state: State, *, step: int, reason: str = "") -> None:
-        """Replaces ``status.json``."""
-        write_json(self.path / "status.json", {"state": state.value, "step": step, "reason": reason})
+        """Replaces ``status.json``; not where some rank has failed already."""
+        if not self._failure.exists():
+            self._write_status(state, step=step, reason=reason)
 
     def write_failure(self, reason: str) -> None:
-        """``failed``, at the step last written; a reason that is there already is the earlier one, and stays."""
+        """``failed``, at the step last written. Of all ranks' reasons the first stays: the others follow from it."""
+        with suppress(FileExistsError), self._failure.open("x") as file:
+            file.write(reason)
         try:
-            status = json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
-            status = {}
-        if status.get("state") != State.FAILED:
-            self.write_status(State.FAILED, step=status.get("step", 0), reason=reason)
+            step = json.loads((self.path / "status.json").read_text())["step"]
+        except (OSError, ValueError, KeyError):
+            step = 0
+        self._write_status(State.FAILED, step=step, reason=self._failure.read_text() or reason)
+
+    def _write_status(self, state: State, *, step: int, reason: str) -> None:
+        write_json(self.path / "status.json", {"state": state.value, "step": step, "reason": reason})
 
     def write_refusal(self, reason: str) -> None:
         """``config_error``, unless the folder belongs to a run that has begun or cannot be written."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -18,9 +22,9 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.clocks import Clocks
 from distaccum.config import from_node
 from distaccum.errors import ConfigError
-from distaccum.metrics.sinks import rewind_jsonl
+from distaccum.metrics.sinks import Sink, rewind_jsonl
 from distaccum.report import introduce, summarise
-from distaccum.resume import Start, find_start
+from distaccum.resume import find_start
 from distaccum.run_dir import RunDir, State
 from distaccum.trainer import Trainer, position
 from distaccum.world import Ranks, World, open_world
@@ -38,14 +42,13 @@ def run_job(job: Job, ranks: Ranks, agreement: Agreement, *, accepted: Callable[
     """
     run_dir = RunDir(Path(job.run_dir))
     parts, start, store = _agree_on_parts(job, run_dir, ranks, agreement)
-    try:
-        accepted()
-        with open_world(ranks, agreement.store_for(job), parts.device) as world:
+    accepted()
+    with open_world(ranks, agreement.store_for(job), parts.device) as world:
+        try:
             _train(parts, start, store, run_dir, world)
-    except BaseException as error:
-        # The first rank to fail says why; what the others then see is only that it is gone.
-        run_dir.write_failure(f"rank {ranks.rank}: {type(error).__name__}: {error}")
-        raise
+        except BaseException as error:  # written before the group closes: that is what makes the other ranks fail
+            run_dir.write_failure(_reason(ranks, error))
+            raise
 
 
 def check_job(job: Job, ranks: Ranks) -> None:
@@ -61,9 +64,9 @@ def check_job(job: Job, ranks: Ranks) -> None:
         raise RefusedError(str(error)) from error
 
 
-def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Start | None, CheckpointStore]:
+def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Path | None, CheckpointStore]:
     config = from_node(job.config)
-    parts = build_parts(config, ranks)
+    parts = build_parts(config, world_size=ranks.size, device=ranks.device())
     store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
     if ranks.rank != 0:
         return parts, None, store
@@ -73,46 +76,71 @@ def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Start | No
 
 def _agree_on_parts(
     job: Job, run_dir: RunDir, ranks: Ranks, agreement: Agreement
-) -> tuple[Parts, Start | None, CheckpointStore]:
-    ready, error = None, None
+) -> tuple[Parts, Path | None, CheckpointStore]:
     try:
         ready = _prepare(job, run_dir, ranks)
-    except ConfigError as found:
-        error = found
-    agreement.settle(job, error)
-    assert ready is not None
+        if ranks.rank == 0:
+            run_dir.forget_failure()
+    except ConfigError as error:
+        agreement.settle(job, str(error))
+        raise AssertionError from error  # settle has raised
+    except BaseException as error:
+        run_dir.write_failure(_reason(ranks, error))
+        with suppress(RefusedError):  # the other ranks are told, and this one shows where it happened
+            agreement.settle(job, _reason(ranks, error))
+        raise
+    agreement.settle(job, None)
     return ready
 
 
-def _train(parts: Parts, start: Start | None, store: CheckpointStore, run_dir: RunDir, world: World) -> None:
-    checkpoint_path = world.text_from_main(str(start.path) if start else "")
+def _reason(ranks: Ranks, error: BaseException) -> str:
+    return f"rank {ranks.rank}: {type(error).__name__}: {error}"
+
+
+def _train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: RunDir, world: World) -> None:
+    if world.is_main:
+        run_dir.write_status(State.RUNNING, step=0)
+    checkpoint_path = world.text_from_main(str(start or ""))
     engine = build_engine(parts, world)
-    torch.manual_seed(parts.config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
+    _seed(parts.config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
     clocks, wandb_id, note = Clocks(), token_hex(4), ""
     if checkpoint_path:
         run = checkpoint.read(Path(checkpoint_path))
-        clocks, wandb_id = run.clocks, run.wandb_id
+        clocks = run.clocks
+        if parts.config.resume == "auto":  # a run started from a named checkpoint is another run
+            wandb_id = run.wandb_id
         continued = checkpoint.load(Path(checkpoint_path), engine, world)
         note = f"resuming {checkpoint_path} at step {clocks.step}"
         note += "" if continued else "; another world size, so dropout draws fresh random numbers"
     console = Console()
-    sinks = []
-    if world.is_main:
-        rewind_jsonl(run_dir.metrics, clocks.step)
-        plan = parts.plan.as_dict() | {"total_steps": parts.total_steps}
-        run_dir.write_plan(plan)
-        about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
-        introduce(parts, world, run_dir, note, console)
-        sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
-    trainer = Trainer(parts, engine, world, run_dir=run_dir, store=store, sinks=sinks, clocks=clocks, wandb_id=wandb_id)
-    try:
+    with ExitStack() as closing:
+        sinks = []
+        if world.is_main:
+            rewind_jsonl(run_dir.metrics, clocks.step)
+            plan = parts.plan.as_dict() | {"total_steps": parts.total_steps}
+            run_dir.write_plan(plan)
+            about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
+            introduce(parts, world, run_dir, note, console)
+            sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
+            for sink in sinks:
+                closing.push(partial(_close, sink))
+        trainer = Trainer(
+            parts, engine, world, run_dir=run_dir, store=store, sinks=sinks, clocks=clocks, wandb_id=wandb_id
+        )
         evaluation = trainer.fit()
-    finally:
-        for sink in sinks:
-            sink.close()
     if world.is_main:
         run_dir.write_status(State.DONE, step=trainer.clocks.step)
         summarise(parts, trainer.clocks, evaluation, run_dir, console)
+
+
+def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
+    sink.close(failed=kind is not None)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  what users' code draws from
 
 
 def _git_commit() -> str | None:

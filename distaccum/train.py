@@ -14,6 +14,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -57,10 +58,13 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
     # Hydra prints its own errors and exits with 1. Until it has composed a job, keep them and say it in our words.
     hydra_says = io.StringIO()
     composing = ExitStack()
+    composed = False
 
     def task(node: DictConfig) -> None:
-        nonlocal jobs
+        nonlocal jobs, composed
         composing.close()
+        sys.stderr.write(hydra_says.getvalue())  # its warnings
+        composed = True
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
         try:
             job = Job(number=jobs, run_dir=str(run_dir.path), config=plain(node))
@@ -84,17 +88,36 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
         exit_code = 0
     except SystemExit as stop:
+        exit_code = _exit_code(stop)
+        if not composed and exit_code:
+            composing.close()
+            exit_code = _refuse_command_line(stop.__context__ or stop)
+    except Exception as error:
+        if composed:
+            raise
         composing.close()
-        cause = stop.__context__
-        exit_code = stop.code if isinstance(stop.code, int) else 0
-        if exit_code == 1 and isinstance(cause, Exception) and hydra_says.getvalue():
-            error = from_hydra(cause, sys.argv[1:])
-            for run_dir in [Path(a.partition("=")[2]) for a in sys.argv if a.startswith("hydra.run.dir=")]:
-                RunDir(run_dir).write_refusal(str(error))
-            exit_code = _complain(error)
+        exit_code = _refuse_command_line(error)
     finally:
+        composing.close()
         agreement.dismiss(jobs, exit_code)
     return exit_code
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """What the interpreter would exit with; a text is printed, as it would be."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)  # noqa: T201
+    return 1
+
+
+def _refuse_command_line(cause: BaseException) -> int:
+    error = from_hydra(cause, sys.argv[1:])
+    for argument in sys.argv:
+        key, _, value = argument.partition("=")
+        if key == "hydra.run.dir" and "${" not in value:
+            RunDir(Path(value)).write_refusal(str(error))
+    return _complain(error)
 
 
 def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
@@ -135,7 +158,7 @@ def _run_name(resume: str, overrides: str) -> str:
     """A fresh name; with ``resume=auto`` one that the same command finds again."""
     if resume == "auto":
         return f"auto-{sha256(overrides.encode()).hexdigest()[:10]}"
-    return datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
+    return f"{datetime.now().astimezone():%Y-%m-%d_%H-%M-%S}-{token_hex(2)}"
 
 
 if __name__ == "__main__":

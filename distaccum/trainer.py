@@ -14,7 +14,7 @@ from distaccum.data.loader import WindowLoader
 from distaccum.engines.base import Engine
 from distaccum.errors import DataError
 from distaccum.evaluate import evaluate
-from distaccum.metrics.meter import Meter, Record
+from distaccum.metrics.meter import Meter
 from distaccum.metrics.sinks import Sink
 from distaccum.run_dir import RunDir, State
 from distaccum.window import Outcome, Window, run_window
@@ -46,6 +46,7 @@ class Trainer:
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._saved_step = clocks.step
         self._skipped_in_a_row = 0
+        self._unlogged: tuple[Window, Outcome, float] | None = None
 
     @property
     def clocks(self) -> Clocks:
@@ -70,7 +71,7 @@ class Trainer:
             self._meter.restart()
             for window in loader.windows(self._clocks.window, last_window):
                 self._attempt(window)
-                if self._clocks.step >= parts.total_steps:
+                if self._clocks.step == parts.total_steps:
                     break
         return self._finish()
 
@@ -95,14 +96,11 @@ class Trainer:
 
     def _after_update(self, window: Window, outcome: Outcome, *, lr: float) -> None:
         trainer, checkpoints, step = self._parts.config.trainer, self._parts.config.checkpoint, self._clocks.step
-        last = step == self._parts.total_steps
-        evaluates = self._evaluates and (last or step % trainer.eval_every == 0)
-        if last or evaluates or step % trainer.log_every == 0:
-            record = self._meter.record(window, outcome, self._clocks, lr=lr)
-            if evaluates:
-                record |= self._evaluate()
-            self._log(record)
-        if checkpoints.every and (last or step % checkpoints.every == 0):
+        self._unlogged = (window, outcome, lr)
+        evaluates = self._evaluates and step % trainer.eval_every == 0
+        if evaluates or step % trainer.log_every == 0:
+            self._log(evaluates=evaluates)
+        if checkpoints.every and step % checkpoints.every == 0:
             self._save()
 
     @property
@@ -118,7 +116,14 @@ class Trainer:
         self._meter.restart()
         return found
 
-    def _log(self, record: Record) -> None:
+    def _log(self, *, evaluates: bool) -> None:
+        """Logs the last update."""
+        assert self._unlogged is not None
+        window, outcome, lr = self._unlogged
+        record = self._meter.record(window, outcome, self._clocks, lr=lr)
+        self._unlogged = None
+        if evaluates:
+            record |= self._evaluate()
         for sink in self._sinks:
             sink.log(record)
         self._write_status()
@@ -137,9 +142,12 @@ class Trainer:
         self._meter.restart()
 
     def _finish(self) -> dict[str, float]:
-        """What the last update has not done already: it may have been followed by windows that counted nothing, or
-        the run was finished before it was resumed, and still says how good it is."""
-        if self._evaluates and (self._evaluation is None or self._evaluation[0] != self._clocks.step):
+        """The last update's record, evaluation and checkpoint, where they were not due anyway."""
+        self._meter.check_finite()
+        evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self._clocks.step)
+        if self._unlogged is not None:
+            self._log(evaluates=evaluates)
+        elif evaluates:  # a finished run that is resumed makes no update, and still says how good it is
             self._evaluate()
         if self._parts.config.checkpoint.every and self._saved_step != self._clocks.step:
             self._save()

@@ -161,17 +161,19 @@ def paired_times(first: Step, second: Step, windows: int, pairs: int) -> list[tu
 def measure(config: RunConfig, world: World, *, windows: int, pairs: int) -> dict[str, Any]:
     """All figures of both loops."""
     loops = {"hand-written": handwritten, "distaccum": with_distaccum}
-    ranks = Ranks(rank=world.rank, size=world.size)
+    place = {"world_size": world.size, "device": world.device}
     figures: dict[str, Any] = {}
     steps = {}
     for name, make in loops.items():
-        steps[name] = make(build_parts(config, ranks), world)
+        parts = build_parts(config, **place)
+        figures["accumulation"] = parts.plan.accumulation_steps
+        steps[name] = make(parts, world)
         for _ in range(3):  # DDP rebuilds its buckets, the optimizer makes its state
             steps[name]()
         counted = count_operations(steps[name], windows)
         called = count_calls(steps[name], windows)
         counted["device reads"] = counted.get("device reads", 0.0) + called.pop("device reads")
-        wide = build_parts(wide_and_short(config), ranks)
+        wide = build_parts(wide_and_short(config), **place)
         parameters = sum(p.numel() * p.element_size() for p in wide.model.parameters())
         peak = peak_bytes(lambda make=make, wide=wide: make(wide, world), windows=4) / parameters
         figures[name] = counted | called | {"peak gradient memory / parameters": peak}
@@ -211,8 +213,7 @@ def run(node: DictConfig) -> None:
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         figures = measure(config, world, **options)
         if world.is_main:
-            plan = build_parts(config, ranks).plan
-            show(figures, f"accumulation {plan.accumulation_steps}, {world.size} ranks")
+            show(figures, f"accumulation {figures['accumulation']}, {world.size} ranks")
             (Path(HydraConfig.get().runtime.output_dir) / "bench.json").write_text(json.dumps(figures, indent=2))
 
 

@@ -4,16 +4,18 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+check=yes
 for argument in "$@"; do # what only prints needs one process and no check
     case $argument in
         -h | --help | --hydra-help | --version | -c | --cfg | --cfg=* | -i | --info | --info=* | --check)
             exec "$python" "$root/launch/train.py" "$@" ;;
+        -m | --multirun) check=no ;; # every job of a sweep is checked when its turn comes
     esac
 done
 if [ -z "${NPROC:-}" ]; then
     NPROC=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')
 fi
 # torchrun turns every failure into its own exit code and report, so mistakes are found before it starts.
-"$python" "$root/launch/train.py" --check "$@"
+[ $check = no ] || "$python" "$root/launch/train.py" --check "$@"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$NPROC" "$root/launch/train.py" "$@"

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from distaccum.build import build_parts
 from distaccum.config import from_node
 from distaccum.shuffle import Shuffle
-from distaccum.world import Ranks
 
 
 def train(config: dict[str, object], steps: int) -> list[tuple[float, float]]:
     """``(loss, grad_norm)`` of the first ``steps`` windows."""
     settings = from_node(config)
-    parts = build_parts(settings, Ranks())
+    parts = build_parts(settings, world_size=1, device=torch.device("cpu"))
     model = parts.model.double().train()
     options = dict(settings.optim.optimizer)
     kind = {"torch.optim.AdamW": torch.optim.AdamW, "torch.optim.SGD": torch.optim.SGD}[options.pop("_target_")]

@@ -92,7 +92,7 @@ def load(folder: Path, engine: Engine, world: World) -> bool:
                 optimizer_values=record["optimizer_values"],
             )
         )
-    except (RuntimeError, KeyError, ValueError, OSError, SafetensorError) as error:
+    except (RuntimeError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
     if record["world_size"] != world.size:
         return False

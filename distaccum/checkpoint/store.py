@@ -62,11 +62,12 @@ class CheckpointStore:
 
     def _steps(self) -> list[Path]:
         found = [path for path in self.root.glob("step-*") if _STEP.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        return sorted(found, key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        if final.exists():  # a resumed run saves a step again that had been found damaged
-            shutil.rmtree(final)
+        for path in self._steps():  # what lies at or beyond this step was found damaged when the run was resumed
+            if _number(path) >= _number(final):
+                shutil.rmtree(path)
         temporary.rename(final)
         sync(self.root)
         write_text(self.root / _LATEST, final.name + "\n")
@@ -74,6 +75,10 @@ class CheckpointStore:
     def _prune(self) -> None:
         for path in self._steps()[: -self._keep] if self._keep else []:
             shutil.rmtree(path)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def verify(path: Path) -> None:
@@ -86,7 +91,10 @@ def verify(path: Path) -> None:
         expected: dict[str, str] = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
-    actual = _digests(path)
+    try:
+        actual = _digests(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
     different = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
     if different:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")

@@ -48,6 +48,11 @@ class TokenBlocks:
         return block[:-1], block[1:]
 
 
+def training_size(tokens: int, held_out: float) -> int:
+    """How many of the tokens are trained on, where the share ``held_out`` at their end is not."""
+    return int(tokens * (1 - held_out))
+
+
 def split(tokens: Tokens, *, held_out: float, seq_len: int, vocab_size: int) -> tuple[TokenBlocks, TokenBlocks]:
     """Blocks of the head for training, and of the last ``held_out`` share of the tokens.
 
@@ -58,7 +63,7 @@ def split(tokens: Tokens, *, held_out: float, seq_len: int, vocab_size: int) -> 
         raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")
     if seq_len < 1:
         raise ConfigError("data.seq_len", seq_len, "must be at least 1", "Give the tokens of one sample")
-    cut = int(len(tokens) * (1 - held_out))
+    cut = training_size(len(tokens), held_out)
     for part, size in (("training", cut), ("held-out", len(tokens) - cut)):
         if size <= seq_len:
             raise ConfigError(

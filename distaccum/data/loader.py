@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from itertools import count, islice
 from time import perf_counter
@@ -74,8 +75,9 @@ class WindowLoader:
         return MicroBatch(batch=batch, count=self._loss.count(batch), weight=1)
 
     def _data_loader(self, start: int, stop: int | None) -> DataLoader[Any]:
-        seeds = torch.Generator()  # its own, so that making an iterator leaves the model's random numbers alone
-        seeds.manual_seed(0 if self._seed is None else self._seed)
+        # Takes none of the model's random numbers; workers of other ranks and of resumed runs draw others.
+        digest = hashlib.blake2b(f"{self._seed}/{self._world.rank}/{start}".encode(), digest_size=7).digest()
+        seeds = torch.Generator().manual_seed(int.from_bytes(digest))
         return DataLoader(
             cast("Dataset[Any]", self._dataset),  # torch names its base class, and uses len() and [index] only
             batch_sampler=MicroBatchIds(self._plan, self._world.rank, seed=self._seed, start=start, stop=stop),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distaccum.data.baselines import byte_baselines
-from distaccum.data.blocks import split
+from distaccum.data.blocks import split, training_size
 from distaccum.data.source import Source
 from distaccum.errors import ConfigError
 
@@ -52,7 +52,7 @@ def _bytes_source(content: bytes, name: str, *, seq_len: int, held_out: float, v
         raise ConfigError("data.vocab_size", vocab_size, "bytes have 256 values", "Leave it at 256 for byte-level text")
     tokens = np.frombuffer(content, dtype=np.uint8)
     train, rest = split(tokens, held_out=held_out, seq_len=seq_len, vocab_size=vocab_size)
-    cut = int(len(tokens) * (1 - held_out))
+    cut = training_size(len(tokens), held_out)
     return Source(
         train=train,
         held_out=rest,

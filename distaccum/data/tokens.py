@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distaccum.data.blocks import TokenBlocks, Tokens, split
+from distaccum.data.blocks import TokenBlocks, Tokens, split, training_size
 from distaccum.data.source import Source
 from distaccum.errors import ConfigError
 
@@ -39,7 +39,7 @@ def tokens(
     if held_out_path is None:
         *whole, last = shards
         _, rest = split(last, held_out=held_out, seq_len=seq_len, vocab_size=vocab_size)
-        shards = [*whole, last[: int(len(last) * (1 - held_out))]]
+        shards = [*whole, last[: training_size(len(last), held_out)]]
     else:
         rest = TokenBlocks(
             _open("data.held_out_path", held_out_path, _DTYPES[dtype]), seq_len=seq_len, vocab_size=vocab_size

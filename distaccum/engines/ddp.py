@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -26,6 +26,7 @@ from distaccum.world import World
 
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
 _renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 
 
@@ -52,8 +53,9 @@ class DDPEngine:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        self._body = _Body(model)
         self._ddp = DistributedDataParallel(
-            model,
+            self._body,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
             **_NO_BUFFER_SYNC,
@@ -71,8 +73,7 @@ class DDPEngine:
     @property
     def bare_model(self) -> nn.Module:
         """The model inside the wrapper."""
-        module: nn.Module = self._ddp.module
-        return module
+        return self._body.model
 
     def sync_buffers(self) -> None:
         """One broadcast a buffer: done for evaluations, not for every window."""
@@ -101,9 +102,7 @@ class DDPEngine:
 
     def state(self) -> EngineState:
         """The model's and the optimizer's state by parameter name; the same on every rank."""
-        optimizer: dict[str, Any] = get_optimizer_state_dict(
-            self.bare_model, self._optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
+        optimizer = self._optimizer_state()
         return EngineState(
             model=cast(dict[str, Tensor], get_model_state_dict(self.bare_model)),
             optimizer={name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
@@ -114,13 +113,26 @@ class DDPEngine:
         """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
         self._drop_gradients()  # torch leaves an optimizer's state out, silently, where gradients are there already
         set_model_state_dict(self.bare_model, dict(state.model))
+        settings = [dict(group) for group in self._optimizer.param_groups]
+        fresh = self._optimizer_state()  # stands in where the saved run had never used a parameter
         set_optimizer_state_dict(
             self.bare_model,
             self._optimizer,
-            cast(Any, {**state.optimizer, **state.optimizer_values}),
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
+            cast(Any, {**fresh, **state.optimizer, **state.optimizer_values}),
+            options=_FLAT,
         )
+        self._forget_unused(state.optimizer)
+        for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(setting)  # the rate, decay and so on are this run's, not the saved one's
         self._place_gradients_in_buckets()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.bare_model, self._optimizer, options=_FLAT)
+
+    def _forget_unused(self, saved: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.bare_model.named_parameters():
+            if not any(key.startswith(f"state.{name}.") for key in saved):
+                self._optimizer.state.pop(parameter, None)
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])  # one op for all
@@ -134,25 +146,33 @@ class DDPEngine:
 
         DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
         accumulates under ``no_sync`` would hold gradients and buckets, twice, until then. The user's forward does not
-        run.
+        run; the buckets keep the order that DDP assumes at first, the reverse of the parameters'.
         """
 
-        def zero() -> Tensor:
-            total = torch.zeros((), device=self.device)
-            for parameter in self._parameters:
-                total = total + parameter.sum().to(total.dtype) * 0.0
-            return total
-
-        model = self.bare_model
-        model.forward = zero
-        try:
-            for _ in range(2):
-                self._drop_gradients()
-                self._ddp().backward()
-        finally:
-            del model.forward
+        self._body.placing = True
+        for _ in range(2):
+            self._drop_gradients()
+            self._ddp().backward()
+        self._body.placing = False
         if self._use is not None:
             self._use.reset()
+
+
+class _Body(nn.Module):
+    """What DDP wraps: the user's model, or, while gradients are placed, a zero that depends on every parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.placing = model, False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.placing:
+            return self.model(*args, **kwargs)
+        total = torch.zeros(())
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                total = total.to(parameter.device) + parameter.sum().float() * 0.0
+        return total
 
 
 class _Use:

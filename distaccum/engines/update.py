@@ -25,7 +25,9 @@ def clip_and_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], clip
     finite = torch.isfinite(norm).to(norm.dtype)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         ratio = None if clip_norm is None else ((norm + _CLIP_EPSILON) / clip_norm).clamp_(min=1.0)
-        optimizer.grad_scale, optimizer.found_inf = ratio, 1.0 - finite  # type: ignore[attr-defined]
+        # The kernels want fp32, whatever the gradients are.
+        optimizer.grad_scale = None if ratio is None else ratio.float()  # type: ignore[attr-defined]
+        optimizer.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     else:

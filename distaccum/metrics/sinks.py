@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ class Sink(Protocol):
     def log(self, record: Record) -> None:
         """Takes one record; never raises for the sink's own trouble once training has begun."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Called once, at the end of the run however it ends."""
 
 
@@ -33,7 +34,7 @@ class JsonlSink:
         """Writes the numbers unrounded."""
         self._file.write(json.dumps(record) + "\n")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Closes the file."""
         self._file.close()
 
@@ -46,8 +47,10 @@ def rewind_jsonl(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if (found := _step(line)) is not None and found <= step]
-    superseded = [line for line in lines if line not in kept]
+    kept: list[str] = []
+    superseded: list[str] = []
+    for line in lines:
+        (kept if _step(line) <= step else superseded).append(line)
     if superseded:
         with path.with_name("metrics.superseded.jsonl").open("a") as file:
             file.writelines(line if line.endswith("\n") else line + "\n" for line in superseded)
@@ -56,11 +59,12 @@ def rewind_jsonl(path: Path, step: int) -> None:
         temporary.replace(path)
 
 
-def _step(line: str) -> int | None:
+def _step(line: str) -> float:
+    """The line's step; beyond all steps for a line that was cut short."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return None
+        return math.inf
 
 
 class ConsoleSink:
@@ -98,7 +102,7 @@ class ConsoleSink:
         else:
             self._progress.update(self._task, completed=record["step"], description=line)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Leaves the last progress line standing."""
         if self._progress is not None:
             self._progress.stop()

@@ -36,8 +36,9 @@ class WandbSink:
     ) -> None:  # fmt: skip
         self._settings = {
             "dir": str(folder), "mode": mode, "project": project, "name": name, "tags": tags, "id": run_id,
-            "resume": "allow", "config": dict(config),
+            "resume": "allow", "config": dict(config), "reinit": "create_new",
         }  # fmt: skip
+        self._exit_code = 0
         self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
         self._thread.start()
@@ -46,8 +47,9 @@ class WandbSink:
         """Hands the record over; returns at once."""
         self._records.put(dict(record))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Waits a few seconds for what was handed over to be written."""
+        self._exit_code = int(failed)
         self._records.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -61,11 +63,12 @@ class WandbSink:
             import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
 
             settings = wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S)
-            with wandb.init(**self._settings, settings=settings) as run:  # type: ignore[arg-type]
-                run.define_metric("step")
-                run.define_metric("*", step_metric="step")
-                while (record := self._records.get()) is not None:
-                    run.log(dict(record))
+            run = wandb.init(**self._settings, settings=settings)  # type: ignore[arg-type]
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            while (record := self._records.get()) is not None:
+                run.log(dict(record))
+            run.finish(exit_code=self._exit_code)
         except Exception as error:
             _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")
 

@@ -142,3 +142,23 @@ def test_another_version_is_refused(gloo_world: World, tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps(record | {"version": 999}))
     with pytest.raises(CheckpointError, match="format 999, this distaccum reads 1"):
         state.read(path)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_checkpoints_ahead_do_not_cost_the_one_being_saved(
+    gloo_world: World, tmp_path: Path, keep: int
+) -> None:
+    engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=keep)
+    for step in (100, 150):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "model.safetensors").write_bytes(b"damaged")
+    path = _save(store, engine, gloo_world, 50)
+    assert store.newest_valid() == path
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-50"]
+
+
+def test_a_folder_in_a_checkpoint_is_damage(gloo_world: World, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=0)
+    first, second = (_save(store, _engine(gloo_world), gloo_world, step) for step in (1, 2))
+    (second / "folder").mkdir()
+    assert store.newest_valid() == first

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from omegaconf import OmegaConf
 
 from distaccum.build import build
 from distaccum.config import RunConfig, conf_dir, from_node
@@ -72,3 +73,15 @@ def test_a_target_is_called_with_its_node() -> None:
 def test_a_target_that_cannot_be_called_is_explained(node: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build("part", node)
+
+
+@pytest.mark.parametrize(
+    ("group", "file"),
+    [
+        ("batch", "samples"), ("engine", "ddp"), ("precision", "fp32"), ("trainer", "default"),
+        ("checkpoint", "default"), ("metrics", "wandb"),
+    ],
+)  # fmt: skip
+def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) -> None:
+    node = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{file}.yaml"))
+    assert getattr(from_node({group: node}), group) == getattr(RunConfig(), group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 from torch import Tensor, nn
 
@@ -89,3 +91,47 @@ def test_the_learning_rate_is_a_factor_of_each_groups_own(gloo_world: World) -> 
     engine.set_lr_factor(0.5)
     engine.set_lr_factor(0.2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.020000000000000004]
+
+
+def test_a_parameter_that_was_never_used_can_be_saved_and_loaded(gloo_world: World) -> None:
+    inputs = [[-torch.ones(1, 3)] * 2, [torch.ones(1, 3)] * 2]
+    engines = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        engines.append(_engine(Branches(), gloo_world, find_unused_parameters=True))
+    _window(engines[0], inputs[0])
+    engines[0].step(None)
+    engines[1].load_state(deepcopy(engines[0].state()))
+    for engine in engines:
+        _window(engine, inputs[1])
+        engine.step(None)
+    first, second = (list(engine.bare_model.parameters()) for engine in engines)
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+def test_a_loaded_optimizer_keeps_this_runs_settings(gloo_world: World) -> None:
+    saved = _engine(nn.Linear(3, 3), gloo_world)
+    _window(saved, [torch.ones(1, 3)])
+    saved.step(None)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.01, fused=True)
+    engine = DDPEngine(model, optimizer, gloo_world)
+    engine.load_state(deepcopy(saved.state()))
+    engine.set_lr_factor(0.5)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.0005, 0.01, (0.9, 0.999))
+    assert optimizer.state[model.weight]["step"].item() == 1
+
+
+def test_a_compiled_model_with_a_patched_forward_and_a_hook_is_wrapped_as_it_is(gloo_world: World) -> None:
+    model = nn.Linear(3, 3)
+    plain_forward = model.forward
+    model.forward = lambda x: 2 * plain_forward(x)  # type: ignore[method-assign]
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments)))
+    engine = _engine(torch.compile(model, backend="eager"), gloo_world)  # type: ignore[arg-type]
+    assert seen == []
+    x = torch.ones(1, 3)
+    torch.testing.assert_close(engine.model(x), 2 * plain_forward(x))
+    _window(engine, [x, x])
+    assert engine.step(None).finite.item() == 1.0

@@ -15,7 +15,7 @@ def test_numbers_are_written_unrounded_and_appended(tmp_path: Path) -> None:
     for _ in range(2):
         sink = JsonlSink(tmp_path / "metrics.jsonl")
         sink.log(RECORD)
-        sink.close()
+        sink.close(failed=False)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [RECORD, RECORD]
 
@@ -24,7 +24,7 @@ def test_a_record_is_in_the_file_before_the_next_update(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.log(RECORD)
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == RECORD
-    sink.close()
+    sink.close(failed=False)
 
 
 def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     sink = ConsoleSink(10, Console(file=out, force_terminal=False))
     sink.log(RECORD)
-    sink.close()
+    sink.close(failed=False)
     assert out.getvalue().startswith("step      3/10  loss 0.3000  grad norm 1.000  lr 1.00e-03")
     assert out.getvalue().endswith("held-out:  bits per byte 2.2500\n")
 
@@ -51,6 +51,6 @@ def test_a_live_line_on_a_terminal() -> None:
     out = io.StringIO()
     sink = ConsoleSink(10, Console(file=out, force_terminal=True, width=150))
     sink.log(RECORD)
-    sink.close()
+    sink.close(failed=False)
     assert "3/10" in out.getvalue()
     assert "loss 0.3000" in out.getvalue()

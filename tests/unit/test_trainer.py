@@ -16,7 +16,7 @@ from distaccum.config import from_node
 from distaccum.errors import DataError
 from distaccum.run_dir import RunDir
 from distaccum.trainer import Trainer
-from distaccum.world import Ranks, World
+from distaccum.world import World
 
 
 class Ignored:
@@ -42,7 +42,7 @@ class Collected:
     def log(self, record: Any) -> None:
         self.records.append(dict(record))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         pass
 
 
@@ -57,7 +57,7 @@ def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> t
         "trainer": {"log_every": 1, **limits},
         "checkpoint": {"every": 100},
     }
-    parts, sink = build_parts(from_node(node), Ranks()), Collected()
+    parts, sink = build_parts(from_node(node), world_size=1, device=world.device), Collected()
     folder.mkdir(exist_ok=True)
     trainer = Trainer(
         parts, build_engine(parts, world), world, run_dir=RunDir(folder),
@@ -78,3 +78,9 @@ def test_windows_that_count_nothing_are_skipped_and_move_only_the_data_on(gloo_w
 def test_data_that_count_nothing_at_all_end_the_run_by_name(gloo_world: World, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="12 windows in a row, a whole epoch, count nothing"):
         _fit(gloo_world, tmp_path, [], max_steps=5)
+
+
+def test_the_last_update_is_logged_also_when_skipped_windows_follow_it(gloo_world: World, tmp_path: Path) -> None:
+    trainer, sink = _fit(gloo_world, tmp_path, [0, 3, 7, 9], max_steps=None, max_epochs=2, log_every=5)
+    assert trainer.clocks.step == 8
+    assert [record["step"] for record in sink.records] == [5, 8]

@@ -63,3 +63,18 @@ def test_a_fused_optimizer_takes_nothing_from_a_gradient_that_is_not_finite(make
     assert result.finite.item() == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert all(torch.equal(v, state[id(p)][k]) for p, s in optimizer.state.items() for k, v in s.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_parameters_of_other_formats_step_too(make: Make, dtype: torch.dtype) -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 8, dtype=dtype)) for _ in range(2))
+    for parameter, step in ((ours, clip_and_step), (theirs, None)):
+        optimizer = make([parameter], fused=True)
+        parameter.grad = torch.linspace(1, 2, 8, dtype=dtype)
+        if step is not None:
+            step(optimizer, [parameter], 1.0)
+        else:
+            nn.utils.clip_grad_norm_([parameter], 1.0)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype is torch.float64 else 1e-2, atol=1e-6)

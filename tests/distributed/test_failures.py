@@ -1,0 +1,52 @@
+"""Failures that are not the configuration's: the status names the first cause, and the exit code is 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, run, status, succeed
+
+SETTINGS = (
+    "model=cnn", "~data.seq_len", "~data.held_out", "~data.vocab_size", "batch.global_size=4", "batch.micro_size=1",
+    "trainer.max_steps=40", "trainer.log_every=1", "metrics=jsonl", "checkpoint.every=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> None:
+    finished = run(
+        *SETTINGS, "data._target_=tests.troubles.FailsOnRankOne", f"seed={attempt}", f"hydra.run.dir={tmp_path}",
+        world=2, PYTHONPATH=str(ROOT), timeout=60,
+    )  # fmt: skip
+    assert finished.returncode == 1
+    found = status(tmp_path)
+    assert (found["state"], found["reason"]) == ("failed", "rank 1: OSError: the disk of rank 1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("HasNoLength", "the index cannot be read"), ("leaves", "the token is missing")]
+)
+def test_trouble_before_the_first_window_is_reported_too(tmp_path: Path, target: str, said: str) -> None:
+    finished = run(
+        *SETTINGS, f"data._target_=tests.troubles.{target}", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT)
+    )
+    assert finished.returncode == 1
+    assert said in finished.stderr
+    assert status(tmp_path)["state"] == "failed"
+    assert said in status(tmp_path)["reason"]
+
+
+def test_a_failed_attempt_does_not_mark_the_next_one(tmp_path: Path) -> None:
+    bad = run(*SETTINGS, "data._target_=tests.troubles.HasNoLength", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT))
+    assert bad.returncode == 1
+    good = (*SETTINGS, "data._target_=tests.troubles.FailsOnRankOne", "resume=auto", f"hydra.run.dir={tmp_path}")
+    succeed(*good, PYTHONPATH=str(ROOT))
+    assert status(tmp_path) == {"state": "done", "step": 40, "reason": ""}
+
+
+def test_hydras_own_switch_for_tracebacks_hides_nothing(tmp_path: Path) -> None:
+    finished = run("optim.lrr=1", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert finished.returncode == 2
+    assert "optim.lrr=1: no such setting" in finished.stderr
