@@ -3,10 +3,11 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
-stamp="$root/.venv/.installed"
-wanted=$(cat "$root/requirements.lock" "$root/pyproject.toml" | cksum)
 
-if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+outdated() { ! cmp -s "$root/$1" "$root/.venv/installed/$1"; }
+remember() { mkdir -p "$root/.venv/installed" && cp "$root/$1" "$root/.venv/installed/$1"; }
+
+if outdated requirements.lock; then
     base=${PYTHON:-python3}
     if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "distaccum needs Python 3.11 or later; name one with PYTHON=..." >&2
@@ -15,7 +16,10 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     echo "Setting up $root/.venv (once) ..." >&2
     "$base" -m venv --clear "$root/.venv"
     "$python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock" >&2
+    remember requirements.lock
+fi
+if outdated pyproject.toml; then
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root" >&2
-    echo "$wanted" > "$stamp"
+    remember pyproject.toml
 fi
 cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
