@@ -1,5 +1,6 @@
+# shellcheck shell=bash
 # Sourced by train.sh and test.sh: a virtual environment in the checkout, made once from the lock file.
-# PYTHON names the interpreter to make it from (3.11 or later). Sets $root, $python and $cores.
+# PYTHON names the interpreter to make it from (3.11 or later). Sets $root and $python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
@@ -22,4 +23,3 @@ if outdated pyproject.toml; then
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root" >&2
     remember pyproject.toml
 fi
-cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')

@@ -17,5 +17,6 @@ if [ -z "${NPROC:-}" ]; then
 fi
 # torchrun turns every failure into its own exit code and report, so mistakes are found before it starts.
 [ $check = no ] || "$python" "$root/launch/train.py" --check "$@"
+cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$NPROC" "$root/launch/train.py" "$@"
