@@ -69,7 +69,7 @@ def handwritten(parts: Parts, world: World) -> Step:
         optimizer.zero_grad()
         windows += 1
         if windows % log_every == 0:
-            _ = (running.item(), norm.item() if norm is not None else None)
+            _ = (running.item(), norm.item() if norm is not None else None)  # as loops log: one read a number
 
     return window
 
