@@ -92,7 +92,7 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
         if not composed and exit_code:
             composing.close()
             exit_code = _refuse_command_line(stop.__context__ or stop)
-    except Exception as error:
+    except Exception as error:  # with HYDRA_FULL_ERROR Hydra raises what it otherwise prints
         if composed:
             raise
         composing.close()

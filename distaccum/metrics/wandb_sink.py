@@ -69,7 +69,7 @@ class WandbSink:
             while (record := self._records.get()) is not None:
                 run.log(dict(record))
             run.finish(exit_code=self._exit_code)
-        except Exception as error:
+        except Exception as error:  # whatever fails in there is no reason to lose a training run
             _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")
 
 
