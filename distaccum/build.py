@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
@@ -14,18 +14,22 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.batch_plan import BatchPlan
-from distaccum.config import Node, RunConfig
+from distaccum.batch_plan import Plan
+from distaccum.callbacks import Callback
+from distaccum.config import EngineConfig, Node, RunConfig
+from distaccum.data.feeds import make_plan
 from distaccum.data.source import Source, as_source
 from distaccum.engines.base import Engine
 from distaccum.engines.ddp import DDPEngine
 from distaccum.errors import ConfigError, near_misses
+from distaccum.evaluate import EvaluationMetric
 from distaccum.loss import Loss
 from distaccum.metrics.sinks import ConsoleSink, JsonlSink, Sink
 from distaccum.metrics.wandb_sink import WandbSink
 from distaccum.precision.policy import POLICIES, PrecisionPolicy
 from distaccum.run_dir import RunDir
 from distaccum.schedule import Schedule
+from distaccum.stream_plan import StreamPlan
 from distaccum.world import World
 
 _ENGINES = {"ddp": DDPEngine}
@@ -37,11 +41,13 @@ class Parts:
 
     config: RunConfig
     source: Source
-    plan: BatchPlan
+    plan: Plan | StreamPlan
     model: nn.Module
     loss: Loss
     optimizer: Optimizer
     schedule: Schedule
+    callbacks: Sequence[Callback]
+    metrics: Mapping[str, EvaluationMetric]
     policy: PrecisionPolicy
     device: torch.device
     total_steps: int
@@ -50,38 +56,70 @@ class Parts:
 def build_parts(config: RunConfig, *, world_size: int, device: torch.device) -> Parts:
     """Raises ConfigError for whatever in the configuration cannot be built on this machine."""
     source = as_source_node(config.data)
-    batch = config.batch
-    plan = BatchPlan(
-        samples=len(source.train), global_size=batch.global_size, micro_size=batch.micro_size, world_size=world_size
-    )
-    if source.held_out is not None and not len(source.held_out):
-        raise ConfigError("data", config.data["_target_"], "holds out an empty set", "Hold out more, or nothing")
     torch.manual_seed(config.seed)
-    model = build("model", config.model)
+    return assemble(
+        config, source, build("model", config.model), build("loss", config.loss), world_size=world_size, device=device
+    )
+
+
+def assemble(
+    config: RunConfig, source: Source, model: nn.Module, loss: Loss, *, world_size: int, device: torch.device,
+    optimizer: Optimizer | None = None, callbacks: Sequence[Callback] = (),
+    metrics: Mapping[str, EvaluationMetric] | None = None,
+) -> Parts:  # fmt: skip
+    """The parts around a model, a loss and data that are there already; the rest is the configuration's.
+
+    Raises:
+        ConfigError: as :func:`build_parts`.
+    """
+    batch = config.batch
+    plan = make_plan(
+        source, global_size=batch.global_size, tokens=batch.tokens, micro_size=batch.micro_size,
+        world_size=world_size, seed=config.seed,
+    )  # fmt: skip
+    if source.held_out is not None and not len(source.held_out):
+        raise ConfigError("data", source.description, "holds out an empty set", "Hold out more, or nothing")
+    if batch.group_by_length and source.lengths is None:
+        remedy = "Give lengths to its Source: the tokens of each training sample"
+        raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
     model.to(device)
     total_steps = _total_steps(config, plan)
+    if optimizer is None:
+        optimizer = build("optim.optimizer", config.optim.optimizer, model.parameters(), lr=config.optim.lr)
     return Parts(
         config=config,
         source=source,
         plan=plan,
         model=model,
-        loss=build("loss", config.loss),
-        optimizer=build("optim.optimizer", config.optim.optimizer, model.parameters(), lr=config.optim.lr),
+        loss=loss,
+        optimizer=optimizer,
         schedule=build("schedule", config.schedule, total_steps=total_steps),
+        callbacks=[*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())],
+        metrics=metrics or {},
         policy=POLICIES[config.precision.name],
         device=device,
         total_steps=total_steps,
     )
 
 
-def build_engine(parts: Parts, world: World) -> Engine:
-    """Wraps the model; a collective."""
-    options = asdict(parts.config.engine)
-    return _ENGINES[options.pop("name")](parts.model, parts.optimizer, world, **options)
+def wrap(model: nn.Module, optimizer: Optimizer, world: World, config: EngineConfig) -> Engine:
+    """The engine that trains ``model``, which is moved to this rank's device; a collective.
+
+    Raises:
+        ConfigError: the optimizer holds parameters that are not the model's, whose gradients nobody would reduce.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        problem = f"{strangers} of its parameters are not the model's"
+        remedy = "Make it from model.parameters(); join several models in one nn.Module"
+        raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
+    options = asdict(config)
+    return _ENGINES[options.pop("name")](model.to(world.device), optimizer, world, **options)
 
 
 def build_sinks(
@@ -165,7 +203,11 @@ def _is_number(value: Any, expected: type) -> bool:
     return isinstance(value, int) or (expected is float and isinstance(value, float))
 
 
-def _total_steps(config: RunConfig, plan: BatchPlan) -> int:
-    limits = config.trainer
-    by_epochs = None if limits.max_epochs is None else limits.max_epochs * plan.windows_per_epoch
-    return min(limit for limit in (limits.max_steps, by_epochs) if limit is not None)
+def _total_steps(config: RunConfig, plan: Plan | StreamPlan) -> int:
+    steps, epochs = config.trainer.max_steps, config.trainer.max_epochs
+    if isinstance(plan, StreamPlan):
+        if steps is None:
+            remedy = "State it: the schedule needs the end, and nobody knows how long a stream is"
+            raise ConfigError("trainer.max_steps", "null", "the data is a stream", remedy)
+        return steps
+    return min(limit for limit in (steps, None if epochs is None else plan.updates(epochs)) if limit is not None)

@@ -7,24 +7,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """``step`` counts applied updates and ``window`` attempts; the position in the data is ``window`` alone.
+    """``step`` counts applied updates and ``window`` attempts.
 
-    ``samples`` and ``tokens`` (what the loss counts) are those of all attempts, ``skipped`` the attempts not applied.
+    The position in the data is ``epoch`` and ``epoch_window``, the windows of that epoch that are behind. ``samples``
+    and ``tokens`` (what the loss counts) are those of all attempts, ``skipped`` the attempts not applied.
     """
 
     step: int = 0
     window: int = 0
+    epoch: int = 0
+    epoch_window: int = 0
     samples: int = 0
-    tokens: int = 0
+    tokens: float = 0
     skipped: int = 0
 
-    def after(self, *, samples: int, tokens: int, applied: bool) -> Clocks:
+    def after(self, *, samples: int, tokens: float, applied: bool) -> Clocks:
         """The clocks one attempt later. A skipped attempt moves the data on, and never ``step``."""
         return replace(
             self,
             step=self.step + applied,
             window=self.window + 1,
+            epoch_window=self.epoch_window + 1,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             skipped=self.skipped + (not applied),
         )
+
+    def next_epoch(self) -> Clocks:
+        """The clocks at the start of the epoch that follows."""
+        return replace(self, epoch=self.epoch + 1, epoch_window=0)

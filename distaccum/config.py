@@ -48,13 +48,26 @@ def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     _require(value in choices, key, value, "no such choice", f"Use one of {', '.join(choices)}")
 
 
+def _adamw() -> Node:
+    return {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
+
+
+def _cosine() -> Node:
+    return {"_target_": "distaccum.schedule.Cosine", "warmup_steps": 60, "final_ratio": 0.05}
+
+
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Samples per optimizer step over all ranks, and the most that one forward/backward takes (see ``BatchPlan``)."""
+    """The global batch, in samples or else in ``tokens``, and the samples that one forward/backward takes at most.
 
-    global_size: int = 32
+    ``group_by_length`` puts samples of like length into one micro-batch, within a window.
+    """
+
+    global_size: Optional[int] = 32  # noqa: UP045
+    tokens: Optional[int] = None  # noqa: UP045
     micro_size: int = 8
+    group_by_length: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +102,7 @@ class OptimConfig:
 
     lr: float = 3e-3
     clip_norm: Optional[float] = 1.0  # noqa: UP045
-    optimizer: Node = field(default_factory=dict)
+    optimizer: Node = field(default_factory=_adamw)
 
     def __post_init__(self) -> None:
         _require_positive("optim.lr", self.lr)
@@ -98,13 +111,17 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends."""
+    """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends.
+
+    ``prefetch``: micro-batches on the device at once, the one being computed included.
+    """
 
     max_steps: Optional[int] = 300  # noqa: UP045
     max_epochs: Optional[int] = None  # noqa: UP045
     log_every: int = 10
     eval_every: int = 50
     num_workers: int = 0
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         _require_count("trainer.max_steps", self.max_steps, least=1)
@@ -112,6 +129,7 @@ class TrainerConfig:
         _require_count("trainer.log_every", self.log_every, least=1)
         _require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
         _require_count("trainer.num_workers", self.num_workers)
+        _require_count("trainer.prefetch", self.prefetch, least=2)
         unbounded = self.max_steps is None and self.max_epochs is None
         _require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
 
@@ -162,8 +180,9 @@ class RunConfig:
     data: Node = field(default_factory=dict)
     loss: Node = field(default_factory=dict)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: Node = field(default_factory=dict)
+    schedule: Node = field(default_factory=_cosine)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -195,6 +214,16 @@ def plain(node: DictConfig) -> Node:
         raise translate(error) from error
 
 
+def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> DictConfig:
+    """Where ``node`` names a ``_target_`` itself, the arguments of the default's are not that one's."""
+    optim, schedule = node.get("optim"), node.get("schedule")
+    optimizer = optim.get("optimizer") if isinstance(optim, Mapping) else None
+    for key, given in (("optim.optimizer", optimizer), ("schedule", schedule)):
+        if isinstance(given, Mapping) and "_target_" in given:
+            OmegaConf.update(schema, key, {}, merge=False)
+    return schema
+
+
 def from_node(node: Mapping[str, Any]) -> RunConfig:
     """The typed configuration of plain values.
 
@@ -202,7 +231,8 @@ def from_node(node: Mapping[str, Any]) -> RunConfig:
         ConfigError: an unknown key, or a value of the wrong type or out of range.
     """
     try:
-        typed = OmegaConf.merge(_writable(OmegaConf.structured(RunConfig)), node)
+        schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
+        typed = OmegaConf.merge(schema, node)
     except oc.OmegaConfBaseException as error:
         raise translate(error, node) from error
     return cast(RunConfig, _construct(RunConfig, OmegaConf.to_container(typed)))

@@ -6,7 +6,8 @@
     ├── ConfigError       (ValueError)      the user can mend it: key, value, remedy; exit code 2
     ├── CheckpointError   (RuntimeError)    a checkpoint is damaged or does not belong to this run
     ├── DataError         (ValueError)      the data gives nothing to train on
-    └── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
+    ├── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
+    └── MisuseError       (RuntimeError)    a loop does what would train wrongly: the message says what to write instead
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ class DataError(DistaccumError, ValueError):
 
 class NonFiniteError(DistaccumError, ArithmeticError):
     """The reduced gradient of a window holds NaN or infinity."""
+
+
+class MisuseError(DistaccumError, RuntimeError):
+    """A step, backward or micro-batch out of its order in a loop of one's own."""
+
+
+class BatchStatisticsWarning(UserWarning):
+    """The model computes something over a micro-batch, which no accumulation can make that of the global batch."""
 
 
 def near_misses(word: str, known: Iterable[str]) -> str:

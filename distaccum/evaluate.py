@@ -3,52 +3,108 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from distaccum.batch_plan import BatchPlan
-from distaccum.data.loader import WindowLoader
+from distaccum.data.loader import MicroBatchIds
 from distaccum.data.source import Source
 from distaccum.engines.base import Engine
-from distaccum.loss import Loss, scores, to_device
+from distaccum.errors import MisuseError
+from distaccum.loss import Loss, Predictor, scores
+from distaccum.normaliser import SINGLE, as_counts
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.prefetch import to_device
 from distaccum.world import World
+
+
+class EvaluationMetric(Protocol):
+    """What torchmetrics' metrics and collections offer; ``compute`` joins the ranks."""
+
+    def update(self, predictions: Tensor, targets: Tensor, /) -> None:
+        """Takes one batch."""
+
+    def compute(self) -> Any:
+        """A number, or numbers by name; a collective."""
+
+    def reset(self) -> None:
+        """Forgets all batches."""
 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, source: Source, loss: Loss, policy: PrecisionPolicy, world: World, *, micro_size: int
-) -> dict[str, float]:
+    engine: Engine, source: Source, loss: Loss, policy: PrecisionPolicy, world: World, *, micro_size: int,
+    metrics: Mapping[str, EvaluationMetric] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text: sums over all ranks, divided once.
 
-    A collective. The model's training mode is restored. Samples are taken in the dataset's own order.
+    A collective. The model's training mode is restored. Samples are taken in the dataset's own order, each once.
+
+    Raises:
+        MisuseError: there are ``metrics``, and the loss gives no ``predictions``.
     """
     assert source.held_out is not None
-    plan = BatchPlan(
-        samples=len(source.held_out),
-        global_size=micro_size * world.size,
-        micro_size=micro_size,
-        world_size=world.size,
-    )
-    loader = WindowLoader(source.held_out, plan, world, loss=loss, seed=None, source=source)
+    metrics = metrics or {}
+    if metrics and not isinstance(loss, Predictor):
+        raise MisuseError(f"metrics need predictions(model, batch) -> (predictions, targets) of {type(loss).__name__}")
+    for metric in metrics.values():
+        metric.reset()
+        if isinstance(metric, nn.Module):
+            metric.to(engine.device)
     engine.sync_buffers()
     model = engine.bare_model
     training = model.training
     model.eval()
     sums: dict[str, Tensor] = {}
-    counted = 0
-    for window in loader.windows(stop=plan.windows_per_epoch):
-        counted += window.count
-        for micro in window.micro_batches:
-            with policy.autocast(engine.device):
-                found = scores(loss, model, to_device(micro.batch, engine.device))
-            for name, value in found.items():
-                # fp64: a held-out set may hold more tokens than fp32 can count
-                sums[name] = sums.get(name, 0.0) + value.double() * micro.weight
+    counted: dict[str, float] = {}
+    for batch in _batches(source, world, micro_size):
+        for name, count in as_counts(loss.count(batch)).items():
+            counted[name] = counted.get(name, 0.0) + count
+        moved = to_device(batch, engine.device)
+        with policy.autocast(engine.device):
+            found = scores(loss, model, moved)
+            for metric in metrics.values():
+                metric.update(*cast(Predictor, loss).predictions(model, moved))
+        for name, value in found.items():
+            # fp64: a held-out set may hold more tokens than fp32 can count
+            sums[name] = sums.get(name, 0.0) + value.double()
     model.train(training)
-    totals = world.sum_(torch.stack(list(sums.values()))).tolist()  # host read: the evaluation's result
-    result = {f"eval_{name}": total / max(1, counted) for name, total in zip(sums, totals, strict=True)}
+    result = _means(sums, counted, engine.device, world)
     if source.bytes_per_token is not None:
         result["eval_bits_per_byte"] = result["eval_loss"] / math.log(2) / source.bytes_per_token
+    for name, metric in metrics.items():
+        result |= _numbers(f"eval_{name}", metric.compute())
     return result
+
+
+def _batches(source: Source, world: World, micro_size: int) -> DataLoader[Any]:
+    assert source.held_out is not None
+    samples = len(source.held_out)
+    plan = BatchPlan(samples=samples, global_size=micro_size * world.size, micro_size=micro_size, world_size=world.size)
+    return DataLoader(
+        cast("Dataset[Any]", source.held_out), batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=source.collate
+    )
+
+
+def _means(
+    sums: Mapping[str, Tensor], counted: Mapping[str, float], device: torch.device, world: World
+) -> dict[str, float]:
+    """Each sum over all ranks, by the count of its own name, or else the single loss's."""
+    names, counts = world.union(list(sums)), world.union(list(counted))  # a rank with no sample knows neither
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack([sums.get(name, nothing) for name in names]).unsqueeze(1)
+    totals = world.sum_(stacked).squeeze(1).tolist()  # host read: the evaluation's result
+    over = dict(zip(counts, world.sum_numbers([counted.get(name, 0.0) for name in counts]), strict=True))
+    means = {name: total / (over.get(name, over.get(SINGLE)) or 1) for name, total in zip(names, totals, strict=True)}
+    loss = means[SINGLE] if SINGLE in means else sum(means[name] for name in counts)
+    return {"eval_loss": loss} | {f"eval_{name}": mean for name, mean in means.items()}
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": float(part) for key, part in value.items()}
+    return {name: float(value)}

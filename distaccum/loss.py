@@ -10,14 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distaccum.normaliser import Counts, Total, as_totals
+
 
 class Loss(Protocol):
-    """What a training objective offers. A function pair is enough; there is no base class."""
+    """What a training objective offers: a sum and what it sums over. There is no base class.
 
-    def count(self, batch: Any) -> int:
-        """How many items the loss of ``batch`` sums over, read off the batch on the host, before any forward."""
+    An objective of several losses gives both by name, and each is divided by its own count over the whole window::
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        def count(self, batch): return {"language": tokens, "score": samples, "balance": 1}
+        def __call__(self, model, batch): return {"language": ..., "score": 0.1 * ..., "balance": ...}
+    """
+
+    def count(self, batch: Any) -> float | Counts:
+        """What the loss of ``batch`` sums over, read off the batch on the host, before any forward: a number of
+        samples or tokens, or the sum of their weights."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Total:
         """The loss of ``batch``, summed (not averaged) over its count: a 0-dim fp32 tensor."""
 
 
@@ -29,9 +38,44 @@ class Scorer(Protocol):
         """0-dim sums over the batch's count, by name; ``loss`` is one of them."""
 
 
-def scores(loss: Loss, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
     """All sums that ``loss`` reports of ``batch`` in an evaluation."""
-    return loss.scores(model, batch) if isinstance(loss, Scorer) else {"loss": loss(model, batch)}
+    return loss.scores(model, batch) if isinstance(loss, Scorer) else as_totals(loss(model, batch))
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """A loss that can feed metrics such as those of torchmetrics in an evaluation."""
+
+    def predictions(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """``(predictions, targets)`` of what the batch counts, as the metrics take them."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, int]:
+    """The summed cross entropy in nats (0-dim fp32), and how many labels it sums over; reads a device's labels back.
+
+    Args:
+        logits: ``(*labels.shape, classes)``.
+        labels: int64; those of value ``ignore_index`` neither contribute nor count.
+    """
+    return _cross_entropy_sum(logits, labels, ignore_index), count_labels(labels, ignore_index=ignore_index)
+
+
+def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
+    """How many labels are not ignored."""
+    return int(np.count_nonzero(labels.cpu().numpy() != ignore_index))
+
+
+def from_mean(mean: Tensor, count: float) -> Tensor:
+    """The sum of a loss that was averaged over ``count`` items: 0 (and no NaN) where it was averaged over none."""
+    return mean * count if count else torch.nan_to_num(mean) * 0.0
+
+
+def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    # At least fp32, whatever the forward computed in: a sum over thousands of tokens is beyond 16 bits.
+    flat = logits.flatten(0, -2)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 class CrossEntropy:
@@ -48,33 +92,22 @@ class CrossEntropy:
 
     def count(self, batch: tuple[Tensor, Tensor]) -> int:
         """Labels that are not ignored."""
-        return int(np.count_nonzero(batch[1].numpy() != self.ignore_index))
+        return count_labels(batch[1], ignore_index=self.ignore_index)
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The summed cross entropy, 0-dim fp32."""
         inputs, labels = batch
-        return self._sum(model(inputs), labels)
+        return _cross_entropy_sum(model(inputs), labels, self.ignore_index)
 
     def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The summed cross entropy, and ``accuracy`` as the number of labels that the largest logit names."""
         inputs, labels = batch
         logits = model(inputs)
-        return {"loss": self._sum(logits, labels), "accuracy": (logits.argmax(-1) == labels).sum()}
+        total = _cross_entropy_sum(logits, labels, self.ignore_index)
+        return {"loss": total, "accuracy": (logits.argmax(-1) == labels).sum()}
 
-    def _sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        # fp32 whatever the forward computed in: a sum over thousands of tokens is beyond 16 bits.
-        flat = logits.flatten(0, -2).float()
-        return F.cross_entropy(flat, labels.flatten(), ignore_index=self.ignore_index, reduction="sum")
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in mappings, lists and (named) tuples on ``device``; copies do not block the host."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    def predictions(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits ``(n, classes)`` and labels ``(n,)`` of the labels that are not ignored."""
+        inputs, labels = batch
+        counted = labels != self.ignore_index
+        return model(inputs)[counted], labels[counted]

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from distaccum.batch_plan import Ids, Plan
 from distaccum.build import Parts
 from distaccum.clocks import Clocks
+from distaccum.data.loader import padding_share
 from distaccum.run_dir import RunDir
+from distaccum.stream_plan import StreamPlan
 from distaccum.world import World
 
 
@@ -16,22 +19,36 @@ def introduce(parts: Parts, world: World, run_dir: RunDir, note: str, console: C
     """Prints what is about to be trained, and the whole batch plan."""
     plan, config = parts.plan, parts.config
     size = sum(p.numel() for p in parts.model.parameters())
-    tail = len(plan.window(plan.windows_per_epoch - 1))
     lines = {
         "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
         "world": f"{world.size} x {world.device.type}, engine {config.engine.name}, precision {config.precision.name}",
         "data": parts.source.description,
         "model": f"{type(parts.model).__name__}, {size:,} parameters",
-        "plan": f"global batch {plan.global_size} samples = {world.size} ranks x {plan.accumulation_steps} micro-steps "
-        f"of at most {plan.micro_size}; one gradient reduction per update",
-        "epoch": f"{plan.samples:,} samples in {plan.windows_per_epoch} windows, the last of {tail}; "
-        f"{parts.total_steps} updates to make",
+        "plan": plan.describe()[0],
+        "epoch": f"{plan.describe()[1]}; {parts.total_steps} updates to make",
     }
+    if parts.source.lengths is not None and not isinstance(plan, StreamPlan):
+        lines["pad"] = _padding(parts.source.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
         console.print(f"{name:<6}{line}", highlight=False, soft_wrap=True)
 
 
-def summarise(parts: Parts, clocks: Clocks, evaluation: Mapping[str, float], run_dir: RunDir, console: Console) -> None:
+def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
+    plain, sorted_ = padding_share(lengths, plan, grouped=False), padding_share(lengths, plan, grouped=True)
+    first, second = (sorted_, plain) if grouped else (plain, sorted_)
+    other = "without grouping by length" if grouped else "with batch.group_by_length=true"
+    return f"{first:.1%} of the tokens of a micro-batch are padding ({second:.1%} {other})"
+
+
+def summarise(
+    parts: Parts,
+    clocks: Clocks,
+    evaluation: Mapping[str, float],
+    run_dir: RunDir,
+    console: Console,
+    *,
+    stop_reason: str,
+) -> None:
     """Prints how the run ended, next to what simple models reach on the same split."""
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
     baselines = parts.source.baselines() if "bits per byte" in rows else {}
@@ -39,6 +56,8 @@ def summarise(parts: Parts, clocks: Clocks, evaluation: Mapping[str, float], run
         f"done: {clocks.step} updates, {clocks.samples:,} samples, {clocks.skipped} skipped; {run_dir.path}",
         soft_wrap=True,
     )
+    if stop_reason:
+        console.print(f"stopped early: {stop_reason}", highlight=False, soft_wrap=True)
     if rows:
         console.print("held-out")
     for name, value in rows.items():

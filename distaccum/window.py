@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distaccum.engines.base import Engine
-from distaccum.loss import Loss, to_device
+from distaccum.engines.base import Engine, StepResult
+from distaccum.loss import Loss
+from distaccum.normaliser import SINGLE, Counts, Total, as_totals, weigh
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.prefetch import on_device
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward/backward takes. ``weight`` is 0 for a stand-in on a rank that has nothing left, else 1."""
+    """What one forward/backward takes, and what it counts by loss; no counts where they are not known beforehand."""
 
     batch: Any
-    count: int
-    weight: int
+    counts: Counts
+
+    @property
+    def count(self) -> float:
+        """What the single loss counts."""
+        return self.counts[SINGLE]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The micro-batches of one optimizer step on one rank, and what the step counts over all ranks."""
+    """The micro-batches of one optimizer step on one rank, and what the step counts over all ranks.
 
-    index: int  # over all epochs
+    A rank may have fewer micro-batches than another one, or none.
+    """
+
     epoch: int
     samples: int  # over all ranks
-    count: int  # over all ranks: what the loss averages over
-    micro_batches: Sequence[MicroBatch]
+    counts: Counts  # over all ranks: what the losses average over; empty where not known beforehand
+    micro_batches: Sequence[MicroBatch]  # on the host
     data_wait_s: float
 
 
@@ -39,34 +47,56 @@ class Window:
 class Outcome:
     """What an attempt did. Tensors are 0-dim and stay on the device until somebody logs them.
 
-    ``loss_sum`` is this rank's share; ``grad_norm`` (of the global gradient, before clipping) and ``finite`` are the
-    same on every rank.
+    ``loss_sums`` are this rank's shares, by loss; ``counts`` (of all ranks), ``grad_norm`` (of the global gradient,
+    before clipping) and ``finite`` are the same on every rank. ``applied`` is False where the window counted nothing.
     """
 
-    loss_sum: Tensor
+    applied: bool
+    loss_sums: Mapping[str, Tensor]
+    counts: Counts
     grad_norm: Tensor
     finite: Tensor
 
 
+class LossSums:
+    """What the losses of a window add up to on this rank, by name; nothing is read from the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, total: Total) -> None:
+        """Takes one micro-batch's totals."""
+        for name, part in as_totals(total).items():
+            self._sums[name] = self._sums[name] + part.detach() if name in self._sums else part.detach()
+
+    def outcome(self, counts: Counts, step: StepResult | None) -> Outcome:
+        """The outcome of an update; of a skipped one without ``step``."""
+        zero = torch.zeros_like(next(iter(self._sums.values()))) if self._sums else torch.zeros(())
+        if step is None:
+            step = StepResult(grad_norm=zero, finite=torch.ones_like(zero))
+            applied = False
+        else:
+            zero, applied = torch.zeros_like(step.grad_norm), True
+        sums = {name: self._sums.get(name, zero) for name in counts}
+        return Outcome(applied=applied, loss_sums=sums, counts=counts, grad_norm=step.grad_norm, finite=step.finite)
+
+
 def run_window(
-    engine: Engine, window: Window, loss: Loss, policy: PrecisionPolicy, *, clip_norm: float | None
+    engine: Engine, window: Window, loss: Loss, policy: PrecisionPolicy, *, clip_norm: float | None, prefetch: int = 2
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
     The loss is a sum, and it is divided once: by the count of the whole window on all ranks. ``averages_over`` undoes
-    the engine's own averaging. Only the last micro-step, the boundary, communicates gradients.
+    the engine's own averaging. Only a rank's last micro-step, the boundary, communicates gradients.
     """
-    assert window.count > 0
-    share = engine.averages_over / window.count
-    boundary = len(window.micro_batches) - 1
-    loss_sum = torch.zeros((), device=engine.device)
-    for i, micro in enumerate(window.micro_batches):
-        batch = to_device(micro.batch, engine.device)
+    sums, boundary = LossSums(), len(window.micro_batches) - 1
+    batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
+    for i, batch in enumerate(batches):
         with engine.micro_step(sync=i == boundary):
             with policy.autocast(engine.device):
                 total = loss(engine.model, batch)
-            engine.backward(total * (share * micro.weight))
-        if micro.weight:
-            loss_sum = loss_sum + total.detach()
-    step = engine.step(clip_norm)
-    return Outcome(loss_sum=loss_sum, grad_norm=step.grad_norm, finite=step.finite)
+            engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))
+        sums.add(total)
+    if not window.micro_batches:
+        engine.stand_in()  # other ranks wait for this one's part in the reduction
+    return sums.outcome(window.counts, engine.step(clip_norm))

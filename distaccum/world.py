@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from time import sleep
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,9 @@ from distaccum.errors import ConfigError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _GROUP_TIMEOUT = timedelta(minutes=30)
+# Gloo's threads let go of the last collective's tensors a little after it returns. If the interpreter is ending by
+# then, the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
+_SETTLE_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +89,51 @@ class World:
     rank: int
     size: int
     device: torch.device
+    host_group: dist.ProcessGroup | None = None  # None: the default group serves the host as well
+
+    @classmethod
+    def join(cls) -> World:
+        """The process group that is open already; without one, a group of the ranks that the launcher started.
+
+        A group that is opened here lasts until the process exits.
+
+        Raises:
+            ConfigError: as :meth:`Ranks.from_environment` and :meth:`Ranks.device`.
+        """
+        ranks = Ranks.from_environment()
+        device = ranks.device()
+        if not dist.is_initialized():
+            opened = ExitStack()
+            world = opened.enter_context(open_world(ranks, ranks.store(), device))
+            atexit.register(opened.close)
+            return world
+        serves_host = "cpu" in dist.get_backend_config()  # else NCCL alone, which cannot sum what the host counted
+        group = None if serves_host else dist.new_group(backend="gloo")
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, host_group=group)
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that writes and prints."""
         return self.rank == 0
 
-    def sum_counts(self, counts: Sequence[int]) -> list[int]:
-        """Sums integers over the ranks, on the host: one small all-reduce, no device involved."""
-        tensor = torch.tensor(counts, dtype=torch.int64)
-        dist.all_reduce(tensor)
-        return [int(count) for count in tensor.tolist()]
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Sums numbers over the ranks, on the host: one small all-reduce, no device involved. Exact up to 2**53."""
+        # A column, by which the counters tell it from a gradient bucket.
+        tensor = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+        dist.all_reduce(tensor, group=self.host_group)
+        return cast(list[float], tensor.squeeze(1).tolist())
 
     def max_counts(self, counts: Sequence[int]) -> list[int]:
         """The greatest of each integer over the ranks, on the host."""
         tensor = torch.tensor(counts, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return [int(count) for count in tensor.tolist()]
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
+        return cast(list[int], tensor.tolist())
+
+    def union(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The names that any rank gives, sorted; the same on every rank."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, list(names), group=self.host_group)
+        return tuple(sorted({name for given in everyone for name in given}))
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor of any shape over the ranks, in place, where it lies."""
@@ -113,12 +147,12 @@ class World:
     def text_from_main(self, text: str) -> str:
         """Rank 0's ``text`` on every rank."""
         box: list[str] = [text]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=self.host_group)
         return box[0]
 
     def barrier(self) -> None:
         """Waits, on the host, until every rank has come here."""
-        self.sum_counts([0])
+        self.max_counts([0])
 
 
 @contextmanager
@@ -137,4 +171,6 @@ def open_world(ranks: Ranks, store: Store, device: torch.device) -> Iterator[Wor
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # or the user has closed it already
+            sleep(_SETTLE_S)
+            dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """What a window costs: a hand-written DDP loop and distaccum, on the same model, data and window.
 
 ``python launch/bench.py`` or ``torchrun --nproc-per-node=2 launch/bench.py``, with Hydra overrides. Everything but the
-time is counted, and does not depend on how busy the machine is; times are paired, the two loops in turn.
+time is counted, and does not depend on how busy the machine is; times are paired, the loops in turn.
+``exactness=true`` compares gradients instead: distaccum's and other frameworks' with that of the global batch.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import exactness
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -27,14 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from distaccum.build import Parts, build_engine, build_parts
-from distaccum.clocks import Clocks
+from distaccum.accumulator import Accumulator
+from distaccum.build import Parts, build_parts
 from distaccum.config import RunConfig, conf_dir, from_node, plain
-from distaccum.data.loader import MicroBatchIds, WindowLoader
-from distaccum.loss import to_device
+from distaccum.data.feeds import make_feed
+from distaccum.data.loader import MicroBatchIds
 from distaccum.metrics.meter import Meter
+from distaccum.prefetch import to_device
 from distaccum.testing.counters import Operations
-from distaccum.window import run_window
 from distaccum.world import Ranks, World, open_world
 
 Step = Callable[[], None]
@@ -46,10 +49,17 @@ def handwritten(parts: Parts, world: World) -> Step:
     ddp = DistributedDataParallel(model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule)
-    ids = MicroBatchIds(parts.plan, world.rank, seed=parts.config.seed)
-    batches = iter(DataLoader(parts.source.train, batch_sampler=ids))
+    ids = MicroBatchIds(parts.plan, world.rank)
+    loader = DataLoader(parts.source.train, batch_sampler=ids)
     accumulation, clip_norm = parts.plan.accumulation_steps, parts.config.optim.clip_norm
     log_every, windows = parts.config.trainer.log_every, 0
+
+    def epochs() -> Iterator[DataLoader[Any]]:
+        for epoch in count():
+            ids.seek(epoch, 0)
+            yield loader
+
+    batches = chain.from_iterable(epochs())  # in C: no Python call of its own for a micro-batch
 
     def window() -> None:
         nonlocal windows
@@ -74,24 +84,48 @@ def handwritten(parts: Parts, world: World) -> Step:
     return window
 
 
-def with_distaccum(parts: Parts, world: World) -> Step:
-    """One window as the Trainer runs it, logging every tenth."""
-    engine = build_engine(parts, world)
-    loader = WindowLoader(
-        parts.source.train, parts.plan, world, loss=parts.loss, seed=parts.config.seed, source=parts.source
-    )
-    windows, meter = loader.windows(), Meter(world)
-    clocks = Clocks()
+def with_accumulate(parts: Parts, world: World) -> Step:
+    """The same window in a loop of one's own with ``accumulate()``; logs as often."""
+    accumulator, log_every = accumulator_of(parts, world), parts.config.trainer.log_every
+    feed = make_feed(parts.source, parts.plan, world)
+    windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
 
     def window() -> None:
-        nonlocal clocks
+        for micro in next(windows):
+            with accumulator.accumulate():
+                inputs, labels = micro.batch
+                logits = accumulator.model(inputs)
+                flat = logits.flatten(0, -2).float()
+                accumulator.backward(nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum"))
+        if accumulator.clocks.step % log_every == 0:
+            _ = (accumulator.mean_loss(), accumulator.last.grad_norm.item())
+
+    return window
+
+
+def accumulator_of(parts: Parts, world: World) -> Accumulator:
+    """As ``distaccum-train`` makes it."""
+    config = parts.config
+    return Accumulator(
+        parts.model, parts.optimizer, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
+        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm, engine=config.engine,
+        precision=config.precision.name, prefetch=config.trainer.prefetch, world=world,
+    )  # fmt: skip
+
+
+def with_trainer(parts: Parts, world: World) -> Step:
+    """One window as the loop of ``distaccum-train`` runs it, logging every tenth."""
+    config, accumulator = parts.config, accumulator_of(parts, world)
+    feed, meter = make_feed(parts.source, parts.plan, world), Meter(world, accumulator.clocks)
+    windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
+
+    def window() -> None:
         taken = next(windows)
-        engine.set_lr_factor(parts.schedule(clocks.step))
-        outcome = run_window(engine, taken, parts.loss, parts.policy, clip_norm=parts.config.optim.clip_norm)
-        clocks = clocks.after(samples=taken.samples, tokens=taken.count, applied=True)
-        meter.add(taken, outcome)
-        if clocks.step % parts.config.trainer.log_every == 0:
-            meter.record(taken, outcome, clocks, lr=0.0)
+        outcome = accumulator.step(taken, parts.loss)
+        meter.add(taken.plain, outcome)
+        clocks = accumulator.clocks
+        if clocks.step % config.trainer.log_every == 0:
+            meter.record(taken.plain, outcome, clocks, lr=parts.optimizer.param_groups[0]["lr"])
 
     return window
 
@@ -105,14 +139,14 @@ def count_operations(step: Step, windows: int) -> dict[str, float]:
 
 
 def count_calls(step: Step, windows: int) -> dict[str, float]:
-    """Python function calls, and device reads by ``tolist``, per window. (Integer tensors are counts, on the host.)"""
+    """Python function calls, and device reads by ``tolist``, per window; what the host sums up lies on no device."""
     calls = reads = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls, reads
         calls += event == "call"
         if event == "c_call" and argument.__name__ == "tolist" and isinstance(argument.__self__, Tensor):
-            reads += argument.__self__.is_floating_point()
+            reads += argument.__self__.is_floating_point() and frame.f_code is not World.sum_numbers.__code__
 
     sys.setprofile(note)
     try:
@@ -159,8 +193,8 @@ def paired_times(first: Step, second: Step, windows: int, pairs: int) -> list[tu
 
 
 def measure(config: RunConfig, world: World, *, windows: int, pairs: int) -> dict[str, Any]:
-    """All figures of both loops."""
-    loops = {"hand-written": handwritten, "distaccum": with_distaccum}
+    """All figures of the loops."""
+    loops = {"hand-written": handwritten, "accumulate()": with_accumulate, "Trainer": with_trainer}
     place = {"world_size": world.size, "device": world.device}
     figures: dict[str, Any] = {}
     steps = {}
@@ -177,7 +211,7 @@ def measure(config: RunConfig, world: World, *, windows: int, pairs: int) -> dic
         parameters = sum(p.numel() * p.element_size() for p in wide.model.parameters())
         peak = peak_bytes(lambda make=make, wide=wide: make(wide, world), windows=4) / parameters
         figures[name] = counted | called | {"peak gradient memory / parameters": peak}
-    times = paired_times(steps["distaccum"], steps["hand-written"], windows, pairs)
+    times = paired_times(steps["Trainer"], steps["hand-written"], windows, pairs)
     ratios = [ours / theirs for ours, theirs in times]
     figures["time ratio"] = {"min": min(ratios), "median": statistics.median(ratios), "pairs": pairs}
     return figures
@@ -195,25 +229,28 @@ def wide_and_short(config: RunConfig) -> RunConfig:
 
 def show(figures: dict[str, Any], plan: str) -> None:
     """Prints the table."""
-    hand, ours = figures["hand-written"], figures["distaccum"]
-    table = Table("per window", "hand-written", "distaccum", "ratio", title=plan)
-    for name in dict.fromkeys([*hand, *ours]):
-        a, b = hand.get(name, 0.0), ours.get(name, 0.0)
-        table.add_row(name, f"{a:,.2f}", f"{b:,.2f}", f"{b / a:.3f}" if a else "-")
-    table.add_row("time, minimum of pairs", "", "", f"{figures['time ratio']['min']:.3f}")
-    table.add_row("time, median of pairs", "", "", f"{figures['time ratio']['median']:.3f}")
+    hand, middle, top = figures["hand-written"], figures["accumulate()"], figures["Trainer"]
+    table = Table("per window", "hand-written", "accumulate()", "ratio", "Trainer", "ratio", title=plan)
+    for name in dict.fromkeys([*hand, *middle, *top]):
+        a, *ours = hand.get(name, 0.0), middle.get(name, 0.0), top.get(name, 0.0)
+        table.add_row(name, f"{a:,.2f}", *chain(*((f"{b:,.2f}", f"{b / a:.3f}" if a else "-") for b in ours)))
+    table.add_row("time, minimum of pairs", "", "", "", "", f"{figures['time ratio']['min']:.3f}")
+    table.add_row("time, median of pairs", "", "", "", "", f"{figures['time ratio']['median']:.3f}")
     Console().print(table)
 
 
 def run(node: DictConfig) -> None:
     """One benchmark, on this rank."""
     values = plain(node)
-    options = values.pop("bench")
+    options, compares = values.pop("bench"), values.pop("exactness")
     config, ranks = from_node(values), Ranks.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
-        figures = measure(config, world, **options)
+        figures = exactness.compare(world) if compares else measure(config, world, **options)
         if world.is_main:
-            show(figures, f"accumulation {figures['accumulation']}, {world.size} ranks")
+            if compares:
+                exactness.show(figures, world)
+            else:
+                show(figures, f"accumulation {figures['accumulation']}, {world.size} ranks")
             (Path(HydraConfig.get().runtime.output_dir) / "bench.json").write_text(json.dumps(figures, indent=2))
 
 

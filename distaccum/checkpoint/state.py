@@ -4,8 +4,9 @@
 
     model.safetensors       parameters and buffers by name
     optimizer.safetensors   optimizer tensors by parameter name
-    state.json              version, clocks, plan, optimizer values, scaler, W&B run, config, world size
+    state.json              version, clocks, position, optimizer values, scaler, W&B run, config, callbacks, world size
     random-R.json           random number generators of rank R
+    data-R.pt               where rank R's stream stands, if its data is one; read with ``weights_only``
     manifest.json           SHA-256 of the files above
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from distaccum.engines.base import Engine, EngineState
 from distaccum.errors import CheckpointError
 from distaccum.world import World
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +46,19 @@ class RunState:
     position: Mapping[str, int]
     wandb_id: str
     config: Mapping[str, Any]
+    callbacks: Sequence[Mapping[str, Any]]
 
 
-def save(folder: Path, engine: Engine, run: RunState, world: World) -> None:
-    """Writes this rank's part of a checkpoint into ``folder``; all ranks call it."""
+def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
+    """Writes this rank's part of a checkpoint into ``folder``; all ranks call it.
+
+    Args:
+        folder: there already.
+        engine: whose state is saved.
+        run: the rest.
+        data: the state of this rank's feed; None for data whose position says it all.
+        world: this rank.
+    """
     state = engine.state()
     if world.is_main:
         save_file(_storable(state.model), folder / "model.safetensors")
@@ -62,6 +72,8 @@ def save(folder: Path, engine: Engine, run: RunState, world: World) -> None:
         }
         (folder / "state.json").write_text(json.dumps(record, indent=2))
     (folder / f"random-{world.rank}.json").write_text(json.dumps(_random_state()))
+    if data is not None:
+        torch.save(data, folder / f"data-{world.rank}.pt")
 
 
 def read(folder: Path) -> RunState:
@@ -71,12 +83,12 @@ def read(folder: Path) -> RunState:
         CheckpointError: it is of another version, or a part is missing.
     """
     record = _record(folder)
-    fields = ("position", "wandb_id", "config")
+    fields = ("position", "wandb_id", "config", "callbacks")
     return RunState(clocks=Clocks(**record["clocks"]), **{name: record[name] for name in fields})
 
 
-def load(folder: Path, engine: Engine, world: World) -> bool:
-    """Takes up a verified checkpoint; returns whether the random number generators continue too.
+def load(folder: Path, engine: Engine, world: World) -> tuple[bool, Any]:
+    """Takes up a verified checkpoint; returns whether the random number generators continue too, and the feed's state.
 
     They do at the same world size. At another one there is no state to continue, and they keep the run's fresh seeds.
 
@@ -95,9 +107,10 @@ def load(folder: Path, engine: Engine, world: World) -> bool:
     except (RuntimeError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
     if record["world_size"] != world.size:
-        return False
+        return False, None
     _set_random_state(json.loads((folder / f"random-{world.rank}.json").read_text()))
-    return True
+    data = folder / f"data-{world.rank}.pt"
+    return True, torch.load(data, weights_only=True) if data.exists() else None
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from itertools import count, islice
+from collections.abc import Callable, Iterator
+from itertools import islice
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distaccum.batch_plan import BatchPlan
-from distaccum.data.source import MapDataset, Source
-from distaccum.loss import Loss
-from distaccum.shuffle import Shuffle
-from distaccum.window import MicroBatch, Window
+from distaccum.batch_plan import Epoch, Ids, Plan
+from distaccum.data.source import MapDataset
+from distaccum.data.tally import Tally
+from distaccum.window import Window
 from distaccum.world import World
 
+Collate = Callable[[list[Any]], Any]
 
-class WindowLoader:
-    """The windows of one rank, in order, from any window on.
+
+@runtime_checkable
+class Feed(Protocol):
+    """Where windows come from."""
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """What gives a window's number its meaning; a checkpoint is good only where this is the same."""
+
+    def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
+        """The windows of an epoch from ``start`` on, counted over all ranks; ends early where ``tally.stopping``."""
+
+    def state(self) -> Any:
+        """What this rank needs besides the position to go on after the last window given out; None for nothing."""
+
+    def load_state(self, state: Any) -> None:
+        """Takes up :meth:`state`, before :meth:`windows`."""
+
+
+class PlannedFeed:
+    """The windows of a map-style dataset.
 
     Samples are fetched by torch's ``DataLoader`` (with its workers, pinning and collation); which ones, and how they
     are grouped, is the plan's arithmetic alone.
@@ -30,77 +49,103 @@ class WindowLoader:
         dataset: map-style samples; its length is the plan's ``samples``.
         plan: the slicing.
         world: this rank.
-        loss: says how many items a batch counts.
-        seed: of the order of samples; None for the dataset's own order.
-        source: whose collation is used.
+        collate: from samples to a batch; None for torch's ``default_collate``.
         num_workers: loading processes of this rank.
+        group_by: a length of each sample: within a window, micro-batches then take samples of like length.
     """
 
     def __init__(
-        self, dataset: MapDataset, plan: BatchPlan, world: World, *, loss: Loss, seed: int | None, source: Source,
-        num_workers: int = 0,
+        self, dataset: MapDataset, plan: Plan, world: World, *, collate: Collate | None = None, num_workers: int = 0,
+        group_by: Ids | None = None,
     ) -> None:  # fmt: skip
         assert len(dataset) == plan.samples
-        self._dataset, self._plan, self._world, self._loss = dataset, plan, world, loss
-        self._seed, self._source, self._num_workers = seed, source, num_workers
+        self._plan, self._world = plan, world
+        self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)
+        # Takes none of the model's random numbers; workers of other ranks draw others.
+        digest = hashlib.blake2b(f"{plan.seed}/{world.rank}".encode(), digest_size=7).digest()
+        self._loader = DataLoader(
+            cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
+            batch_sampler=self._ids,
+            collate_fn=collate,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=world.device.type == "cuda",
+            generator=torch.Generator().manual_seed(int.from_bytes(digest)),
+        )
 
-    def windows(self, start: int = 0, stop: int | None = None) -> Iterator[Window]:
-        """Windows ``start``, ``start + 1``, ... counted over all epochs, up to ``stop`` (None: without end).
+    @property
+    def position(self) -> dict[str, Any]:
+        """The plan's numbers."""
+        return self._plan.position
 
-        A window's count is summed over the ranks before the window is given out: one small host all-reduce.
-        """
-        batches = iter(self._data_loader(start, stop))
-        for index in count(start) if stop is None else range(start, stop):
-            epoch, k = divmod(index, self._plan.windows_per_epoch)
-            waited = perf_counter()
-            slices = self._plan.micro_batches(k, self._world.rank)
-            micro_batches = [
-                self._counted(positions, batch)
-                for positions, batch in zip(slices, islice(batches, len(slices)), strict=True)
-            ]
-            waited = perf_counter() - waited
-            (window_count,) = self._world.sum_counts([sum(micro.count for micro in micro_batches)])
+    def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
+        """See :class:`Feed`. One small host all-reduce a window."""
+        self._ids.seek(epoch, start)
+        batches, cut = iter(self._loader), self._plan.epoch(epoch)
+        for k in range(start, cut.windows_per_epoch):
+            began = perf_counter()
+            filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
+            micro_batches = [tally.micro_batch(batch) for batch in islice(batches, filled)]
+            waited = perf_counter() - began
+            counts, _ = tally.add_up(micro_batches)
             yield Window(
-                index=index,
                 epoch=epoch,
-                samples=len(self._plan.window(k)),
-                count=window_count,
+                samples=len(cut.window(k)),
+                counts=counts,
                 micro_batches=micro_batches,
                 data_wait_s=waited,
             )
+            if tally.stopping:
+                return
 
-    def _counted(self, positions: range, batch: Any) -> MicroBatch:
-        if not positions:  # a stand-in: it is run for the collectives' sake and weighs nothing
-            return MicroBatch(batch=batch, count=0, weight=0)
-        return MicroBatch(batch=batch, count=self._loss.count(batch), weight=1)
+    def state(self) -> None:
+        """The position says it all."""
 
-    def _data_loader(self, start: int, stop: int | None) -> DataLoader[Any]:
-        # Takes none of the model's random numbers; workers of other ranks and of resumed runs draw others.
-        digest = hashlib.blake2b(f"{self._seed}/{self._world.rank}/{start}".encode(), digest_size=7).digest()
-        seeds = torch.Generator().manual_seed(int.from_bytes(digest))
-        return DataLoader(
-            cast("Dataset[Any]", self._dataset),  # torch names its base class, and uses len() and [index] only
-            batch_sampler=MicroBatchIds(self._plan, self._world.rank, seed=self._seed, start=start, stop=stop),
-            collate_fn=self._source.collate,
-            num_workers=self._num_workers,
-            pin_memory=self._world.device.type == "cuda",
-            generator=seeds,
-        )
+    def load_state(self, state: Any) -> None:
+        """Nothing to take up."""
 
 
 class MicroBatchIds:
     """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``."""
 
-    def __init__(
-        self, plan: BatchPlan, rank: int, *, seed: int | None, start: int = 0, stop: int | None = None
-    ) -> None:
-        self._plan, self._rank, self._seed, self._start, self._stop = plan, rank, seed, start, stop
+    def __init__(self, plan: Plan, rank: int, *, group_by: Ids | None = None) -> None:
+        self._plan, self._rank, self._group_by = plan, rank, group_by
+        self.seek(0, 0)
+
+    def seek(self, epoch: int, start: int) -> None:
+        """Sets where the next iteration begins."""
+        self._epoch, self._start = epoch, start
 
     def __iter__(self) -> Iterator[list[int]]:
-        for index in count(self._start) if self._stop is None else range(self._start, self._stop):
-            epoch, k = divmod(index, self._plan.windows_per_epoch)
-            order = None if self._seed is None else Shuffle(self._plan.samples, seed=self._seed, epoch=epoch)
-            stand_in = self._plan.window(k)[:1]  # any real sample will do where the rank has nothing left
-            for positions in self._plan.micro_batches(k, self._rank):
-                wanted = np.asarray(positions or stand_in, dtype=np.int64)
-                yield (wanted if order is None else order(wanted)).tolist()
+        cut = self._plan.epoch(self._epoch)
+        for k in range(self._start, cut.windows_per_epoch):
+            for positions in self._arranged(cut, k) if self._group_by is not None else cut.micro_batches(k, self._rank):
+                if len(positions):
+                    yield self._plan.ids(self._epoch, np.asarray(positions, dtype=np.int64)).tolist()
+
+    def _arranged(self, cut: Epoch, k: int) -> list[Ids]:
+        """This rank's positions with the window sorted by length, and dealt out micro-step by micro-step.
+
+        Every rank so takes a piece of every length: they finish together.
+        """
+        assert self._group_by is not None
+        positions = np.asarray(cut.window(k), dtype=np.int64)
+        lengths = self._group_by[self._plan.ids(self._epoch, positions)]
+        positions = positions[np.argsort(-lengths, kind="stable")]
+        ranks = range(self._plan.world_size)
+        sizes = np.array([[len(part) for part in cut.micro_batches(k, rank)] for rank in ranks])
+        pieces = np.split(positions, np.cumsum(sizes.T.ravel())[:-1])
+        return pieces[self._rank :: self._plan.world_size]
+
+
+def padding_share(lengths: Ids, plan: Plan, *, grouped: bool, windows: int = 100) -> float:
+    """Which share of the tokens is padding where micro-batches are padded to their longest; of the first windows."""
+    real = padded = 0
+    cut = plan.epoch(0)
+    looked_at = range(min(windows, cut.windows_per_epoch))
+    for rank in range(plan.world_size):
+        steps = sum(bool(positions) for k in looked_at for positions in cut.micro_batches(k, rank))
+        for ids in islice(MicroBatchIds(plan, rank, group_by=lengths if grouped else None), steps):
+            real += int(lengths[ids].sum())
+            padded += int(lengths[ids].max()) * len(ids)
+    return 1 - real / padded

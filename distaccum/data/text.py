@@ -17,13 +17,23 @@ _BYTES = 256
 
 def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:
     """The topics of ``pydoc_data``: some 470 kB of English that come with every CPython; the last part is held out."""
+    return _bytes_source(
+        documentation(), "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size
+    )
+
+
+def documentation() -> bytes:
+    """CPython's own documentation of the language, topic after topic.
+
+    Raises:
+        ConfigError: this Python comes without it.
+    """
     try:
-        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only this source needs
+        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only these sources need
     except ImportError as error:
         remedy = "Use data=text data.path=..., or a complete CPython"
         raise ConfigError("data", "docs", "this Python comes without pydoc_data", remedy) from error
-    content = "\n".join(topics[name] for name in sorted(topics)).encode()
-    return _bytes_source(content, "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size)
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:

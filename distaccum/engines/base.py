@@ -53,13 +53,26 @@ class Engine(Protocol):
         """Around one forward and backward. With ``sync`` the backward reduces all that the window accumulated."""
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulates the gradient of a 0-dim loss that is already divided by the window's count."""
+        """Accumulates the gradient of a 0-dim loss that is already divided by the window's count.
+
+        Raises:
+            MisuseError: the forward did not go through :attr:`model`, so that its gradients would not be reduced.
+        """
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's learning rate to ``factor`` times the one it was built with."""
 
-    def step(self, clip_norm: float | None) -> StepResult:
-        """After the boundary: clips the reduced gradient to ``clip_norm`` if given, steps, zeroes in place."""
+    def stand_in(self) -> None:
+        """The boundary of a rank that has no micro-batch in a window: it takes part, and adds nothing."""
+
+    def step(self, clip_norm: float | None, *, divisor: float = 1.0) -> StepResult:
+        """After the boundary: clips the reduced gradient to ``clip_norm`` if given, steps, zeroes in place.
+
+        The gradient is what was accumulated over ``divisor``: the count, where it was not known before the backward.
+        """
+
+    def zero_gradients(self) -> None:
+        """Zeroes in place, for a window that is not applied."""
 
     def state(self) -> EngineState:
         """The state to save; a collective where state is sharded."""

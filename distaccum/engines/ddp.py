@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distaccum.engines.base import EngineState, StepResult
-from distaccum.engines.update import clip_and_step
+from distaccum.engines.guard import StepGuard
+from distaccum.engines.update import clip_and_step, zero_in_place
+from distaccum.errors import MisuseError
 from distaccum.world import World
 
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
@@ -62,6 +64,7 @@ class DDPEngine:
             find_unused_parameters=find_unused_parameters,
         )
         self.sync_buffers()
+        self._guard = StepGuard(optimizer)
         self._use = _Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
@@ -82,23 +85,36 @@ class DDPEngine:
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` unless ``sync``; it must cover the forward, where DDP prepares the reduction."""
+        self._body.called = False
         return nullcontext() if sync else self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         """Plain autograd: DDP reduces in its hooks."""
+        if not self._body.called:
+            problem = "the forward went past the engine, so gradients would not be reduced"
+            raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def stand_in(self) -> None:
+        """A backward from a zero that depends on every parameter: its hooks fire, the user's forward does not run."""
+        with nullcontext() if self._use is None else self._use.left_alone():
+            self._zero_backward()
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def step(self, clip_norm: float | None) -> StepResult:
+    def step(self, clip_norm: float | None, *, divisor: float = 1.0) -> StepResult:
         """One update from the reduced gradients, which every rank holds whole."""
-        with nullcontext() if self._use is None else self._use.only_used(self._world):
-            result = clip_and_step(self._optimizer, self._parameters, clip_norm)
-        self._zero_gradients()
+        with self._guard, nullcontext() if self._use is None else self._use.only_used(self._world):
+            result = clip_and_step(self._optimizer, self._parameters, clip_norm, divisor=divisor)
+        self.zero_gradients()
         return result
+
+    def zero_gradients(self) -> None:
+        """In place: the gradients stay views of the buckets."""
+        zero_in_place(self._parameters)
 
     def state(self) -> EngineState:
         """The model's and the optimizer's state by parameter name; the same on every rank."""
@@ -115,27 +131,22 @@ class DDPEngine:
         set_model_state_dict(self.bare_model, dict(state.model))
         settings = [dict(group) for group in self._optimizer.param_groups]
         fresh = self._optimizer_state()  # stands in where the saved run had never used a parameter
-        set_optimizer_state_dict(
-            self.bare_model,
-            self._optimizer,
-            cast(Any, {**fresh, **state.optimizer, **state.optimizer_values}),
-            options=_FLAT,
-        )
+        saved = cast(Any, {**fresh, **state.optimizer, **state.optimizer_values})
+        with self._guard:  # torch makes the state to fill by a step without a rate
+            set_optimizer_state_dict(self.bare_model, self._optimizer, saved, options=_FLAT)
         self._forget_unused(state.optimizer)
         for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(setting)  # the rate, decay and so on are this run's, not the saved one's
         self._place_gradients_in_buckets()
 
     def _optimizer_state(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.bare_model, self._optimizer, options=_FLAT)
+        with self._guard:
+            return get_optimizer_state_dict(self.bare_model, self._optimizer, options=_FLAT)
 
     def _forget_unused(self, saved: Mapping[str, Tensor]) -> None:
         for name, parameter in self.bare_model.named_parameters():
             if not any(key.startswith(f"state.{name}.") for key in saved):
                 self._optimizer.state.pop(parameter, None)
-
-    def _zero_gradients(self) -> None:
-        torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])  # one op for all
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -149,24 +160,30 @@ class DDPEngine:
         run; the buckets keep the order that DDP assumes at first, the reverse of the parameters'.
         """
 
-        self._body.placing = True
         for _ in range(2):
             self._drop_gradients()
-            self._ddp().backward()
-        self._body.placing = False
+            self._zero_backward()
         if self._use is not None:
             self._use.reset()
 
+    def _zero_backward(self) -> None:
+        self._body.zero = True
+        try:
+            self._ddp().backward()
+        finally:
+            self._body.zero = False
+
 
 class _Body(nn.Module):
-    """What DDP wraps: the user's model, or, while gradients are placed, a zero that depends on every parameter."""
+    """What DDP wraps: the user's model, or, when asked for, a zero that depends on every parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.placing = model, False
+        self.model, self.zero, self.called = model, False, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.placing:
+        if not self.zero:
+            self.called = True
             return self.model(*args, **kwargs)
         total = torch.zeros(())
         for parameter in self.model.parameters():
@@ -192,6 +209,13 @@ class _Use:
 
     def reset(self) -> None:
         self._used = [0] * len(self._parameters)
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """What a backward uses within the block does not count as used."""
+        used = list(self._used)
+        yield
+        self._used = used
 
     @contextmanager
     def only_used(self, world: World) -> Iterator[None]:

@@ -20,23 +20,19 @@ Record = dict[str, Any]
 class Meter:
     """Sums over the windows since the last record; reads the device only when a record is made."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, clocks: Clocks) -> None:
         self._world = world
         self._finite: torch.Tensor | None = None
-        self.restart()
+        self.restart(clocks)
 
-    def restart(self) -> None:
+    def restart(self, clocks: Clocks) -> None:
         """Starts the interval anew, so that evaluation and saving do not count as training time."""
-        self._began, self._waited, self._windows, self._samples, self._tokens = perf_counter(), 0.0, 0, 0, 0
+        self._began, self._waited, self._from = perf_counter(), 0.0, clocks
 
-    def add(self, window: Window, outcome: Outcome | None) -> None:
-        """Takes note of one attempt; ``outcome`` is None where the window counted nothing and was skipped."""
-        self._windows += 1
-        self._samples += window.samples
-        self._tokens += window.count
+    def add(self, window: Window, outcome: Outcome) -> None:
+        """Takes note of one update."""
         self._waited += window.data_wait_s
-        if outcome is not None:
-            self._finite = outcome.finite if self._finite is None else self._finite * outcome.finite
+        self._finite = outcome.finite if self._finite is None else self._finite * outcome.finite
 
     def check_finite(self) -> None:
         """Raises NonFiniteError, on every rank alike, if the gradient of any window so far was NaN or infinite."""
@@ -50,31 +46,34 @@ class Meter:
             NonFiniteError: on every rank alike, as :meth:`check_finite`.
         """
         assert self._finite is not None
-        loss_sum = self._world.sum_(outcome.loss_sum.clone())
-        # The one host read of a logged step: three numbers at once.
-        values = torch.stack([loss_sum, outcome.grad_norm.to(loss_sum.dtype), self._finite.to(loss_sum.dtype)]).tolist()
-        total, grad_norm, finite = values
-        elapsed = perf_counter() - self._began
+        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
+        sums = self._world.sum_(torch.stack(list(outcome.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        # The one host read of a logged step: all numbers at once.
+        small = torch.stack([outcome.grad_norm.to(sums.dtype), self._finite.to(sums.dtype)])
+        *totals, grad_norm, finite = torch.cat([sums, small]).tolist()
+        elapsed, before = perf_counter() - self._began, self._from
         self._raise_unless(finite)
+        losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}
         record = {
             "step": clocks.step,
             "window": clocks.window,
             "epoch": window.epoch,
-            "loss": total / window.count,
+            "loss": sum(losses.values()),
+            **({} if len(losses) == 1 else {f"loss_{name}": loss for name, loss in losses.items()}),
             "grad_norm": grad_norm,
             "lr": lr,
             "loss_scale": 1.0,
             "applied": True,
             "skipped": clocks.skipped,
             "samples": clocks.samples,
-            "tokens": clocks.tokens,
-            "samples_per_s": self._samples / elapsed,
-            "tokens_per_s": self._tokens / elapsed,
-            "step_time_s": elapsed / self._windows,
-            "data_wait_s": self._waited / self._windows,
+            "tokens": int(clocks.tokens) if float(clocks.tokens).is_integer() else clocks.tokens,
+            "samples_per_s": (clocks.samples - before.samples) / elapsed,
+            "tokens_per_s": (clocks.tokens - before.tokens) / elapsed,
+            "step_time_s": elapsed / (clocks.window - before.window),
+            "data_wait_s": self._waited / (clocks.window - before.window),
             "memory_bytes": _peak_memory(self._world.device),
         }
-        self.restart()
+        self.restart(clocks)
         return record
 
     def _raise_unless(self, finite: float) -> None:

@@ -47,7 +47,8 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     }  # fmt: skip
     assert status(tmp_path) == {"state": "done", "step": 4, "reason": ""}
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert (plan["global_size"], plan["world_size"], plan["accumulation_steps"]) == (8, 2, 2)
+    assert (plan["unit"], plan["global_size"], plan["world_size"], plan["accumulation_steps"]) == ("samples", 8, 2, 2)
+    assert plan["windows_per_epoch"] == -(-plan["samples"] // 8)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-2", "step-4"]
     assert sorted(path.name for path in (tmp_path / ".hydra").iterdir()) == [
         "config.yaml", "hydra.yaml", "overrides.yaml",

@@ -49,7 +49,7 @@ def test_ranks_take_equal_numbers_of_micro_steps_none_above_the_micro_size(plan:
 def test_the_plan_that_is_written_down() -> None:
     plan = BatchPlan(samples=130, global_size=50, micro_size=6, world_size=4)
     assert plan.as_dict() == {
-        "samples": 130, "global_size": 50, "micro_size": 6, "world_size": 4,
+        "unit": "samples", "samples": 130, "global_size": 50, "micro_size": 6, "world_size": 4,
         "accumulation_steps": 3, "windows_per_epoch": 3, "last_window_size": 30,
     }  # fmt: skip
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,15 +45,16 @@ def _update(engine: DDPEngine) -> None:
 
 
 RUN = state.RunState(
-    clocks=Clocks(step=2, window=3, samples=24, tokens=48, skipped=1),
+    clocks=Clocks(step=2, window=3, epoch=1, epoch_window=1, samples=24, tokens=48.5, skipped=1),
     position={"batch.global_size": 8, "samples": 100, "seed": 0},
     wandb_id="abcd1234",
     config={"seed": 0},
+    callbacks=[{"best": 0.25, "waited": 1}, {}],
 )
 
 
-def _save(store: CheckpointStore, engine: DDPEngine, world: World, step: int) -> Path:
-    return store.save(step, world, lambda folder: state.save(folder, engine, RUN, world))
+def _save(store: CheckpointStore, engine: DDPEngine, world: World, step: int, data: Any = None) -> Path:
+    return store.save(step, world, lambda folder: state.save(folder, engine, RUN, data, world))
 
 
 def test_training_continues_bitwise_with_its_random_numbers(gloo_world: World, tmp_path: Path) -> None:
@@ -66,12 +69,33 @@ def test_training_continues_bitwise_with_its_random_numbers(gloo_world: World, t
     second = _engine(gloo_world, seed=99)
     verify(path)
     assert state.read(path) == RUN
-    assert state.load(path, second, gloo_world)
+    assert state.load(path, second, gloo_world) == (True, None)
     for _ in range(2):
         _update(second)
     assert drawn == (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002, S311
     pairs = zip(first.bare_model.parameters(), second.bare_model.parameters(), strict=True)
     assert all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_each_rank_finds_where_its_data_stood(gloo_world: World, tmp_path: Path) -> None:
+    first = {"taken": 7, "ended": [False, True], "stream": {"buffer": torch.arange(3), "epoch": 1}}
+    engine = _engine(gloo_world)
+    ranks = [World(rank=rank, size=2, device=gloo_world.device) for rank in range(2)]
+    for world, data in zip(ranks, (first, {"taken": 9}), strict=True):
+        state.save(tmp_path, engine, RUN, data, world)
+    continued, found = state.load(tmp_path, engine, ranks[0])
+    assert continued
+    assert torch.equal(found["stream"].pop("buffer"), first["stream"].pop("buffer"))
+    assert found == first
+    assert state.load(tmp_path, engine, ranks[1]) == (True, {"taken": 9})
+    assert state.load(tmp_path, engine, gloo_world) == (False, None)  # of another world, whose streams are others
+
+
+class Trap:
+    """Executes code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
 
 
 def test_nothing_in_it_executes_code_on_load(gloo_world: World, tmp_path: Path) -> None:
@@ -83,14 +107,26 @@ def test_nothing_in_it_executes_code_on_load(gloo_world: World, tmp_path: Path) 
         json.loads(file.read_text())
 
 
+def test_a_streams_state_executes_no_code_either(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = _engine(gloo_world)
+    path = _save(CheckpointStore(tmp_path, keep=0), engine, gloo_world, 1, {"stream": Trap()})
+    with pytest.raises((pickle.UnpicklingError, CheckpointError)):
+        state.load(path, engine, gloo_world)
+    assert "executed" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "random-0.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "random-0.json", "data-0.pt"]
+)
 def test_damage_is_found_and_the_one_before_is_used(
     gloo_world: World, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=0)
     _update(engine)
-    paths = [_save(store, engine, gloo_world, step) for step in (1, 2)]
+    paths = [_save(store, engine, gloo_world, step, {"taken": step}) for step in (1, 2)]
     assert store.newest_valid() == paths[1]
     file = paths[1] / name
     content = bytearray(file.read_bytes())
@@ -140,7 +176,7 @@ def test_another_version_is_refused(gloo_world: World, tmp_path: Path) -> None:
     path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
     record = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(record | {"version": 999}))
-    with pytest.raises(CheckpointError, match="format 999, this distaccum reads 1"):
+    with pytest.raises(CheckpointError, match="format 999, this distaccum reads 2"):
         state.read(path)
 
 

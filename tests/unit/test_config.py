@@ -23,12 +23,29 @@ def test_what_is_left_out_has_the_defaults_of_the_schema() -> None:
     assert from_node({}) == RunConfig()
 
 
+def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
+    config = from_node(
+        {
+            "optim": {"optimizer": {"_target_": "torch.optim.SGD"}},
+            "schedule": {"_target_": "distaccum.schedule.Constant"},
+        }
+    )
+    assert config.optim.optimizer == {"_target_": "torch.optim.SGD"}
+    assert config.schedule == {"_target_": "distaccum.schedule.Constant"}
+    config = from_node({"optim": {"optimizer": {"fused": False}}, "schedule": {"warmup_steps": 5}})
+    assert config.optim.optimizer == RunConfig().optim.optimizer | {"fused": False}
+    assert config.schedule == RunConfig().schedule | {"warmup_steps": 5}
+
+
 @pytest.mark.parametrize(
     ("node", "key", "value"),
     [
         ({"batch": {"size": 3}}, "batch.size", 3),
         ({"batch": {"global_size": "many"}}, "batch.global_size", "many"),
         ({"optim": {"clip_norm": -1}}, "optim.clip_norm", -1),
+        ({"batch": {"tokens": "many"}}, "batch.tokens", "many"),
+        ({"batch": {"group_by_length": "long"}}, "batch.group_by_length", "long"),
+        ({"trainer": {"prefetch": 1}}, "trainer.prefetch", 1),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),
         ({"engine": {"bucket_cap_mb": 0}}, "engine.bucket_cap_mb", 0),
         ({"precision": {"name": "fp16"}}, "precision", "fp16"),
@@ -79,7 +96,7 @@ def test_a_target_that_cannot_be_called_is_explained(node: dict[str, object], me
     ("group", "file"),
     [
         ("batch", "samples"), ("engine", "ddp"), ("precision", "fp32"), ("trainer", "default"),
-        ("checkpoint", "default"), ("metrics", "wandb"),
+        ("callbacks", "none"), ("checkpoint", "default"), ("metrics", "wandb"),
     ],
 )  # fmt: skip
 def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 
 from distaccum.batch_plan import BatchPlan
 from distaccum.data.digits import digits
-from distaccum.data.loader import WindowLoader
+from distaccum.data.loader import PlannedFeed
 from distaccum.data.source import as_source
+from distaccum.data.tally import Tally
 from distaccum.data.text import docs, text
 from distaccum.data.tokens import tokens
 from distaccum.errors import ConfigError
@@ -115,16 +117,16 @@ class Recorded:
 
 
 def test_windows_continue_from_any_window_in_the_same_order(gloo_world: World) -> None:
-    plan = BatchPlan(samples=10, global_size=4, micro_size=3, world_size=1)
-    source = as_source(Recorded())
+    plan = BatchPlan(samples=10, global_size=4, micro_size=3, world_size=1, seed=7)
 
-    def ids(start: int, workers: int = 0) -> list[tuple[int, int, list[int]]]:
-        loader = WindowLoader(
-            source.train, plan, gloo_world, loss=CrossEntropy(), seed=7, source=source, num_workers=workers
-        )
+    def ids(start: int, workers: int = 0) -> list[tuple[int, float, list[int]]]:
+        feed = PlannedFeed(Recorded(), plan, gloo_world, num_workers=workers)
+        tally = Tally(gloo_world, CrossEntropy().count)
+        first, within = divmod(start, plan.windows_per_epoch)
         return [
-            (window.epoch, window.count, [int(i) for micro in window.micro_batches for i in micro.batch[0]])
-            for window in loader.windows(start, 9)
+            (window.epoch, window.counts["loss"], [int(i) for micro in window.micro_batches for i in micro.batch[0]])
+            for epoch in range(first, 3)
+            for window in feed.windows(epoch, within if epoch == first else 0, tally)
         ]
 
     whole = ids(0)
@@ -136,18 +138,37 @@ def test_windows_continue_from_any_window_in_the_same_order(gloo_world: World) -
 
 
 def test_loading_leaves_the_models_random_numbers_alone(gloo_world: World) -> None:
-    plan = BatchPlan(samples=10, global_size=4, micro_size=3, world_size=1)
-    source = as_source(Recorded())
+    plan = BatchPlan(samples=10, global_size=4, micro_size=3, world_size=1, seed=0)
     before = torch.get_rng_state()
-    list(WindowLoader(source.train, plan, gloo_world, loss=CrossEntropy(), seed=0, source=source).windows(stop=6))
+    feed, tally = PlannedFeed(Recorded(), plan, gloo_world), Tally(gloo_world, CrossEntropy().count)
+    assert sum(len(list(feed.windows(epoch, 0, tally))) for epoch in range(2)) == 6
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_rank_with_nothing_left_gets_a_stand_in_that_weighs_nothing(gloo_world: World) -> None:
-    plan = BatchPlan(samples=10, global_size=4, micro_size=1, world_size=8)
-    world = World(rank=0, size=8, device=torch.device("cpu"))
-    source = as_source(Recorded())
-    assert len(plan.share(0, 0)) == 0
-    (window,) = WindowLoader(source.train, plan, world, loss=CrossEntropy(), seed=0, source=source).windows(stop=1)
-    (micro,) = window.micro_batches
-    assert (micro.weight, micro.count, len(micro.batch[0])) == (0, 0, 1)
+class Alone(World):
+    """A rank whose fellows are not there: they would name their counts as it does, and it adds up its own."""
+
+    def union(self, names: Sequence[str]) -> tuple[str, ...]:
+        return ("loss",)
+
+
+@pytest.mark.parametrize(
+    ("global_size", "world_size", "numbers"),
+    [(4, 8, [0] * 14 + [1] * 10), (3, 2, [0, 1, 1, 1, 1, 2, 2, 2])],  # micro-batches of each rank and window, sorted
+)
+def test_a_rank_takes_what_is_its_own_and_nothing_in_place_of_the_rest(
+    gloo_world: World, global_size: int, world_size: int, numbers: list[int]
+) -> None:
+    plan = BatchPlan(samples=10, global_size=global_size, micro_size=1, world_size=world_size)
+    taken: list[list[int]] = []
+    for rank in range(world_size):
+        world = Alone(rank=rank, size=world_size, device=torch.device("cpu"))
+        feed, tally = PlannedFeed(Recorded(), plan, world), Tally(world, CrossEntropy().count)
+        for k, window in enumerate(feed.windows(0, 0, tally)):
+            own = [int(micro.batch[0]) for micro in window.micro_batches]
+            assert own == list(plan.share(k, rank))
+            assert [micro.count for micro in window.micro_batches] == [1] * len(own)
+            assert (window.counts, window.samples) == ({"loss": len(own)}, len(plan.window(k)))
+            taken.append(own)
+    assert sorted(len(own) for own in taken) == numbers
+    assert sorted(i for own in taken for i in own) == list(range(10))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from distaccum.engines.ddp import DDPEngine
+from distaccum.errors import MisuseError
+from distaccum.testing.counters import Operations
 from distaccum.world import World
 
 
@@ -135,3 +138,57 @@ def test_a_compiled_model_with_a_patched_forward_and_a_hook_is_wrapped_as_it_is(
     torch.testing.assert_close(engine.model(x), 2 * plain_forward(x))
     _window(engine, [x, x])
     assert engine.step(None).finite.item() == 1.0
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_stand_in_reduces_and_adds_nothing(gloo_world: World, find_unused: bool) -> None:
+    torch.manual_seed(1)
+    model = Branches()
+    engine = _engine(model, gloo_world, find_unused_parameters=find_unused)
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments)))
+    addresses, before = _addresses(model), [p.detach().clone() for p in model.parameters()]
+    with Operations() as operations:
+        engine.stand_in()
+    assert operations.counts["gradient reductions"] == 1
+    assert seen == []  # the user's forward did not run
+    assert _addresses(model) == addresses
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert engine.step(None).grad_norm.item() == 0
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert moved == [not find_unused] * 4  # decay moves what a window used, and a stand-in uses nothing
+
+
+def test_nobody_else_steps_or_zeroes(gloo_world: World) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # nobody owns it yet
+    optimizer.zero_grad()
+    engine = DDPEngine(model, optimizer, gloo_world)
+    _window(engine, [torch.ones(1, 3)])
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    for method in ("step", "zero_grad"):
+        with pytest.raises(MisuseError, match=rf"optimizer\.{method}\(\) was called by hand: delete the line"):
+            getattr(optimizer, method)()
+    for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+    engine.step(None)
+    assert not torch.equal(model.bias, before[1][0])
+    with pytest.raises(MisuseError, match="by hand"):
+        optimizer.step()
+
+
+def test_a_forward_past_the_engine_is_refused(gloo_world: World) -> None:
+    """Also in a window's later micro-step: each one's forward is asked for."""
+    model = nn.Linear(3, 3)
+    engine = _engine(model, gloo_world)
+    for forward in (engine.model, model):
+        with engine.micro_step(sync=forward is model):
+            loss = forward(torch.ones(1, 3)).sum()
+            if forward is model:
+                with pytest.raises(MisuseError, match=r"call acc\.model \(engine\.model\)"):
+                    engine.backward(loss)
+            else:
+                engine.backward(loss)

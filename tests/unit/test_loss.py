@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from collections import namedtuple
-
 import torch
 from torch import nn
 
-from distaccum.loss import CrossEntropy, scores, to_device
+from distaccum.loss import CrossEntropy, scores
 
 
 def test_it_sums_in_fp32_over_what_it_counts() -> None:
@@ -42,12 +40,3 @@ def test_a_loss_without_scores_reports_itself() -> None:
             return model(batch).sum()
 
     assert scores(Plain(), nn.Identity(), torch.ones(3)) == {"loss": torch.tensor(3.0)}
-
-
-def test_batches_keep_their_structure_on_the_way_to_the_device() -> None:
-    pair = namedtuple("pair", ["x", "y"])
-    batch = {"a": [torch.ones(1), "text"], "b": pair(torch.ones(2), 3)}
-    moved = to_device(batch, torch.device("meta"))
-    assert moved["a"][0].is_meta
-    assert moved["b"][0].is_meta
-    assert (moved["a"][1], moved["b"].y) == ("text", 3)

@@ -32,8 +32,9 @@ def test_a_rank_that_is_no_number_is_refused() -> None:
 
 
 def test_collectives_of_one(gloo_world: World) -> None:
-    assert gloo_world.sum_counts([3, 4]) == [3, 4]
+    assert gloo_world.sum_numbers([3, 2**53 - 1, 0.5]) == [3, 2**53 - 1, 0.5]
     assert gloo_world.max_counts([3, 4]) == [3, 4]
+    assert gloo_world.union(["b", "a", "b"]) == ("a", "b")
     assert gloo_world.sum_(torch.tensor([1.5])).tolist() == [1.5]
     assert gloo_world.text_from_main("a") == "a"
     assert gloo_world.is_main
@@ -54,4 +55,4 @@ def test_the_group_is_closed_on_failure_and_can_be_opened_again() -> None:
 def test_a_second_group_is_refused(gloo_world: World) -> None:
     with pytest.raises(RuntimeError, match="open already"), single_process_world():
         pass
-    assert gloo_world.sum_counts([1]) == [1]
+    assert gloo_world.sum_numbers([1]) == [1]

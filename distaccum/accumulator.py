@@ -1,0 +1,267 @@
+"""Level 2: exact accumulation in a loop of one's own. Nobody fakes ``optimizer.step``; nobody has to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distaccum.batch_statistics import warn_of_batch_statistics
+from distaccum.build import wrap
+from distaccum.clocks import Clocks
+from distaccum.config import EngineConfig, PrecisionConfig
+from distaccum.data.feeds import feed_of_loader
+from distaccum.data.loader import Feed
+from distaccum.data.tally import Tally
+from distaccum.engines.base import Engine, EngineState
+from distaccum.errors import CheckpointError, ConfigError, DataError
+from distaccum.loss import Loss
+from distaccum.normaliser import SINGLE, Count, Counts, Total
+from distaccum.open_window import OpenWindow, Phase, refuse
+from distaccum.precision.policy import POLICIES
+from distaccum.prefetch import FEWEST
+from distaccum.schedule import Schedule
+from distaccum.window import LossSums, Outcome, run_window
+from distaccum.world import World
+
+
+class Accumulator:
+    """Computes exactly the gradient of the stated global batch, and steps, window after window::
+
+        acc = Accumulator(model, optimizer, global_size=64, micro_size=8, count=count_labels)
+        for epoch in range(3):
+            for window in acc.windows(loader):
+                for micro in window:
+                    with acc.accumulate():
+                        acc.backward(loss_sum(acc.model, micro.batch))
+                print(acc.last.grad_norm)
+
+    The step, the schedule and the zeroing happen when a window's last micro-batch is done: once a window, and not at
+    all where it counts nothing.
+
+    Args:
+        model: moved to this rank's device, and wrapped: call :attr:`model` from then on.
+        optimizer: over the model's parameters; only the accumulator steps it.
+        global_size: samples per optimizer step over all ranks; None where :meth:`windows` is given a feed.
+        micro_size: the most samples one forward/backward on one rank takes; None likewise.
+        count: what a batch counts, read on the host: labels that are not ignored, samples, or numbers by loss. Without
+            it every :meth:`backward` is given the count, which costs one more small all-reduce a window.
+        scheduler: torch's; stepped after every applied update.
+        schedule: instead, a function from the number of applied updates to a factor of the learning rate.
+        clip_norm: largest norm of the global gradient; None: no clipping.
+        engine: who owns the wrapped parameters, by name or with settings.
+        precision: the precision policy's name.
+        seed: of the order of samples.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        world: this rank; by default the open process group, or one opened for the ranks that the launcher started.
+
+    Raises:
+        ConfigError: sizes or names that cannot work.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, global_size: int | None = None, micro_size: int | None = None,
+        count: Count | None = None, scheduler: LRScheduler | None = None, schedule: Schedule | None = None,
+        clip_norm: float | None = None, engine: str | EngineConfig = "ddp", precision: str = "fp32", seed: int = 0,
+        prefetch: int = 2, world: World | None = None,
+    ) -> None:  # fmt: skip
+        if scheduler is not None and schedule is not None:
+            raise ConfigError("scheduler", type(scheduler).__name__, "and a schedule is given too", "Give one of them")
+        if prefetch < FEWEST:
+            raise ConfigError(
+                "prefetch", prefetch, f"must be at least {FEWEST}", "One is computed while one is on its way"
+            )
+        settings = EngineConfig(name=engine) if isinstance(engine, str) else engine
+        self._policy = POLICIES[PrecisionConfig(name=precision).name]
+        self.world = world or World.join()
+        if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
+            warn_of_batch_statistics(model)
+        self.engine: Engine = wrap(model, optimizer, self.world, settings)
+        self._global_size, self._micro_size, self._count, self._seed = global_size, micro_size, count, seed
+        self._scheduler, self._schedule, self._clip_norm = scheduler, schedule, clip_norm
+        self._prefetch = prefetch
+        self._tally = Tally(self.world, count, lambda: self._stop_wanted)
+        self._stop_wanted = False
+        self._feed: tuple[Any, Feed] | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._open: OpenWindow | None = None
+        self.clocks = Clocks()
+        self.last: Outcome | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """What the forward calls."""
+        return self.engine.model
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has asked to :meth:`stop`; the same on every rank."""
+        return self._tally.stopping
+
+    def stop(self) -> None:
+        """Asks all ranks to stop: the next window is their last, and :meth:`windows` ends after it."""
+        self._stop_wanted = True
+
+    def windows(self, data: Any) -> Iterator[OpenWindow]:
+        """The windows of one epoch, or what is left of it after :meth:`load_state_dict` or a ``break``.
+
+        Windows that count nothing are not given out: they are skipped, and counted in ``clocks.skipped``.
+
+        Args:
+            data: a ``DataLoader`` or a dataset, which is planned over the ranks; any other iterable as this rank's own
+                stream of micro-batches, of any length; or a feed.
+
+        Raises:
+            MisuseError: a window was left before its last micro-batch was run.
+            DataError: no window of the epoch counts anything.
+        """
+        self._expect_no_window("windows()")
+        if self.stopping:
+            return
+        feed = self._feed_of(data)
+        start, counted = self.clocks.epoch_window, False
+        for window in feed.windows(self.clocks.epoch, start, self._tally):
+            if self._count is not None and not any(window.counts.values()):
+                self.clocks = self.clocks.after(samples=window.samples, tokens=0, applied=False)
+                continue
+            counted = True
+            self._open = OpenWindow(window, self.engine, self._policy, prefetch=self._prefetch, finish=self._finish)
+            yield self._open
+            self._expect_no_window("the next window")
+        if self._tally.stopping:
+            return
+        if not counted and not start:
+            raise DataError(f"epoch {self.clocks.epoch}: none of its windows counts anything for the loss")
+        self.clocks = self.clocks.next_epoch()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch; that of a window's last one ends with the step."""
+        return self._open or refuse("accumulate()", "outside a window", "loop over acc.windows(...)")
+
+    def backward(self, total: Total, count: float | Tensor | Counts | None = None) -> None:
+        """Accumulates the gradient of a loss that is summed, not averaged, over ``count``.
+
+        Args:
+            total: 0-dim; or one for each of several losses, by name.
+            count: what it sums over; may be left out where the accumulator was given ``count``.
+
+        Raises:
+            MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
+                one than was counted beforehand.
+        """
+        (self._open or refuse("backward()", "outside a window", "loop over acc.windows(...)")).backward(total, count)
+
+    def step(self, window: OpenWindow, loss: Loss) -> Outcome:
+        """The whole window at once: every micro-batch's forward, loss and backward, and the step.
+
+        Raises:
+            MisuseError: it is not the current window, or it is begun already, or the accumulator has no ``count``.
+        """
+        window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
+        if window is not self._open or self._count is None:
+            refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
+        self._set_rate()
+        outcome = run_window(
+            self.engine, window.plain, loss, self._policy, clip_norm=self._clip_norm, prefetch=self._prefetch
+        )
+        self._close(outcome)
+        window.phase = Phase.DONE
+        return outcome
+
+    def mean_loss(self) -> float:
+        """The last window's loss, each part averaged over its global count; a collective that reads the device."""
+        if self.last is None:
+            refuse("mean_loss()", "before the first window", "call it after one")
+        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
+        sums = self.world.sum_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        means = (total / count for total, count in zip(sums.tolist(), self.last.counts.values(), strict=True) if count)
+        return sum(means, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that :meth:`load_state_dict` needs to go on from here: plain values and tensors, for each rank.
+
+        Raises:
+            MisuseError: in the middle of a window, whose gradients are no part of it.
+        """
+        self._expect_no_window("state_dict()")
+        state = self.engine.state()
+        return {
+            "model": dict(state.model),
+            "optimizer": dict(state.optimizer),
+            "optimizer_values": dict(state.optimizer_values),
+            "clocks": asdict(self.clocks),
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "position": self._feed[1].position if self._feed else {},
+            "data": self._feed[1].state() if self._feed else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up :meth:`state_dict`; the next :meth:`windows` goes on with the window that would have followed."""
+        self._expect_no_window("load_state_dict()")
+        parts = ("model", "optimizer", "optimizer_values")
+        self.engine.load_state(EngineState(**{name: state[name] for name in parts}))
+        if self._scheduler:
+            self._scheduler.load_state_dict(state["scheduler"])
+        self.go_on_from(Clocks(**state["clocks"]), state["position"], state["data"])
+
+    def go_on_from(self, clocks: Clocks, position: Mapping[str, Any], data: Any) -> None:
+        """Sets the clocks, and where the next :meth:`windows` begins; a part of :meth:`load_state_dict`."""
+        self.clocks = clocks
+        self._feed, self._resumed = None, {"position": position, "data": data}
+
+    def _feed_of(self, data: Any) -> Feed:
+        if self._feed is None or self._feed[0] is not data:
+            feed = data if isinstance(data, Feed) else self._planned(data)
+            if self._resumed is not None and self._resumed["position"]:
+                for key, value in feed.position.items():
+                    if self._resumed["position"].get(key) != value:
+                        problem = f"the state was saved with {key}={self._resumed['position'].get(key)}"
+                        raise CheckpointError(f"{problem}, and this loop has {key}={value}: its data position is void")
+                feed.load_state(self._resumed["data"])
+            self._feed, self._resumed = (data, feed), None
+        return self._feed[1]
+
+    def _planned(self, data: Any) -> Feed:
+        for key, value in (("global_size", self._global_size), ("micro_size", self._micro_size)):
+            if value is None:
+                raise ConfigError(key, None, "was not given to the Accumulator", "State it")
+        assert self._global_size is not None
+        assert self._micro_size is not None
+        sizes = {"global_size": self._global_size, "micro_size": self._micro_size}
+        return feed_of_loader(data, self.world, **sizes, seed=self._seed)
+
+    def _expect_no_window(self, what: str) -> None:
+        if self._open is not None:
+            refuse(what, self._open.phase.value, "run every micro-batch of a window before")
+
+    def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
+        """The end of a window that was run micro-batch by micro-batch."""
+        assert self._open is not None
+        counts, samples, divisor = self._open.counts, self._open.samples, 1.0
+        if not counts:  # one read of the device, if the loop counted there
+            (total,) = self.world.sum_numbers([float(late_count)])
+            counts, divisor = {SINGLE: total}, total / samples
+        if not divisor:
+            self.engine.zero_gradients()
+            self._close(sums.outcome(counts, None))
+            return
+        self._set_rate()
+        self._close(sums.outcome(counts, self.engine.step(self._clip_norm, divisor=divisor)))
+
+    def _set_rate(self) -> None:
+        if self._schedule is not None:
+            self.engine.set_lr_factor(self._schedule(self.clocks.step))
+
+    def _close(self, outcome: Outcome) -> None:
+        assert self._open is not None
+        tokens = max(outcome.counts.values())
+        self.clocks = self.clocks.after(samples=self._open.samples, tokens=tokens, applied=outcome.applied)
+        if self._scheduler is not None and outcome.applied:
+            self._scheduler.step()
+        self.last, self._open = outcome, None

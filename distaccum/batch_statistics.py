@@ -1,0 +1,25 @@
+"""What no accumulation can make that of the global batch, as far as it can be seen."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distaccum.errors import BatchStatisticsWarning
+
+
+def warn_of_batch_statistics(model: nn.Module) -> None:
+    """Warns once, by name, of modules that normalise over a micro-batch."""
+    found = [name or type(module).__name__ for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if not found:
+        return
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    warnings.warn(
+        f"{found[0]}{more}: batch normalisation takes its statistics from "
+        "a micro-batch on one rank, so the gradient depends on batch.micro_size (SyncBatchNorm joins the ranks of one "
+        "micro-step, not the micro-steps of a window). Use GroupNorm or LayerNorm, or freeze it with eval()",
+        BatchStatisticsWarning,
+        stacklevel=3,
+    )

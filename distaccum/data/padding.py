@@ -1,0 +1,66 @@
+"""Batches of samples that differ in length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from distaccum.errors import DataError
+
+
+class Pad:
+    """Collates samples, padding sequences at their end to the longest one of the micro-batch::
+
+        Pad({"input_ids": 0, "attention_mask": 0, "labels": -100})  # samples are mappings
+        Pad((0, -100))  # samples are tuples
+
+    Fields are tensors, arrays or lists ``(T,)``, which become ``(B, T)``, and numbers, which are stacked to ``(B,)``
+    and need no padding value.
+
+    Args:
+        values: what to pad a field with, by its name or position; None: its sequences are all of one length, and are
+            stacked.
+    """
+
+    def __init__(self, values: Mapping[str, float | None] | Sequence[float | None]) -> None:
+        self._values = dict(values) if isinstance(values, Mapping) else dict(enumerate(values))
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """The batch: a dict for mappings, a tuple for tuples.
+
+        Raises:
+            DataError: a field is of unequal length or without a padding value, of unequal kind, or no numbers at all.
+        """
+        first = samples[0]
+        if isinstance(first, Mapping):
+            return {name: self._collate(name, [sample[name] for sample in samples]) for name in first}
+        if isinstance(first, tuple):
+            return tuple(self._collate(place, list(field)) for place, field in enumerate(zip(*samples, strict=True)))
+        raise DataError(f"Pad takes samples that are mappings or tuples, and these are {type(first).__name__}")
+
+    def _collate(self, name: Any, field: list[Any]) -> Tensor:
+        try:
+            # torch.tensor copies an array, which may be read-only; as_tensor shares it, and warns of that
+            tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in field]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"field {name!r} of the samples cannot be made a tensor: {error}") from error
+        # An empty list says nothing about its type, and a list of whole numbers may stand for floats.
+        types = [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype]
+        common = reduce(torch.promote_types, types)
+        tensors = [tensor.to(common) for tensor in tensors]
+        if all(tensor.dim() == 0 for tensor in tensors):
+            return torch.stack(tensors)
+        if name not in self._values:
+            known = ", ".join(map(repr, self._values)) or "none"
+            problem = f"field {name!r} of the samples is a sequence, and no padding value is stated for it"
+            raise DataError(f"{problem}; fields with one: {known}")
+        value = self._values[name]
+        try:
+            return torch.stack(tensors) if value is None else pad_sequence(tensors, True, value)
+        except (IndexError, RuntimeError) as error:
+            raise DataError(f"field {name!r} of the samples cannot be put into one batch: {error}") from error

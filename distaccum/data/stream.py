@@ -1,0 +1,168 @@
+"""Windows over streams: iterables of which every rank has its own, of unknown and unequal length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from distaccum.data.loader import Collate
+from distaccum.data.tally import Tally
+from distaccum.errors import DataError
+from distaccum.normaliser import Counts
+from distaccum.stream_plan import StreamPlan
+from distaccum.window import MicroBatch, Window
+from distaccum.world import World
+
+
+class StreamFeed:
+    """The windows of a stream.
+
+    A window asks the ranks that have something left for equal parts of the global batch. Where one of them ends, what
+    is missing is asked of the others, so that windows stay full to the last one, and every item is used exactly once.
+
+    Args:
+        stream: this rank's samples, or micro-batches where ``plan.batched``; iterated once an epoch. Its
+            ``state_dict``, or its dataset's, is kept in checkpoints; without one a resumed run skips what was taken.
+        plan: sizes.
+        world: this rank.
+        collate: from samples to a batch; None for torch's ``default_collate``.
+    """
+
+    def __init__(
+        self, stream: Iterable[Any], plan: StreamPlan, world: World, *, collate: Collate | None = None
+    ) -> None:
+        self._stream, self._plan, self._world = stream, plan, world
+        self._collate: Callable[[list[Any]], Any] = collate or default_collate
+        self._items: Iterator[Any] | None = None
+        self._taken = 0  # items of this epoch
+        self._next = (0, 0)  # the epoch and window that the open iterator gives next
+        self._skip = 0  # items that the next iteration passes over
+        self._ended = [False] * world.size
+        self._resumed = False
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The plan's numbers: the world's size is one of them."""
+        return self._plan.position
+
+    def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
+        """See :class:`Feed`. One small host all-reduce a window, and one more whenever a rank's stream ends."""
+        items = self._open(epoch, start)
+        index = start
+        while not all(self._ended):
+            began = perf_counter()
+            micro_batches: list[MicroBatch] = []
+            counts: dict[str, float] = {}
+            samples = 0
+            while (wanted := self._plan.wanted(samples)) and not all(self._ended):
+                fresh, found, more = self._round(items, wanted, tally)
+                micro_batches += fresh
+                samples += more
+                for name, count in found.items():
+                    counts[name] = counts.get(name, 0.0) + count
+            index += 1
+            self._next = (epoch, index)
+            if samples:
+                waited = perf_counter() - began
+                yield Window(
+                    epoch=epoch, samples=samples, counts=counts, micro_batches=micro_batches, data_wait_s=waited
+                )
+            if tally.stopping:
+                return
+        self._items = None
+
+    def _round(self, items: Iterator[Any], wanted: int, tally: Tally) -> tuple[list[MicroBatch], Counts, int]:
+        """Fetches this rank's part of what is wanted; returns it with all ranks' counts and number of samples."""
+        quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank)
+        taken = list(islice(items, quota))
+        self._taken += len(taken)
+        if self._plan.batched:
+            batches, samples = taken, sum(map(self._checked_size, taken))
+        else:
+            size = self._plan.micro_size
+            batches, samples = [self._collate(taken[i : i + size]) for i in range(0, len(taken), size)], len(taken)
+        micro_batches = [tally.micro_batch(batch) for batch in batches]
+        ends = [0.0] * self._world.size
+        ends[self._world.rank] = float(len(taken) < quota)
+        counts, (total, *ended) = tally.add_up(micro_batches, [samples, *ends])
+        self._ended = [before or now > 0 for before, now in zip(self._ended, ended, strict=True)]
+        return micro_batches, counts, int(total)
+
+    def _checked_size(self, batch: Any) -> int:
+        size = batch_size(batch)
+        if size > self._plan.micro_size:
+            problem = f"a batch of {size} samples, and micro_size={self._plan.micro_size}"
+            raise DataError(f"{problem}: load batches of at most micro_size samples, or raise it")
+        return size
+
+    def _open(self, epoch: int, start: int) -> Iterator[Any]:
+        """The stream where the last call left it, or from the start of the epoch."""
+        if self._items is None or self._next != (epoch, start):
+            _call_if_there(self._stream, "set_epoch", epoch)
+            self._items = iter(self._stream)
+            for _ in islice(self._items, self._skip):
+                pass
+            if not self._resumed:
+                self._taken, self._ended = 0, [False] * self._world.size
+            self._skip, self._resumed = 0, False
+        return self._items
+
+    def state(self) -> dict[str, Any]:
+        """How far the epoch is taken, which ranks' streams have ended, and the stream's own state if it has one."""
+        owner = _with_state(self._stream)
+        own = None if owner is None else owner.state_dict()
+        return {"taken": self._taken, "ended": list(self._ended), "stream": own}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes up :meth:`state`; a stream without a state of its own is skipped forward instead."""
+        owner = _with_state(self._stream)
+        if owner is not None and state["stream"] is not None:
+            owner.load_state_dict(state["stream"])
+        else:
+            self._skip = int(state["taken"])
+        self._taken, self._ended = int(state["taken"]), list(state["ended"])
+        self._items, self._resumed = None, True
+
+
+def batch_size(batch: Any) -> int:
+    """Samples of a batch: the length of its first tensor (or list) in mappings, lists and tuples."""
+    first = batch
+    while not isinstance(first, Tensor):
+        parts = list(first.values()) if hasattr(first, "values") else list(first)
+        if not parts or isinstance(parts[0], int | float | str):
+            return len(parts)
+        first = parts[0]
+    return len(first)
+
+
+def _with_state(stream: Any) -> Any:
+    """What keeps the stream's whole state: itself, or the dataset of a DataLoader without worker processes."""
+    if hasattr(stream, "state_dict"):
+        return None if _has_shuffle_buffer(stream) else stream
+    dataset = getattr(stream, "dataset", None)
+    workers: int = getattr(stream, "num_workers", 0)
+    if not hasattr(dataset, "state_dict") or workers or _has_shuffle_buffer(dataset):
+        return None
+    return dataset
+
+
+def _has_shuffle_buffer(stream: Any) -> bool:
+    """Whether it is a Hugging Face stream whose state leaves out what waits in its shuffle buffer."""
+    part = getattr(stream, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
+
+
+def _call_if_there(stream: Any, name: str, value: int) -> None:
+    for owner in (stream, getattr(stream, "dataset", None)):
+        if hasattr(owner, name):
+            getattr(owner, name)(value)
+            return

@@ -1,0 +1,85 @@
+"""Level 1: the four things that an exact loop needs, to be called from a hand-written one.
+
+::
+
+    windows = plan_windows(dataset, world, global_size=64, micro_size=8, count=count)   # plan a window
+    engine = wrap(model, optimizer, world)
+    for window in windows(epoch):
+        for i, micro in enumerate(window.micro_batches):
+            with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
+                total = loss_sum(engine.model, micro.batch)
+                engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))  # weigh the loss
+        finish_step(engine, window, clip_norm=1.0)                                      # finish the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from distaccum import build
+from distaccum.batch_plan import BatchPlan
+from distaccum.config import EngineConfig
+from distaccum.data.feeds import feed_of_loader
+from distaccum.data.tally import Tally
+from distaccum.engines.base import Engine, StepResult
+from distaccum.loss import count_labels, cross_entropy, from_mean
+from distaccum.normaliser import Count, weigh
+from distaccum.window import Window, run_window
+from distaccum.world import World
+
+__all__ = [
+    "BatchPlan",
+    "count_labels",
+    "cross_entropy",
+    "finish_step",
+    "from_mean",
+    "plan_windows",
+    "run_window",
+    "weigh",
+    "wrap",
+]
+
+
+def wrap(model: nn.Module, optimizer: Optimizer, world: World, *, engine: str | EngineConfig = "ddp") -> Engine:
+    """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
+
+    Raises:
+        ConfigError: no such engine, or an optimizer over other parameters than the model's.
+    """
+    return build.wrap(model, optimizer, world, EngineConfig(name=engine) if isinstance(engine, str) else engine)
+
+
+def plan_windows(
+    data: Any, world: World, *, global_size: int, micro_size: int, count: Count, seed: int = 0
+) -> Callable[[int], Iterator[Window]]:
+    """A function from an epoch's number to its windows, counted over all ranks by one small all-reduce each.
+
+    Args:
+        data: a ``DataLoader`` or a dataset, which is planned over the ranks; any other iterable as this rank's own
+            stream of micro-batches, of any length.
+        world: this rank.
+        global_size: samples per optimizer step over all ranks.
+        micro_size: the most samples one forward/backward on one rank takes.
+        count: what a batch counts, read on the host.
+        seed: of the order of samples.
+
+    Raises:
+        ConfigError: sizes that cannot work.
+    """
+    feed = feed_of_loader(data, world, global_size=global_size, micro_size=micro_size, seed=seed)
+    tally = Tally(world, count)
+    return lambda epoch: (window for window in feed.windows(epoch, 0, tally) if any(window.counts.values()))
+
+
+def finish_step(engine: Engine, window: Window, *, clip_norm: float | None = None) -> StepResult:
+    """Clips, steps and zeroes in place, after the last micro-step of ``window``; a collective.
+
+    A rank without a micro-batch in the window takes part in the reduction here.
+    """
+    if not window.micro_batches:
+        engine.stand_in()
+    return engine.step(clip_norm)

@@ -1,0 +1,163 @@
+"""The run from the first window to the last: orchestration, no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+
+from distaccum.accumulator import Accumulator
+from distaccum.build import Parts
+from distaccum.checkpoint import state as checkpoint
+from distaccum.checkpoint.store import CheckpointStore
+from distaccum.clocks import Clocks
+from distaccum.data.loader import Feed
+from distaccum.evaluate import evaluate
+from distaccum.metrics.meter import Meter
+from distaccum.metrics.sinks import Sink
+from distaccum.open_window import OpenWindow
+from distaccum.run_dir import RunDir, State
+from distaccum.window import Outcome
+
+
+class Loop:
+    """Trains what ``parts`` describe until ``total_steps`` updates are applied, or a callback stops it.
+
+    Args:
+        parts: data, loss, schedule, callbacks, metrics.
+        accumulator: has the model and the optimizer, and the clocks to start from.
+        feed: of the training data.
+        run_dir: where status and checkpoints go.
+        store: of the checkpoints.
+        sinks: of the records; empty on all ranks but 0.
+        wandb_id: kept in every checkpoint.
+    """
+
+    def __init__(
+        self, parts: Parts, accumulator: Accumulator, feed: Feed, *, run_dir: RunDir, store: CheckpointStore,
+        sinks: Sequence[Sink], wandb_id: str,
+    ) -> None:  # fmt: skip
+        self._parts, self._accumulator, self._feed = parts, accumulator, feed
+        self._run_dir, self._store, self._sinks, self._wandb_id = run_dir, store, sinks, wandb_id
+        self._world = accumulator.world
+        self._meter = Meter(self._world, self.clocks)
+        self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._saved_step = self.clocks.step
+        self._unlogged: tuple[OpenWindow, Outcome] | None = None
+        self._wants_to_stop, self._ended = False, False
+        self.stop_reason = ""
+
+    @property
+    def clocks(self) -> Clocks:
+        """How far the run has come."""
+        return self._accumulator.clocks
+
+    def stop(self, reason: str) -> None:
+        """For callbacks: see ``distaccum.callbacks.Run``."""
+        self._wants_to_stop, self.stop_reason = True, reason
+
+    def fit(self) -> dict[str, float]:
+        """Trains to the end; returns the last evaluation, empty without one.
+
+        Raises:
+            NonFiniteError: a window's gradient was NaN or infinite; on every rank alike, before anything is saved.
+            DataError: an epoch gives nothing to train on.
+        """
+        self._write_status()
+        self._accumulator.model.train()
+        self._meter.restart(self.clocks)
+        max_epochs = self._parts.config.trainer.max_epochs
+        while not self._at_end and (max_epochs is None or self.clocks.epoch < max_epochs):
+            for window in self._accumulator.windows(self._feed):
+                self._after_update(window, self._accumulator.step(window, self._parts.loss))
+                if self._at_end:
+                    break
+        return self._finish()
+
+    @property
+    def _at_end(self) -> bool:
+        return self._ended or self._accumulator.stopping or self.clocks.step >= self._parts.total_steps
+
+    def _after_update(self, window: OpenWindow, outcome: Outcome) -> None:
+        trainer, checkpoints, step = self._parts.config.trainer, self._parts.config.checkpoint, self.clocks.step
+        self._meter.add(window.plain, outcome)
+        self._unlogged = (window, outcome)
+        for callback in self._parts.callbacks:
+            callback.on_update(self, outcome)
+        evaluates = self._evaluates and step % trainer.eval_every == 0
+        if evaluates or step % trainer.log_every == 0:
+            self._log(evaluates=evaluates)
+        if checkpoints.every and step % checkpoints.every == 0:
+            self._save()
+        if self._wants_to_stop:
+            self._accumulator.stop()
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._parts.source.held_out is not None and self._parts.config.trainer.eval_every > 0
+
+    def _evaluate(self) -> dict[str, float]:
+        parts = self._parts
+        found = evaluate(
+            self._accumulator.engine, parts.source, parts.loss, parts.policy, self._world,
+            micro_size=parts.plan.micro_size, metrics=parts.metrics,
+        )  # fmt: skip
+        self._evaluation = (self.clocks.step, found)
+        for callback in parts.callbacks:
+            callback.on_eval(self, found)
+        if parts.callbacks:
+            self._ended = self._world.max_counts([self._wants_to_stop])[0] > 0
+        self._meter.restart(self.clocks)
+        return found
+
+    def _log(self, *, evaluates: bool) -> None:
+        """Logs the last update."""
+        assert self._unlogged is not None
+        window, outcome = self._unlogged
+        lr = self._parts.optimizer.param_groups[0]["lr"]
+        record = self._meter.record(window.plain, outcome, self.clocks, lr=lr)
+        self._unlogged = None
+        if evaluates:
+            record |= self._evaluate()
+        for sink in self._sinks:
+            sink.log(record)
+        self._write_status()
+
+    def _save(self) -> None:
+        self._meter.check_finite()
+        run = checkpoint.RunState(
+            clocks=self.clocks,
+            position=self._feed.position,
+            wandb_id=self._wandb_id,
+            config=asdict(self._parts.config),
+            callbacks=[callback.state_dict() for callback in self._parts.callbacks],
+        )
+        engine, data = self._accumulator.engine, self._feed.state()
+        path = self._store.save(
+            self.clocks.step,
+            self._world,
+            partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
+        )
+        self._saved_step = self.clocks.step
+        for callback in self._parts.callbacks:
+            callback.on_checkpoint(self, path)
+        self._meter.restart(self.clocks)
+
+    def _finish(self) -> dict[str, float]:
+        """The last update's record, evaluation and checkpoint, where they were not due anyway."""
+        self._meter.check_finite()
+        evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.clocks.step)
+        if self._unlogged is not None:
+            self._log(evaluates=evaluates)
+        elif evaluates:  # a finished run that is resumed makes no update, and still says how good it is
+            self._evaluate()
+        if self._parts.config.checkpoint.every and self._saved_step != self.clocks.step:
+            self._save()
+        results = self._evaluation[1] if self._evaluation else {}
+        for callback in self._parts.callbacks:
+            callback.on_end(self, results)
+        return results
+
+    def _write_status(self) -> None:
+        if self._world.is_main:
+            self._run_dir.write_status(State.RUNNING, step=self.clocks.step)

@@ -1,0 +1,64 @@
+"""The one normaliser: sums of losses, divided once by what the whole window counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from distaccum.errors import MisuseError
+
+Counts = Mapping[str, float]
+"""By loss: what it averages over. A single loss goes by the name ``loss``."""
+Count = Callable[[Any], float | Counts]
+Total = Tensor | Mapping[str, Tensor]
+
+SINGLE = "loss"
+
+
+def as_counts(count: float | Counts) -> Counts:
+    """Counts by name; a bare number is the single loss's.
+
+    Raises:
+        MisuseError: a count is negative, or not a number on the host.
+    """
+    counts = count if isinstance(count, Mapping) else {SINGLE: count}
+    for name, value in counts.items():
+        if isinstance(value, Tensor) or not value >= 0:
+            problem = f"the count of {name!r} is {value!r}: give a number that is at least 0, read on the host"
+            raise MisuseError(problem)
+    return counts
+
+
+def as_totals(total: Total) -> Mapping[str, Tensor]:
+    """Totals by name; a bare tensor is the single loss's."""
+    return {SINGLE: total} if isinstance(total, Tensor) else total
+
+
+def weigh(total: Total, counts: Counts, *, averages_over: int) -> Tensor:
+    """What one micro-step backpropagates: ``total * averages_over / count``, summed over the losses.
+
+    Added up over the micro-batches of all ranks, and divided by ``averages_over`` in the engine's reduction, that is
+    the gradient of each loss's mean over the window.
+
+    Args:
+        total: the micro-batch's loss, summed over what it counts: 0-dim; or one for each of several losses, by name.
+        counts: what the losses count in the whole window, over all ranks. One that counts nothing weighs nothing.
+        averages_over: by what the engine divides the summed gradient: the world size for DDP, 1 for a plain sum.
+
+    Returns:
+        0-dim.
+
+    Raises:
+        MisuseError: totals and counts go by different names.
+    """
+    totals = as_totals(total)
+    if totals.keys() != counts.keys():
+        problem = f"the losses are {sorted(totals)}, and what was counted is {sorted(counts)}: use the same names"
+        raise MisuseError(problem)
+    weighed = [part * (averages_over / counts[name] if counts[name] else 0.0) for name, part in totals.items()]
+    result = weighed[0]
+    for part in weighed[1:]:
+        result = result + part
+    return result

@@ -1,0 +1,103 @@
+"""One training run in an open process group: the engine, what is resumed, the sinks, the loop, the report."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from distaccum.accumulator import Accumulator
+from distaccum.build import Parts, build_sinks
+from distaccum.checkpoint import state as checkpoint
+from distaccum.checkpoint.store import CheckpointStore
+from distaccum.data.feeds import make_feed
+from distaccum.data.loader import Feed
+from distaccum.loop import Loop
+from distaccum.metrics.sinks import Sink, rewind_jsonl
+from distaccum.report import introduce, summarise
+from distaccum.run_dir import RunDir, State
+from distaccum.world import World
+
+
+def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: RunDir, world: World) -> dict[str, float]:
+    """Trains ``parts`` from the checkpoint ``start`` (as rank 0 has it), or from zero; returns the last evaluation."""
+    if world.is_main:
+        run_dir.write_status(State.RUNNING, step=0)
+    checkpoint_path = world.text_from_main(str(start or ""))
+    accumulator, feed = _accumulator_of(parts, world)
+    wandb_id, note = token_hex(4), ""
+    if checkpoint_path:
+        wandb_id, note = _resume(Path(checkpoint_path), parts, accumulator, feed, wandb_id)
+    console = Console()
+    with ExitStack() as closing:
+        sinks: list[Sink] = []
+        if world.is_main:
+            rewind_jsonl(run_dir.metrics, accumulator.clocks.step)
+            plan = parts.plan.as_dict() | {"total_steps": parts.total_steps}
+            run_dir.write_plan(plan)
+            about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
+            introduce(parts, world, run_dir, note, console)
+            sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
+            for sink in sinks:
+                closing.push(partial(_close, sink))
+        loop = Loop(parts, accumulator, feed, run_dir=run_dir, store=store, sinks=sinks, wandb_id=wandb_id)
+        evaluation = loop.fit()
+    if world.is_main:
+        run_dir.write_status(State.DONE, step=loop.clocks.step, reason=loop.stop_reason)
+        summarise(parts, loop.clocks, evaluation, run_dir, console, stop_reason=loop.stop_reason)
+    return evaluation
+
+
+def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
+    config = parts.config
+    accumulator = Accumulator(
+        parts.model, parts.optimizer, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
+        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm, engine=config.engine,
+        precision=config.precision.name, prefetch=config.trainer.prefetch, world=world,
+    )  # fmt: skip
+    _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
+    feed = make_feed(
+        parts.source, parts.plan, world, num_workers=config.trainer.num_workers,
+        group_by_length=config.batch.group_by_length,
+    )  # fmt: skip
+    return accumulator, feed
+
+
+def _resume(path: Path, parts: Parts, accumulator: Accumulator, feed: Feed, wandb_id: str) -> tuple[str, str]:
+    """Takes up a checkpoint; returns the W&B run's id and a line for the report."""
+    run = checkpoint.read(path)
+    if parts.config.resume == "auto":  # a run started from a named checkpoint is another run
+        wandb_id = run.wandb_id
+    continued, data = checkpoint.load(path, accumulator.engine, accumulator.world)
+    accumulator.go_on_from(run.clocks, run.position, data)
+    for callback, state in zip(parts.callbacks, run.callbacks, strict=False):
+        callback.load_state_dict(state)
+    note = f"resuming {path} at step {run.clocks.step}"
+    return wandb_id, note + ("" if continued else "; another world size, so dropout draws fresh random numbers")
+
+
+def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
+    sink.close(failed=kind is not None)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  what users' code draws from
+
+
+def _git_commit() -> str | None:
+    """The commit of the folder that the run was started from, if it is a git checkout."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5)  # noqa: S607
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,157 @@
+"""Losses for models as Hugging Face transformers has them: batches by name in, logits out.
+
+Nothing is asked of the model but its logits: no ``labels``, no ``num_items_in_batch``, no loss function of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum.errors import ConfigError, MisuseError
+
+Batch = Mapping[str, Any]
+"""Tensors by name: ``labels`` for the loss, all others for the model."""
+
+_PROBLEMS = ("single_label", "regression", "multi_label")
+
+
+class _Adapter:
+    """What the losses share, which is all but what a label is compared with.
+
+    Args:
+        problem: one of ``_PROBLEMS``.
+        ignore_index: class labels of this value neither contribute nor count.
+        weights: name of the batch's weights of its samples, ``(B,)`` and at least 0; None: all weigh 1.
+    """
+
+    def __init__(self, *, problem: str, ignore_index: int, weights: str | None) -> None:
+        self.problem, self.ignore_index, self.weights = problem, ignore_index, weights
+
+    def count(self, batch: Batch) -> float:
+        """How many labels count, or the sum of their weights; read on the host."""
+        counted = self._counted(self._targets(batch["labels"]))
+        return float(self._total(counted.double(), batch))
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The (weighted) losses of all labels that count, summed: 0-dim, at least fp32.
+
+        Raises:
+            MisuseError: the model's output has no logits.
+        """
+        return self._total(self._losses(self._logits(model, batch), self._targets(batch["labels"])), batch)
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """0-dim sums over the count: ``loss``; for classes also ``accuracy``, of labels that the logits name."""
+        logits, targets = self._logits(model, batch), self._targets(batch["labels"])
+        found = {"loss": self._total(self._losses(logits, targets), batch)}
+        if self.problem == "regression":
+            return found
+        named = logits > 0 if self.problem == "multi_label" else logits.argmax(-1).reshape(targets.shape)
+        return found | {"accuracy": self._total((named == targets).float(), batch)}
+
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """``(predictions, targets)`` of what counts: for classes logits ``(n, classes)`` and labels ``(n,)``; for
+        regression and several labels a sample both as the batch has its labels."""
+        logits, targets = self._logits(model, batch), self._targets(batch["labels"])
+        if self.problem != "single_label":
+            return logits.reshape(targets.shape), targets
+        counted = self._counted(targets).flatten()
+        return logits.flatten(0, -2)[counted], targets.flatten()[counted]
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        """What the logits are compared with, position by position."""
+        return labels
+
+    def _counted(self, targets: Tensor) -> Tensor:
+        classes = self.problem == "single_label"
+        return targets != self.ignore_index if classes else torch.ones_like(targets, dtype=torch.bool)
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each target, in its place; 0 for one that does not count."""
+        if self.problem == "single_label":
+            flat = logits.flatten(0, -2), targets.flatten()
+            return F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction="none").reshape(targets.shape)
+        criterion = F.mse_loss if self.problem == "regression" else F.binary_cross_entropy_with_logits
+        losses: Tensor = criterion(logits.reshape(targets.shape), targets.to(logits.dtype), reduction="none")
+        return losses
+
+    def _total(self, values: Tensor, batch: Batch) -> Tensor:
+        """The sum of values ``(B, ...)``, each times its sample's weight."""
+        if self.weights is None:
+            return values.sum()
+        weights: Tensor = batch[self.weights].to(values.dtype)
+        return (values * weights.reshape(len(values), *[1] * (values.dim() - 1))).sum()
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        own = ("labels", self.weights)
+        output: Any = model(**{name: value for name, value in batch.items() if name not in own})
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if isinstance(output, Mapping):
+            logits = output.get("logits")
+        elif isinstance(output, tuple) and logits is None:
+            logits = output[0]
+        if not isinstance(logits, Tensor):
+            raise MisuseError(
+                f"{type(model).__name__} gives no logits: use a model with a head for {type(self).__name__}"
+            )
+        # At least fp32, whatever the forward computed in: a sum over thousands of tokens is beyond 16 bits.
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class CausalLM(_Adapter):
+    """Next-token cross entropy, in nats, of batches with ``input_ids`` and ``labels``, ``(B, T)`` both.
+
+    As everywhere in transformers, labels are the inputs themselves (ignored where padded); the loss moves them on by
+    one, so that a sample of T labels counts T - 1 at most.
+
+    Args:
+        ignore_index: labels of this value neither contribute nor count.
+        weights: name of the batch's weights of its samples, ``(B,)`` and at least 0, which are those of their tokens:
+            the loss is then sum(w * l) / sum(w). The model does not see them.
+    """
+
+    def __init__(self, *, ignore_index: int = -100, weights: str | None = None) -> None:
+        super().__init__(problem="single_label", ignore_index=ignore_index, weights=weights)
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        # Labels move, and not logits: cutting those would copy the largest tensor of the step.
+        return F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
+
+
+class MaskedLM(_Adapter):
+    """Cross entropy, in nats, of a label at each position: batches with ``input_ids`` and ``labels``, ``(B, T)`` both.
+
+    For masked language models, for token classification, and for encoder-decoder models whose batches bring their
+    ``decoder_input_ids``.
+
+    Args:
+        ignore_index: labels of this value, such as tokens that were not masked, neither contribute nor count.
+    """
+
+    def __init__(self, *, ignore_index: int = -100) -> None:
+        super().__init__(problem="single_label", ignore_index=ignore_index, weights=None)
+
+
+class SequenceClassification(_Adapter):
+    """The loss of labels for whole samples, summed as transformers' heads of the same ``problem`` average it.
+
+    Args:
+        problem: ``single_label``: cross entropy in nats of int64 labels ``(B,)``, those of -100 not counted;
+            ``regression``: squared error of ``(B,)`` or ``(B, values)``, counted in values;
+            ``multi_label``: binary cross entropy of ``(B, classes)`` zeros and ones, counted in entries.
+        weights: name of the batch's weights of its samples, ``(B,)`` and at least 0: the loss is then
+            sum(w * l) / sum(w). The model does not see them.
+
+    Raises:
+        ConfigError: there is no such problem.
+    """
+
+    def __init__(self, *, problem: str = "single_label", weights: str | None = None) -> None:
+        if problem not in _PROBLEMS:
+            raise ConfigError("loss.problem", problem, "no such problem", f"Use one of {', '.join(_PROBLEMS)}")
+        super().__init__(problem=problem, ignore_index=-100, weights=weights)

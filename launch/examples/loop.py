@@ -1,0 +1,42 @@
+"""Level 1, helpers in a hand-written loop: a small GPT on lines of unequal length.
+
+``python launch/examples/loop.py`` or ``torchrun --standalone --nproc-per-node=2 launch/examples/loop.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch.utils.data import DataLoader
+
+from distaccum import World
+from distaccum import functional as da
+from distaccum.data.lines import lines
+from distaccum.models.gpt import GPT
+
+world = World.join()  # the processes that torchrun started; without torchrun, this one
+torch.manual_seed(0)
+data = lines(seq_len=64)
+model = GPT(vocab_size=256, seq_len=64, n_layer=2, n_head=2, n_embd=32, dropout=0.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+loader = DataLoader(data.train, batch_size=8, shuffle=True, collate_fn=data.collate)
+windows = da.plan_windows(loader, world, global_size=64, micro_size=8, count=lambda batch: da.count_labels(batch[1]))
+engine = da.wrap(model, optimizer, world)
+
+for step, window in enumerate(windows(0), start=1):
+    for i, micro in enumerate(window.micro_batches):
+        with engine.micro_step(sync=i == len(window.micro_batches) - 1):
+            inputs, labels = micro.batch
+            total, _ = da.cross_entropy(engine.model(inputs), labels)
+            engine.backward(da.weigh(total, window.counts, averages_over=engine.averages_over))
+    result = da.finish_step(engine, window, clip_norm=1.0)
+    if world.is_main and step % 5 == 0:
+        print(f"step {step}: {window.counts['loss']:.0f} tokens, gradient norm {result.grad_norm.item():.3f}")
+    if step == 20:
+        break
+
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+if world.is_main:
+    print("weights", hashlib.sha256(weights).hexdigest())
