@@ -12,22 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from distaccum.batch_plan import check_sizes
 from distaccum.batch_statistics import warn_of_batch_statistics
-from distaccum.build import wrap
 from distaccum.clocks import Clocks
 from distaccum.config import EngineConfig, PrecisionConfig
-from distaccum.data.feeds import feed_of_loader
+from distaccum.data.feeds import feed_of
 from distaccum.data.loader import Feed
 from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, EngineState
 from distaccum.errors import CheckpointError, ConfigError, DataError
-from distaccum.loss import Loss
+from distaccum.functional import run_window, wrap
+from distaccum.loss import Loss, from_mean
 from distaccum.normaliser import SINGLE, Count, Counts, Total
 from distaccum.open_window import OpenWindow, Phase, refuse
 from distaccum.precision.policy import POLICIES
 from distaccum.prefetch import FEWEST
 from distaccum.schedule import Schedule
-from distaccum.window import LossSums, Outcome, run_window
+from distaccum.window import LossSums, Outcome
 from distaccum.world import World
 
 
@@ -48,8 +49,9 @@ class Accumulator:
     Args:
         model: moved to this rank's device, and wrapped: call :attr:`model` from then on.
         optimizer: over the model's parameters; only the accumulator steps it.
-        global_size: samples per optimizer step over all ranks; None where :meth:`windows` is given a feed.
-        micro_size: the most samples one forward/backward on one rank takes; None likewise.
+        global_size: samples per optimizer step over all ranks.
+        micro_size: the most samples one forward/backward on one rank takes.
+        tokens: a budget of tokens in place of ``global_size``, for a ``Source`` that gives its samples' lengths.
         count: what a batch counts, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce a window.
         scheduler: torch's; stepped after every applied update.
@@ -67,23 +69,25 @@ class Accumulator:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, global_size: int | None = None, micro_size: int | None = None,
-        count: Count | None = None, scheduler: LRScheduler | None = None, schedule: Schedule | None = None,
-        clip_norm: float | None = None, engine: str | EngineConfig = "ddp", precision: str = "fp32", seed: int = 0,
-        prefetch: int = 2, world: World | None = None,
+        tokens: int | None = None, count: Count | None = None, scheduler: LRScheduler | None = None,
+        schedule: Schedule | None = None, clip_norm: float | None = None, engine: str | EngineConfig = "ddp",
+        precision: str = "fp32", seed: int = 0, prefetch: int = 2, world: World | None = None,
     ) -> None:  # fmt: skip
         if scheduler is not None and schedule is not None:
             raise ConfigError("scheduler", type(scheduler).__name__, "and a schedule is given too", "Give one of them")
         if prefetch < FEWEST:
-            raise ConfigError(
-                "prefetch", prefetch, f"must be at least {FEWEST}", "One is computed while one is on its way"
-            )
+            remedy = "One is computed while one is on its way"
+            raise ConfigError("prefetch", prefetch, f"must be at least {FEWEST}", remedy)
+        if micro_size is not None:
+            check_sizes(global_size, micro_size)
         settings = EngineConfig(name=engine) if isinstance(engine, str) else engine
         self._policy = POLICIES[PrecisionConfig(name=precision).name]
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
             warn_of_batch_statistics(model)
-        self.engine: Engine = wrap(model, optimizer, self.world, settings)
-        self._global_size, self._micro_size, self._count, self._seed = global_size, micro_size, count, seed
+        self.engine: Engine = wrap(model, optimizer, self.world, engine=settings)
+        self._sizes = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size}
+        self._count, self._seed = count, seed
         self._scheduler, self._schedule, self._clip_norm = scheduler, schedule, clip_norm
         self._prefetch = prefetch
         self._tally = Tally(self.world, count, lambda: self._stop_wanted)
@@ -114,8 +118,8 @@ class Accumulator:
         Windows that count nothing are not given out: they are skipped, and counted in ``clocks.skipped``.
 
         Args:
-            data: a ``DataLoader`` or a dataset, which is planned over the ranks; any other iterable as this rank's own
-                stream of micro-batches, of any length; or a feed.
+            data: a ``DataLoader``, a dataset or a ``Source``, which is planned over the ranks; any other iterable as
+                this rank's own stream of micro-batches, of any length; or a feed.
 
         Raises:
             MisuseError: a window was left before its last micro-batch was run.
@@ -140,9 +144,15 @@ class Accumulator:
             raise DataError(f"epoch {self.clocks.epoch}: none of its windows counts anything for the loss")
         self.clocks = self.clocks.next_epoch()
 
+    def batches(self, data: Any) -> Iterator[Any]:
+        """This rank's batches of one epoch, on the device, without the windows around them: see :meth:`windows`."""
+        for window in self.windows(data):
+            for micro in window:
+                yield micro.batch
+
     def accumulate(self) -> AbstractContextManager[None]:
         """Around the forward and backward of one micro-batch; that of a window's last one ends with the step."""
-        return self._open or refuse("accumulate()", "outside a window", "loop over acc.windows(...)")
+        return self._current("accumulate()")
 
     def backward(self, total: Total, count: float | Tensor | Counts | None = None) -> None:
         """Accumulates the gradient of a loss that is summed, not averaged, over ``count``.
@@ -155,7 +165,15 @@ class Accumulator:
             MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
                 one than was counted beforehand.
         """
-        (self._open or refuse("backward()", "outside a window", "loop over acc.windows(...)")).backward(total, count)
+        self._current("backward()").backward(total, count)
+
+    def backward_mean(self, mean: Tensor, count: float | Tensor | None = None) -> None:
+        """:meth:`backward` of a loss that is averaged over ``count``, as most functions and models return it.
+
+        A mean over nothing, which is NaN, adds nothing.
+        """
+        over = self._current("backward_mean()").count if count is None else count
+        self.backward(from_mean(mean, over), count)
 
     def step(self, window: OpenWindow, loss: Loss) -> Outcome:
         """The whole window at once: every micro-batch's forward, loss and backward, and the step.
@@ -228,13 +246,10 @@ class Accumulator:
         return self._feed[1]
 
     def _planned(self, data: Any) -> Feed:
-        for key, value in (("global_size", self._global_size), ("micro_size", self._micro_size)):
-            if value is None:
-                raise ConfigError(key, None, "was not given to the Accumulator", "State it")
-        assert self._global_size is not None
-        assert self._micro_size is not None
-        sizes = {"global_size": self._global_size, "micro_size": self._micro_size}
-        return feed_of_loader(data, self.world, **sizes, seed=self._seed)
+        return feed_of(data, self.world, **self._sizes, seed=self._seed)
+
+    def _current(self, what: str) -> OpenWindow:
+        return self._open or refuse(what, "outside a window", "loop over acc.windows(...)")
 
     def _expect_no_window(self, what: str) -> None:
         if self._open is not None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from distaccum import build
 from distaccum.batch_plan import BatchPlan
 from distaccum.config import EngineConfig
-from distaccum.data.feeds import feed_of_loader
+from distaccum.data.feeds import feed_of
 from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, StepResult
 from distaccum.loss import count_labels, cross_entropy, from_mean
@@ -54,23 +54,31 @@ def wrap(model: nn.Module, optimizer: Optimizer, world: World, *, engine: str | 
 
 
 def plan_windows(
-    data: Any, world: World, *, global_size: int, micro_size: int, count: Count, seed: int = 0
+    data: Any,
+    world: World,
+    *,
+    global_size: int | None = None,
+    micro_size: int,
+    count: Count,
+    tokens: int | None = None,
+    seed: int = 0,
 ) -> Callable[[int], Iterator[Window]]:
     """A function from an epoch's number to its windows, counted over all ranks by one small all-reduce each.
 
     Args:
-        data: a ``DataLoader`` or a dataset, which is planned over the ranks; any other iterable as this rank's own
-            stream of micro-batches, of any length.
+        data: a ``DataLoader``, a dataset or a ``Source``, which is planned over the ranks; any other iterable as this
+            rank's own stream of micro-batches, of any length.
         world: this rank.
         global_size: samples per optimizer step over all ranks.
         micro_size: the most samples one forward/backward on one rank takes.
         count: what a batch counts, read on the host.
+        tokens: a budget of tokens in place of ``global_size``, for a ``Source`` that gives its samples' lengths.
         seed: of the order of samples.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
-    feed = feed_of_loader(data, world, global_size=global_size, micro_size=micro_size, seed=seed)
+    feed = feed_of(data, world, global_size=global_size, tokens=tokens, micro_size=micro_size, seed=seed)
     tally = Tally(world, count)
     return lambda epoch: (window for window in feed.windows(epoch, 0, tally) if any(window.counts.values()))
 

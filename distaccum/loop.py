@@ -44,8 +44,8 @@ class Loop:
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._saved_step = self.clocks.step
         self._unlogged: tuple[OpenWindow, Outcome] | None = None
-        self._wants_to_stop, self._ended = False, False
-        self.stop_reason = ""
+        self._wants_to_stop, self._reason, self._ended = False, "", False
+        self.stop_reason = ""  # where callbacks ended the run: all ranks', known at its end
 
     @property
     def clocks(self) -> Clocks:
@@ -54,7 +54,7 @@ class Loop:
 
     def stop(self, reason: str) -> None:
         """For callbacks: see ``distaccum.callbacks.Run``."""
-        self._wants_to_stop, self.stop_reason = True, reason
+        self._wants_to_stop, self._reason = True, reason
 
     def fit(self) -> dict[str, float]:
         """Trains to the end; returns the last evaluation, empty without one.
@@ -145,6 +145,9 @@ class Loop:
 
     def _finish(self) -> dict[str, float]:
         """The last update's record, evaluation and checkpoint, where they were not due anyway."""
+        stopped = self._ended or self._accumulator.stopping
+        reasons = self._world.union([self._reason] if self._reason else []) if stopped else ()
+        self.stop_reason = "; ".join(reasons)
         self._meter.check_finite()
         evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.clocks.step)
         if self._unlogged is not None:

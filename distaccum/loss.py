@@ -66,8 +66,10 @@ def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
     return int(np.count_nonzero(labels.cpu().numpy() != ignore_index))
 
 
-def from_mean(mean: Tensor, count: float) -> Tensor:
+def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
     """The sum of a loss that was averaged over ``count`` items: 0 (and no NaN) where it was averaged over none."""
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, mean, torch.nan_to_num(mean)) * count
     return mean * count if count else torch.nan_to_num(mean) * 0.0
 
 

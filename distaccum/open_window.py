@@ -63,6 +63,13 @@ class OpenWindow:
         """What the losses average over, over all ranks; empty where it is not counted beforehand."""
         return self.plain.counts
 
+    @property
+    def count(self) -> float:
+        """What the current micro-batch counts."""
+        if self._given is None or SINGLE not in self._given.counts:
+            refuse("a mean without its count", "where none was counted beforehand", "pass the count as well")
+        return self._given.count
+
     def __len__(self) -> int:
         """This rank's micro-batches."""
         return len(self.plain.micro_batches)

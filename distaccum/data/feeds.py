@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from distaccum.batch_plan import BatchPlan, Ids, Plan
-from distaccum.data.loader import Collate, Feed, PlannedFeed
-from distaccum.data.source import MapDataset, Source, batches_itself, is_map_style, of_this_rank
+from distaccum.data.loader import Feed, PlannedFeed
+from distaccum.data.source import MapDataset, Source, as_source, batches_itself, is_map_style, of_this_rank
 from distaccum.data.stream import StreamFeed
 from distaccum.errors import ConfigError
 from distaccum.stream_plan import StreamPlan
@@ -27,9 +28,11 @@ def make_plan(
         ConfigError: sizes that cannot work, both or none of ``global_size`` and ``tokens``, or a budget of tokens over
             samples of unknown length.
     """
-    if (global_size is None) == (tokens is None):
-        remedy = "State one of them: the other is null (batch=tokens chooses the budget of tokens)"
-        raise ConfigError("batch.tokens", tokens, f"and batch.global_size is {global_size}", remedy)
+    if global_size is None and tokens is None:
+        raise ConfigError("batch.global_size", None, "is not given, and batch.tokens neither", "State one of them")
+    if global_size is not None and tokens is not None:
+        remedy = "State one of them: batch=tokens switches to a budget of tokens"
+        raise ConfigError("batch.tokens", tokens, f"and batch.global_size={global_size} is given too", remedy)
     sizes = {"micro_size": micro_size, "world_size": world_size}
     if not is_map_style(source.train):
         if global_size is None:
@@ -61,28 +64,37 @@ def make_feed(
     )  # fmt: skip
 
 
-def feed_of_loader(loader: Any, world: World, *, global_size: int, micro_size: int, seed: int) -> Feed:
+def feed_of(
+    data: Any, world: World, *, global_size: int | None, tokens: int | None, micro_size: int | None, seed: int
+) -> Feed:
     """The feed of whatever a loop of one's own iterates over.
 
     A ``DataLoader`` over a map-style dataset is planned: its dataset, collation and workers are used, and its order is
-    shuffled if its sampler was a shuffling one. So is a bare dataset, shuffled. Any other iterable is a stream of this
-    rank's own micro-batches.
+    shuffled if its sampler was a shuffling one. So are a ``Source`` and a bare dataset, shuffled. Any other iterable is
+    a stream of this rank's own micro-batches.
 
     Raises:
-        ConfigError: the loader's batch size is not ``micro_size``, or its order is one that cannot be planned.
+        ConfigError: sizes that cannot work or are missing, a loader's batch size that is not ``micro_size``, or an
+            order that cannot be planned.
     """
-    sizes = {"global_size": global_size, "micro_size": micro_size, "world_size": world.size}
-    if is_map_style(loader):
-        return PlannedFeed(loader, BatchPlan(samples=len(loader), seed=seed, **sizes), world)
-    if not isinstance(loader, DataLoader) or not is_map_style(loader.dataset):
-        return StreamFeed(loader, StreamPlan(batched=True, **sizes), world)
-    if loader.batch_size is not None and loader.batch_size != micro_size:
+    if micro_size is None:
+        raise ConfigError("micro_size", None, "is not given", "State the samples that fit on a device at once")
+    sizes: dict[str, Any] = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size}
+    sizes["world_size"] = world.size
+    if isinstance(data, Source) or is_map_style(data):
+        source = as_source(data)
+        return make_feed(source, make_plan(source, **sizes, seed=seed), world)
+    if not isinstance(data, DataLoader) or not is_map_style(data.dataset):
+        if global_size is None:
+            raise ConfigError("global_size", None, "is not given", "State the samples of one optimizer step")
+        plan = StreamPlan(global_size=global_size, micro_size=micro_size, world_size=world.size, batched=True)
+        return StreamFeed(data, plan, world)
+    if data.batch_size is not None and data.batch_size != micro_size:
         remedy = "Give both the same number"
-        raise ConfigError("micro_size", micro_size, f"the loader's batch_size is {loader.batch_size}", remedy)
-    shuffles = _shuffles(loader)
-    plan = BatchPlan(samples=len(loader.dataset), seed=seed if shuffles else None, **sizes)
-    collate: Collate = loader.collate_fn
-    return PlannedFeed(loader.dataset, plan, world, collate=collate, num_workers=loader.num_workers)
+        raise ConfigError("micro_size", micro_size, f"the loader's batch_size is {data.batch_size}", remedy)
+    source = replace(as_source(data.dataset), collate=data.collate_fn)
+    plan_of_source = make_plan(source, **sizes, seed=seed if _shuffles(data) else None)
+    return make_feed(source, plan_of_source, world, num_workers=data.num_workers)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

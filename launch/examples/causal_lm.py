@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from distaccum.data.padding import Pad
 from distaccum.data.source import Source
+from distaccum.data.text import documentation
 from distaccum.data.tokenizer import load_tokenizer, padding_id, train_tokenizer
 from distaccum.trainer import Trainer
 from distaccum.transformers_loss import CausalLM
@@ -30,15 +30,14 @@ parser.add_argument("path", nargs="?", help="a text file; default: CPython's doc
 parser.add_argument("--pretrained", metavar="NAME", help="model and tokenizer; default: a tiny one, untrained")
 parser.add_argument("--tokens", type=int, default=4096, help="tokens per optimizer step, over all processes")
 parser.add_argument("--micro-size", type=int, default=8, help="the most paragraphs of one forward/backward")
-parser.add_argument("--steps", type=int, default=120)
+parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--lr", type=float, default=3e-3)
 parser.add_argument("--run-dir", help="default: a new folder below runs/")
 
 
 def main() -> None:
     args = parser.parse_args()
-    documentation = "\n\n".join(topics[name] for name in sorted(topics))
-    text = Path(args.path).read_text(encoding="utf-8") if args.path else documentation
+    text = Path(args.path).read_text(encoding="utf-8") if args.path else documentation().decode()
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     cut = int(0.9 * len(paragraphs))  # the last tenth is held out
 

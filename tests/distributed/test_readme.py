@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distaccum.data.lines import lines
 from tests.commands import ROOT, environment, metrics, status
 
 README = (ROOT / "README.md").read_text()
@@ -83,3 +84,36 @@ def test_the_contract_names_what_there_is() -> None:
         (row,) = [line for line in contract.splitlines() if line.startswith(f"| `{group}` |")]
         choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
         assert set(re.findall(r"`(\w+)`", row)) == {group} | choices
+
+
+def _diff() -> list[str]:
+    (block,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
+    return block.splitlines()
+
+
+def test_coming_from_accelerate_changes_under_ten_lines() -> None:
+    removed, added = ([line for line in _diff() if line.startswith(sign)] for sign in "-+")
+    replaced = min(len(removed), len(added))
+    assert replaced + abs(len(removed) - len(added)) < 10
+
+
+@pytest.mark.parametrize("sign", ["-", "+"])
+def test_both_sides_of_the_accelerate_diff_run(tmp_path: Path, sign: str) -> None:
+    script = "\n".join(line[1:] for line in _diff() if line[:1] in (" ", sign))
+    script += "\nprint(f'loss {loss.item():.4f} rate {scheduler.get_last_lr()[0]:.6f}')\n"
+    path = tmp_path / "loop.py"
+    path.write_text(script)
+    finished = subprocess.run(
+        [sys.executable, path],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    loss, rate = re.findall(r"[\d.]+", finished.stdout)
+    assert float(loss) < 3.5
+    updates = -(-len(lines(seq_len=64).train) // 64)  # type: ignore[arg-type]
+    assert float(rate) == pytest.approx(3e-3 * 0.99**updates, rel=1e-3)

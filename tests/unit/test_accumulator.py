@@ -332,7 +332,7 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
         _make(gloo_world, prefetch=1)
     with pytest.raises(ConfigError, match="no such choice"):
         _make(gloo_world, engine="horovod")
-    with pytest.raises(ConfigError, match="global_size: was not given"):
+    with pytest.raises(ConfigError, match="global_size: is not given"):
         _epoch(_make(gloo_world, global_size=None)[0], DATA)
 
 

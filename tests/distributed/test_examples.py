@@ -1,0 +1,53 @@
+"""The README's examples, as they are written there; the three levels train to the same weights, bit by bit."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, environment
+
+README = (ROOT / "README.md").read_text()
+LEVELS = ("loop", "accumulate", "trainer")
+
+
+def _run(example: str, world: int, cwd: Path) -> str:
+    """What the README's command for so many processes prints; run elsewhere, so that it leaves nothing here."""
+    start = "python " if world == 1 else f"torchrun --standalone --nproc-per-node={world} "
+    (line,) = [line for line in README.splitlines() if line.startswith(f"{start}launch/examples/{example}.py")]
+    name, *arguments = shlex.split(line.replace("launch/examples/", f"{ROOT}/launch/examples/"))
+    command = [sys.executable, *(["-m", "torch.distributed.run"] if name == "torchrun" else []), *arguments]
+    finished = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, cwd=cwd, env=environment()
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_three_levels_give_bitwise_the_same_weights(tmp_path: Path, world: int) -> None:
+    printed = [_run(level, world, tmp_path) for level in LEVELS]
+    weights = [re.search(r"^weights ([0-9a-f]{64})$", text, re.MULTILINE) for text in printed]
+    assert len({found[1] for found in weights if found}) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_text_classifier_learns(tmp_path: Path, world: int) -> None:
+    printed = _run("text_classifier", world, tmp_path)
+    accuracy = re.search(r"^  accuracy +([\d.]+)$", printed, re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.8
+    assert re.search(r"^pad +[\d.]+% of the tokens of a micro-batch are padding", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
+    printed = _run("causal_lm", world, tmp_path)
+    losses = [float(found) for found in re.findall(r"^step .* loss ([\d.]+)  grad", printed, re.MULTILINE)]
+    assert losses[-1] < 6.2 < losses[0]
+    assert "global batch 4,096 tokens" in printed
