@@ -28,7 +28,7 @@ MAX_LENGTH = 128
 parser = argparse.ArgumentParser(description="Train a causal language model.")
 parser.add_argument("path", nargs="?", help="a text file; default: CPython's documentation")
 parser.add_argument("--pretrained", metavar="NAME", help="model and tokenizer; default: a tiny one, untrained")
-parser.add_argument("--tokens", type=int, default=4096, help="tokens per optimizer step, over all processes")
+parser.add_argument("--tokens", type=int, default=2048, help="tokens per optimizer step, over all processes")
 parser.add_argument("--micro-size", type=int, default=8, help="the most paragraphs of one forward/backward")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--lr", type=float, default=3e-3)

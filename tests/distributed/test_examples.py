@@ -50,4 +50,4 @@ def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
     printed = _run("causal_lm", world, tmp_path)
     losses = [float(found) for found in re.findall(r"^step .* loss ([\d.]+)  grad", printed, re.MULTILINE)]
     assert losses[-1] < 6.2 < losses[0]
-    assert "global batch 4,096 tokens" in printed
+    assert "global batch 2,048 tokens" in printed
