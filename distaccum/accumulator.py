@@ -249,7 +249,9 @@ class Accumulator:
         return feed_of(data, self.world, **self._sizes, seed=self._seed)
 
     def _current(self, what: str) -> OpenWindow:
-        return self._open or refuse(what, "outside a window", "loop over acc.windows(...)")
+        if self._open is None:
+            refuse(what, "outside a window", "loop over acc.windows(...)")
+        return self._open
 
     def _expect_no_window(self, what: str) -> None:
         if self._open is not None:

@@ -79,6 +79,9 @@ def assemble(
     )  # fmt: skip
     if source.held_out is not None and not len(source.held_out):
         raise ConfigError("data", source.description, "holds out an empty set", "Hold out more, or nothing")
+    if metrics and source.held_out is not None and len(source.held_out) < world_size:
+        problem = f"holds out {len(source.held_out)} samples for {world_size} ranks: a metric needs one on every rank"
+        raise ConfigError("data", source.description, problem, "Hold out more samples, or leave metrics out")
     if batch.group_by_length and source.lengths is None:
         remedy = "Give lengths to its Source: the tokens of each training sample"
         raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)

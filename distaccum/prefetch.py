@@ -31,15 +31,15 @@ def _beside_the_compute(device: torch.device) -> Callable[[Any], Callable[[], An
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def move(batch: Any) -> Callable[[], Any]:
+        pinned = map_tensors(batch, _pinned)
         with torch.cuda.stream(copies):
-            moved = to_device(batch, device)
+            moved = to_device(pinned, device)
             arrived = copies.record_event()
 
         def use() -> Any:
             compute = torch.cuda.current_stream(device)
             compute.wait_event(arrived)
-            for tensor in _tensors(moved):
-                tensor.record_stream(compute)  # or its memory were given away while the compute still reads it
+            map_tensors(moved, lambda tensor: tensor.record_stream(compute))  # or its memory were given away too soon
             return moved
 
         return use
@@ -47,22 +47,23 @@ def _beside_the_compute(device: torch.device) -> Callable[[Any], Callable[[], An
     return move
 
 
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in mappings, lists and (named) tuples on ``device``; copies do not block the host."""
+    """``batch`` with its tensors on ``device``; copies from pinned memory do not block the host."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """``batch`` with ``function`` applied to every tensor in mappings, lists and (named) tuples."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(map_tensors(value, function) for value in batch)
     return batch
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)

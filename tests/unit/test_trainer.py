@@ -177,3 +177,12 @@ def test_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) 
         ConfigError, match=r"metric=eval_lost: the evaluation has no such result\. Use one of eval_loss"
     ):
         Trainer(_model(), CrossEntropy(), SOURCE, _config(), callbacks=[stop], run_dir=tmp_path).fit()
+
+
+def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "30", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="holds out 23 samples for 30 ranks: a metric needs one on every rank"):
+        Trainer(_model(), CrossEntropy(), SOURCE, _config(), metrics={"f1": MulticlassF1Score(num_classes=3)})
