@@ -20,6 +20,7 @@ from distaccum.data.feeds import feed_of
 from distaccum.data.loader import Feed
 from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, EngineState
+from distaccum.engines.guard import OwnedScheduler
 from distaccum.errors import CheckpointError, ConfigError, DataError
 from distaccum.functional import run_window, wrap
 from distaccum.loss import Loss, from_mean
@@ -88,7 +89,8 @@ class Accumulator:
         self.engine: Engine = wrap(model, optimizer, self.world, engine=settings)
         self._sizes = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size}
         self._count, self._seed = count, seed
-        self._scheduler, self._schedule, self._clip_norm = scheduler, schedule, clip_norm
+        self._schedule, self._clip_norm = schedule, clip_norm
+        self._scheduler = None if scheduler is None else OwnedScheduler(scheduler)
         self._prefetch = prefetch
         self._tally = Tally(self.world, count, lambda: self._stop_wanted)
         self._stop_wanted = False
@@ -118,8 +120,8 @@ class Accumulator:
         Windows that count nothing are not given out: they are skipped, and counted in ``clocks.skipped``.
 
         Args:
-            data: a ``DataLoader``, a dataset or a ``Source``, which is planned over the ranks; any other iterable as
-                this rank's own stream of micro-batches, of any length; or a feed.
+            data: a ``DataLoader``, a dataset (a list is one) or a ``Source``, planned over the ranks; any other
+                iterable as this rank's own stream of micro-batches, of any length; or a feed.
 
         Raises:
             MisuseError: a window was left before its last micro-batch was run.
@@ -192,6 +194,11 @@ class Accumulator:
         window.phase = Phase.DONE
         return outcome
 
+    def abandon(self) -> None:
+        """Drops the current window, on all ranks alike, as after an error that the loop goes on from."""
+        self.engine.zero_gradients()
+        self._open = None
+
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
         if self.last is None:
@@ -204,6 +211,8 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """All that :meth:`load_state_dict` needs to go on from here: plain values and tensors, for each rank.
 
+        The states of random number generators are no part of it.
+
         Raises:
             MisuseError: in the middle of a window, whose gradients are no part of it.
         """
@@ -215,9 +224,14 @@ class Accumulator:
             "optimizer_values": dict(state.optimizer_values),
             "clocks": asdict(self.clocks),
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
-            "position": self._feed[1].position if self._feed else {},
-            "data": self._feed[1].state() if self._feed else None,
+            **self._where(),
         }
+
+    def _where(self) -> Mapping[str, Any]:
+        """The data's position: the feed's, or one that was taken up and not gone on from yet."""
+        if self._feed is None:
+            return self._resumed or {"position": {}, "data": None}
+        return {"position": self._feed[1].position, "data": self._feed[1].state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up :meth:`state_dict`; the next :meth:`windows` goes on with the window that would have followed."""
@@ -232,6 +246,7 @@ class Accumulator:
         """Sets the clocks, and where the next :meth:`windows` begins; a part of :meth:`load_state_dict`."""
         self.clocks = clocks
         self._feed, self._resumed = None, {"position": position, "data": data}
+        self._stop_wanted = self._tally.stopping = False
 
     def _feed_of(self, data: Any) -> Feed:
         if self._feed is None or self._feed[0] is not data:

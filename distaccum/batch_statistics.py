@@ -12,7 +12,11 @@ from distaccum.errors import BatchStatisticsWarning
 
 def warn_of_batch_statistics(model: nn.Module) -> None:
     """Warns once, by name, of modules that normalise over a micro-batch."""
-    found = [name or type(module).__name__ for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    found = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
+    ]
     if not found:
         return
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""

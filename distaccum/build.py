@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from distaccum.batch_plan import Plan
 from distaccum.callbacks import Callback
 from distaccum.config import EngineConfig, Node, RunConfig
-from distaccum.data.feeds import make_plan
-from distaccum.data.source import Source, as_source
+from distaccum.data.adopt import as_source
+from distaccum.data.feeds import check_workers, make_plan
+from distaccum.data.source import Source
 from distaccum.engines.base import Engine
 from distaccum.engines.ddp import DDPEngine
 from distaccum.errors import ConfigError, near_misses
@@ -77,6 +78,7 @@ def assemble(
         source, global_size=batch.global_size, tokens=batch.tokens, micro_size=batch.micro_size,
         world_size=world_size, seed=config.seed,
     )  # fmt: skip
+    check_workers(source, plan, config.trainer.num_workers)
     if source.held_out is not None and not len(source.held_out):
         raise ConfigError("data", source.description, "holds out an empty set", "Hold out more, or nothing")
     if metrics and source.held_out is not None and len(source.held_out) < world_size:

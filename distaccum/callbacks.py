@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,15 @@ class Callback(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up :meth:`state_dict`, before the first update."""
+
+
+def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """By class, and a number where there are several of one."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        found[f"{kind}-{sum(name.startswith(f'{kind}-') for name in found)}"] = callback
+    return found
 
 
 class EarlyStop(Callback):

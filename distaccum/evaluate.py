@@ -57,7 +57,7 @@ def evaluate(
             metric.to(engine.device)
     engine.sync_buffers()
     model = engine.bare_model
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]  # some may be frozen
     model.eval()
     sums: dict[str, Tensor] = {}
     counted: dict[str, float] = {}
@@ -67,12 +67,15 @@ def evaluate(
         moved = to_device(batch, engine.device)
         with policy.autocast(engine.device):
             found = scores(loss, model, moved)
+            if metrics:
+                predictions = cast(Predictor, loss).predictions(model, moved)
             for metric in metrics.values():
-                metric.update(*cast(Predictor, loss).predictions(model, moved))
+                metric.update(*predictions)
         for name, value in found.items():
             # fp64: a held-out set may hold more tokens than fp32 can count
             sums[name] = sums.get(name, 0.0) + value.double()
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     result = _means(sums, counted, engine.device, world)
     if source.bytes_per_token is not None:
         result["eval_bits_per_byte"] = result["eval_loss"] / math.log(2) / source.bytes_per_token
@@ -99,8 +102,13 @@ def _means(
     stacked = torch.stack([sums.get(name, nothing) for name in names]).unsqueeze(1)
     totals = world.sum_(stacked).squeeze(1).tolist()  # host read: the evaluation's result
     over = dict(zip(counts, world.sum_numbers([counted.get(name, 0.0) for name in counts]), strict=True))
+    unknown = [name for name in names if name not in over and SINGLE not in over]
+    missing = [name for name in counts if name not in names]
+    if unknown or missing:
+        problem = f"scores() gives {list(names)}, and count() {list(counts)}"
+        raise MisuseError(f"{problem}: give each loss's sum, and sums by names that are counted")
     means = {name: total / (over.get(name, over.get(SINGLE)) or 1) for name, total in zip(names, totals, strict=True)}
-    loss = means[SINGLE] if SINGLE in means else sum(means[name] for name in counts)
+    loss = sum(means[name] for name in counts)
     return {"eval_loss": loss} | {f"eval_{name}": mean for name, mean in means.items()}
 
 

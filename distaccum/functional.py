@@ -7,7 +7,7 @@
     for window in windows(epoch):
         for i, micro in enumerate(window.micro_batches):
             with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
-                total = loss_sum(engine.model, micro.batch)
+                total = loss_sum(engine.model, to_device(micro.batch, world.device))
                 engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))  # weigh the loss
         finish_step(engine, window, clip_norm=1.0)                                      # finish the step
 """
@@ -28,6 +28,7 @@ from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, StepResult
 from distaccum.loss import count_labels, cross_entropy, from_mean
 from distaccum.normaliser import Count, weigh
+from distaccum.prefetch import to_device
 from distaccum.window import Window, run_window
 from distaccum.world import World
 
@@ -39,6 +40,7 @@ __all__ = [
     "from_mean",
     "plan_windows",
     "run_window",
+    "to_device",
     "weigh",
     "wrap",
 ]

@@ -8,6 +8,7 @@ from functools import partial
 
 from distaccum.accumulator import Accumulator
 from distaccum.build import Parts
+from distaccum.callbacks import named
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.clocks import Clocks
@@ -64,7 +65,8 @@ class Loop:
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()
-        self._accumulator.model.train()
+        if not self._accumulator.engine.bare_model.training:  # as pretrained models come; else parts may be frozen
+            self._accumulator.model.train()
         self._meter.restart(self.clocks)
         max_epochs = self._parts.config.trainer.max_epochs
         while not self._at_end and (max_epochs is None or self.clocks.epoch < max_epochs):
@@ -130,7 +132,7 @@ class Loop:
             position=self._feed.position,
             wandb_id=self._wandb_id,
             config=asdict(self._parts.config),
-            callbacks=[callback.state_dict() for callback in self._parts.callbacks],
+            callbacks={name: callback.state_dict() for name, callback in named(self._parts.callbacks).items()},
         )
         engine, data = self._accumulator.engine, self._feed.state()
         path = self._store.save(

@@ -67,7 +67,10 @@ def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
 
 
 def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
-    """The sum of a loss that was averaged over ``count`` items: 0 (and no NaN) where it was averaged over none."""
+    """The sum of a loss that was averaged over ``count`` items: 0 (and no NaN) where it was averaged over none.
+
+    There the gradient is 0 as well for means of torch's own; one of your own must not divide by 0 inside: clamp it.
+    """
     if isinstance(count, Tensor):
         return torch.where(count > 0, mean, torch.nan_to_num(mean)) * count
     return mean * count if count else torch.nan_to_num(mean) * 0.0

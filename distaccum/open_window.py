@@ -46,7 +46,7 @@ class OpenWindow:
     ) -> None:  # fmt: skip
         self.plain, self.phase = window, Phase.OPEN
         self._engine, self._policy, self._prefetch, self._finish = engine, policy, prefetch, finish
-        self._sums = LossSums()
+        self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
         self._given: MicroBatch | None = None
         self._left = len(window.micro_batches)
@@ -139,7 +139,8 @@ class OpenWindow:
         if not isinstance(count, int | float | Tensor):
             what = f"backward() with the count {count}"
             refuse(what, "where nothing was counted beforehand", "pass a number, or give count= to the Accumulator")
-        self._late_count = self._late_count + count
+        # fp64: integers beyond 2**24 and sums of 16-bit weights would stall
+        self._late_count = self._late_count + (count.detach().double() if isinstance(count, Tensor) else count)
         return {SINGLE: self.samples}
 
     def _end_forward(self) -> None:

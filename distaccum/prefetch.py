@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Itera
         yield ahead.popleft()()
 
 
+@cache
 def _beside_the_compute(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distaccum.batch_plan import check_sizes, describe_steps, micro_steps_of
+from distaccum.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +31,24 @@ class StreamPlan:
 
     def __post_init__(self) -> None:
         check_sizes(self.global_size, self.micro_size)
+        if self.batched and self.global_size % self.micro_size:
+            problem = f"no multiple of micro_size={self.micro_size}, and the stream's batches are taken whole"
+            remedy = f"Use {self.global_size // self.micro_size * self.micro_size}, or a stream of samples"
+            raise ConfigError("batch.global_size", self.global_size, problem, remedy)
 
     def wanted(self, samples: int) -> int:
         """Items that a window with so many samples still wants: samples, or whole micro-batches that surely fit."""
         return (self.global_size - samples) // (self.micro_size if self.batched else 1)
 
-    def quota(self, wanted: int, alive: Sequence[bool], rank: int) -> int:
-        """How many of the wanted items ``rank`` fetches, where only the ranks ``alive`` have any left."""
+    def quota(self, wanted: int, alive: Sequence[bool], rank: int, *, turn: int = 0) -> int:
+        """How many of the wanted items ``rank`` fetches, where only the ranks ``alive`` have any left.
+
+        What does not divide evenly goes to other ranks every ``turn``, so that streams are used up at one pace.
+        """
         if not alive[rank]:
             return 0
-        place, ranks = sum(alive[:rank]), sum(alive)
+        ranks = sum(alive)
+        place = (sum(alive[:rank]) + turn) % ranks
         return wanted * (place + 1) // ranks - wanted * place // ranks
 
     @property

@@ -14,7 +14,8 @@ from distaccum.build import assemble
 from distaccum.callbacks import Callback
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config import RunConfig, from_node
-from distaccum.data.source import as_source
+from distaccum.data.adopt import as_source
+from distaccum.errors import ConfigError
 from distaccum.evaluate import EvaluationMetric
 from distaccum.loss import Loss
 from distaccum.resume import find_start
@@ -52,6 +53,10 @@ class Trainer:
         metrics: Mapping[str, EvaluationMetric] | None = None, run_dir: str | Path | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.from_environment()
+        if run_dir is None and isinstance(config, Mapping) and config.get("resume") == "auto":
+            raise ConfigError(
+                "run_dir", None, "is not given, and resume=auto looks for its run there", "Give the folder"
+            )
         self._config = config if isinstance(config, RunConfig) else from_node(config or {})
         self._parts = assemble(
             self._config, as_source(data), model, loss, world_size=self._ranks.size, device=self._ranks.device(),

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from distaccum.accumulator import Accumulator
 from distaccum.build import Parts, build_sinks
+from distaccum.callbacks import named
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.feeds import make_feed
@@ -78,8 +79,9 @@ def _resume(path: Path, parts: Parts, accumulator: Accumulator, feed: Feed, wand
         wandb_id = run.wandb_id
     continued, data = checkpoint.load(path, accumulator.engine, accumulator.world)
     accumulator.go_on_from(run.clocks, run.position, data)
-    for callback, state in zip(parts.callbacks, run.callbacks, strict=False):
-        callback.load_state_dict(state)
+    for name, callback in named(parts.callbacks).items():
+        if name in run.callbacks:
+            callback.load_state_dict(run.callbacks[name])
     note = f"resuming {path} at step {run.clocks.step}"
     return wandb_id, note + ("" if continued else "; another world size, so dropout draws fresh random numbers")
 

@@ -61,7 +61,8 @@ class Outcome:
 class LossSums:
     """What the losses of a window add up to on this rank, by name; nothing is read from the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._sums: dict[str, Tensor] = {}
 
     def add(self, total: Total) -> None:
@@ -71,14 +72,12 @@ class LossSums:
 
     def outcome(self, counts: Counts, step: StepResult | None) -> Outcome:
         """The outcome of an update; of a skipped one without ``step``."""
-        zero = torch.zeros_like(next(iter(self._sums.values()))) if self._sums else torch.zeros(())
-        if step is None:
-            step = StepResult(grad_norm=zero, finite=torch.ones_like(zero))
-            applied = False
-        else:
-            zero, applied = torch.zeros_like(step.grad_norm), True
+        zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
-        return Outcome(applied=applied, loss_sums=sums, counts=counts, grad_norm=step.grad_norm, finite=step.finite)
+        found = step or StepResult(grad_norm=zero, finite=torch.ones_like(zero))
+        return Outcome(
+            applied=step is not None, loss_sums=sums, counts=counts, grad_norm=found.grad_norm, finite=found.finite
+        )
 
 
 def run_window(
@@ -89,7 +88,7 @@ def run_window(
     The loss is a sum, and it is divided once: by the count of the whole window on all ranks. ``averages_over`` undoes
     the engine's own averaging. Only a rank's last micro-step, the boundary, communicates gradients.
     """
-    sums, boundary = LossSums(), len(window.micro_batches) - 1
+    sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):
         with engine.micro_step(sync=i == boundary):

@@ -101,7 +101,10 @@ class World:
             ConfigError: as :meth:`Ranks.from_environment` and :meth:`Ranks.device`.
         """
         ranks = Ranks.from_environment()
-        device = ranks.device()
+        if dist.is_initialized() and not ranks.launched and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())  # whoever opened the group has chosen it
+        else:
+            device = ranks.device()
         if not dist.is_initialized():
             opened = ExitStack()
             world = opened.enter_context(open_world(ranks, ranks.store(), device))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class RunState:
     position: Mapping[str, int]
     wandb_id: str
     config: Mapping[str, Any]
-    callbacks: Sequence[Mapping[str, Any]]
+    callbacks: Mapping[str, Mapping[str, Any]]
 
 
 def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from distaccum.batch_plan import BatchPlan, Ids, Plan
+from distaccum.data.adopt import as_source, batches_itself, is_unsplit, of_this_rank
 from distaccum.data.loader import Feed, PlannedFeed
-from distaccum.data.source import MapDataset, Source, as_source, batches_itself, is_map_style, of_this_rank
+from distaccum.data.source import MapDataset, Source, is_map_style
 from distaccum.data.stream import StreamFeed
 from distaccum.errors import ConfigError
 from distaccum.stream_plan import StreamPlan
@@ -33,16 +33,27 @@ def make_plan(
     if global_size is not None and tokens is not None:
         remedy = "State one of them: batch=tokens switches to a budget of tokens"
         raise ConfigError("batch.tokens", tokens, f"and batch.global_size={global_size} is given too", remedy)
+    if source.micro_size is not None and source.micro_size != micro_size:
+        remedy = "Give both the same number"
+        raise ConfigError("micro_size", micro_size, f"the loader's batch_size is {source.micro_size}", remedy)
     sizes = {"micro_size": micro_size, "world_size": world_size}
     if not is_map_style(source.train):
         if global_size is None:
             remedy = "Use batch.global_size for streams: a rank cannot know what the others' samples hold"
             raise ConfigError("batch.tokens", tokens, "the data is a stream", remedy)
         return StreamPlan(global_size=global_size, batched=batches_itself(source.train), **sizes)
+    seed = seed if source.shuffle else None
     if global_size is not None:
         return BatchPlan(samples=len(source.train), global_size=global_size, seed=seed, **sizes)
     assert tokens is not None
     return TokenPlan(lengths=_known(source, "batch.tokens", tokens), tokens=tokens, seed=seed, **sizes)
+
+
+def check_workers(source: Source, plan: Plan | StreamPlan, num_workers: int) -> None:
+    """Raises ConfigError where loading processes would each give the whole stream, or there are some already."""
+    if isinstance(plan, StreamPlan) and num_workers and not is_unsplit(source.train):
+        remedy = "Use 0, and a DataLoader with workers of its own as data"
+        raise ConfigError("trainer.num_workers", num_workers, "the data is a stream", remedy)
 
 
 def make_feed(
@@ -51,11 +62,12 @@ def make_feed(
     """The feed of a source's training data.
 
     Raises:
-        ConfigError: grouping by a length that is not known.
+        ConfigError: grouping by a length that is not known, or a stream that is not this rank's.
     """
     if isinstance(plan, StreamPlan):
+        check_workers(source, plan, num_workers)
         stream = of_this_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
-        if num_workers and not plan.batched:
+        if num_workers:
             stream = DataLoader(cast(Any, stream), batch_size=None, num_workers=num_workers)
         return StreamFeed(stream, plan, world, collate=source.collate)
     return PlannedFeed(
@@ -67,50 +79,35 @@ def make_feed(
 def feed_of(
     data: Any, world: World, *, global_size: int | None, tokens: int | None, micro_size: int | None, seed: int
 ) -> Feed:
-    """The feed of whatever a loop of one's own iterates over.
+    """The feed of whatever a loop of one's own iterates over: see :func:`distaccum.data.adopt.as_source`.
 
-    A ``DataLoader`` over a map-style dataset is planned: its dataset, collation and workers are used, and its order is
-    shuffled if its sampler was a shuffling one. So are a ``Source`` and a bare dataset, shuffled. Any other iterable is
-    a stream of this rank's own micro-batches.
+    Only a bare iterable is another thing here: a stream of this rank's micro-batches, not of its samples.
 
     Raises:
-        ConfigError: sizes that cannot work or are missing, a loader's batch size that is not ``micro_size``, or an
-            order that cannot be planned.
+        ConfigError: sizes that cannot work or are missing, or data that cannot be planned.
     """
     if micro_size is None:
         raise ConfigError("micro_size", None, "is not given", "State the samples that fit on a device at once")
     sizes: dict[str, Any] = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size}
     sizes["world_size"] = world.size
-    if isinstance(data, Source) or is_map_style(data):
+    if isinstance(data, Source | DataLoader) or is_map_style(data):
         source = as_source(data)
-        return make_feed(source, make_plan(source, **sizes, seed=seed), world)
-    if not isinstance(data, DataLoader) or not is_map_style(data.dataset):
-        if global_size is None:
-            raise ConfigError("global_size", None, "is not given", "State the samples of one optimizer step")
-        plan = StreamPlan(global_size=global_size, micro_size=micro_size, world_size=world.size, batched=True)
-        return StreamFeed(data, plan, world)
-    if data.batch_size is not None and data.batch_size != micro_size:
-        remedy = "Give both the same number"
-        raise ConfigError("micro_size", micro_size, f"the loader's batch_size is {data.batch_size}", remedy)
-    source = replace(as_source(data.dataset), collate=data.collate_fn)
-    plan_of_source = make_plan(source, **sizes, seed=seed if _shuffles(data) else None)
-    return make_feed(source, plan_of_source, world, num_workers=data.num_workers)
-
-
-def _shuffles(loader: DataLoader[Any]) -> bool:
-    sampler: Any = loader.sampler if isinstance(loader.batch_sampler, BatchSampler) else loader.batch_sampler
-    if isinstance(sampler, SequentialSampler):
-        return False
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return True
-    if isinstance(sampler, DistributedSampler):  # the plan does its work, and pads nothing
-        return sampler.shuffle
-    remedy = "Use shuffle=True or False, or give a stream of this rank's own batches: iter(loader)"
-    raise ConfigError("loader", type(sampler).__name__, "draws samples in an order that cannot be planned", remedy)
+        plan = make_plan(source, **sizes, seed=seed)
+        workers = data.num_workers if isinstance(data, DataLoader) and not isinstance(plan, StreamPlan) else 0
+        return make_feed(source, plan, world, num_workers=workers)
+    if global_size is None:
+        raise ConfigError("global_size", None, "is not given", "State the samples of one optimizer step")
+    stream_plan = StreamPlan(global_size=global_size, micro_size=micro_size, world_size=world.size, batched=True)
+    return StreamFeed(of_this_rank(data, world.rank, world.size), stream_plan, world)
 
 
 def _known(source: Source, key: str, value: object) -> Ids:
     if source.lengths is None:
         remedy = "Give lengths to its Source: the tokens of each training sample"
         raise ConfigError(key, value, "the data does not say how long its samples are", remedy)
-    return np.asarray(source.lengths, dtype=np.int64)
+    lengths = np.asarray(source.lengths, dtype=np.int64)
+    samples = len(cast(MapDataset, source.train))
+    if lengths.shape != (samples,):
+        problem = f"the data gives lengths of shape {lengths.shape} for {samples} samples"
+        raise ConfigError(key, value, problem, "Give one length for each training sample")
+    return lengths

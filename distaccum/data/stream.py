@@ -43,7 +43,7 @@ class StreamFeed:
         self._next = (0, 0)  # the epoch and window that the open iterator gives next
         self._skip = 0  # items that the next iteration passes over
         self._ended = [False] * world.size
-        self._resumed = False
+        self._resumed: dict[str, Any] | None = None  # a state that no window was taken from yet
 
     @property
     def position(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class StreamFeed:
             counts: dict[str, float] = {}
             samples = 0
             while (wanted := self._plan.wanted(samples)) and not all(self._ended):
-                fresh, found, more = self._round(items, wanted, tally)
+                fresh, found, more = self._round(items, wanted, tally, index)
                 micro_batches += fresh
                 samples += more
                 for name, count in found.items():
@@ -74,11 +74,13 @@ class StreamFeed:
                 )
             if tally.stopping:
                 return
-        self._items = None
+        self._items, self._taken, self._ended = None, 0, [False] * self._world.size
 
-    def _round(self, items: Iterator[Any], wanted: int, tally: Tally) -> tuple[list[MicroBatch], Counts, int]:
+    def _round(
+        self, items: Iterator[Any], wanted: int, tally: Tally, turn: int
+    ) -> tuple[list[MicroBatch], Counts, int]:
         """Fetches this rank's part of what is wanted; returns it with all ranks' counts and number of samples."""
-        quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank)
+        quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank, turn=turn)
         taken = list(islice(items, quota))
         self._taken += len(taken)
         if self._plan.batched:
@@ -107,14 +109,16 @@ class StreamFeed:
             self._items = iter(self._stream)
             for _ in islice(self._items, self._skip):
                 pass
-            if not self._resumed:
+            if self._resumed is None:
                 self._taken, self._ended = 0, [False] * self._world.size
-            self._skip, self._resumed = 0, False
+            self._skip, self._resumed = 0, None
         return self._items
 
     def state(self) -> dict[str, Any]:
         """How far the epoch is taken, which ranks' streams have ended, and the stream's own state if it has one."""
-        owner = _with_state(self._stream)
+        if self._resumed is not None:  # and not gone on yet
+            return self._resumed
+        owner = _with_state(self._stream) if self._items is not None else None  # between epochs there is none
         own = None if owner is None else owner.state_dict()
         return {"taken": self._taken, "ended": list(self._ended), "stream": own}
 
@@ -126,7 +130,7 @@ class StreamFeed:
         else:
             self._skip = int(state["taken"])
         self._taken, self._ended = int(state["taken"]), list(state["ended"])
-        self._items, self._resumed = None, True
+        self._items, self._resumed = None, state
 
 
 def batch_size(batch: Any) -> int:

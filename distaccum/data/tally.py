@@ -40,8 +40,9 @@ class Tally:
             MisuseError: a batch counts under a name that no batch of the first window had.
         """
         if self._names is None:  # a rank with nothing cannot know the names: asked once a run
-            self._names = self._world.union([name for micro in micro_batches for name in micro.counts])
-        own = dict.fromkeys(self._names, 0.0)
+            names = self._world.union([name for micro in micro_batches for name in micro.counts])
+            self._names = names or None  # nobody had anything: asked again
+        own = dict.fromkeys(self._names or (), 0.0)
         for micro in micro_batches:
             for name, count in micro.counts.items():
                 if name not in own:
@@ -51,4 +52,4 @@ class Tally:
                 own[name] += count
         stops, *sums = self._world.sum_numbers([self._wants_stop(), *own.values(), *more])
         self.stopping = self.stopping or stops > 0
-        return dict(zip(self._names, sums, strict=False)), sums[len(own) :]
+        return dict(zip(own, sums, strict=False)), sums[len(own) :]

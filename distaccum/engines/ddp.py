@@ -64,7 +64,7 @@ class DDPEngine:
             find_unused_parameters=find_unused_parameters,
         )
         self.sync_buffers()
-        self._guard = StepGuard(optimizer)
+        self._guard = StepGuard.of(optimizer, (model, self._body, self._ddp))
         self._use = _Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
@@ -115,6 +115,8 @@ class DDPEngine:
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets."""
         zero_in_place(self._parameters)
+        if self._use is not None:
+            self._use.reset()
 
     def state(self) -> EngineState:
         """The model's and the optimizer's state by parameter name; the same on every rank."""

@@ -1,10 +1,14 @@
-"""Keeps everyone but the engine from stepping an optimizer."""
+"""Keeps everyone but their owners from stepping optimizers and schedulers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NoReturn
 
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.errors import MisuseError
 
@@ -13,6 +17,7 @@ class StepGuard:
     """Within the ``with`` block the optimizer steps; anywhere else ``step`` and ``zero_grad`` raise MisuseError.
 
     A step in between would use a part of a gradient, and a ``zero_grad`` lose one: silently, and on one rank alone.
+    The same holds for the ``zero_grad`` of the modules.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -20,6 +25,17 @@ class StepGuard:
         self._zero_grad = optimizer.zero_grad
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.zero_grad = self._guarded_zero_grad  # type: ignore[method-assign]  # there is no hook for it
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, modules: Iterable[nn.Module]) -> StepGuard:
+        """The one guard of an optimizer, which may come under a second engine after the first."""
+        guard = getattr(optimizer, "_distaccum_guard", None)
+        if not isinstance(guard, cls):
+            guard = cls(optimizer)
+            optimizer._distaccum_guard = guard  # type: ignore[attr-defined]
+        for module in modules:
+            module.zero_grad = partial(_refuse, "model.zero_grad")  # type: ignore[method-assign]
+        return guard
 
     def __enter__(self) -> None:
         self._open = True
@@ -29,14 +45,44 @@ class StepGuard:
 
     def _before_step(self, *_: Any) -> None:
         if not self._open:
-            self._refuse("step")
+            _refuse("optimizer.step")
 
     def _guarded_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not self._open:
-            self._refuse("zero_grad")
+            _refuse("optimizer.zero_grad")
         self._zero_grad(*args, **kwargs)
 
-    def _refuse(self, method: str) -> NoReturn:
-        raise MisuseError(
-            f"optimizer.{method}() was called by hand: delete the line, as the window's end steps and zeroes by itself"
-        )
+
+def _refuse(method: str, **_: object) -> NoReturn:
+    remedy = "delete the line, as the window's end steps and zeroes by itself"
+    raise MisuseError(f"{method}() was called by hand: {remedy}")
+
+
+class OwnedScheduler:
+    """A torch scheduler that only its owner steps: by hand, ``step`` raises MisuseError.
+
+    Its state includes the optimizer's groups, whose rates torch's chainable schedulers go on from and do not save.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler, self._step = scheduler, scheduler.step
+        scheduler.step = self._refuse  # type: ignore[assignment,method-assign]  # there is no hook for it
+
+    def step(self) -> None:
+        """After an applied update."""
+        self._step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and the settings of the optimizer's groups."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._scheduler.optimizer.param_groups]
+        state = {name: value for name, value in self._scheduler.state_dict().items() if name != "step"}
+        return {"scheduler": state, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up :meth:`state_dict`."""
+        for group, saved in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        self._scheduler.load_state_dict(state["scheduler"])
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise MisuseError("scheduler.step() was called by hand: delete the line, as applied updates step it")

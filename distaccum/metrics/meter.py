@@ -52,6 +52,7 @@ class Meter:
         small = torch.stack([outcome.grad_norm.to(sums.dtype), self._finite.to(sums.dtype)])
         *totals, grad_norm, finite = torch.cat([sums, small]).tolist()
         elapsed, before = perf_counter() - self._began, self._from
+        windows = max(1, clocks.window - before.window)  # 0 where a checkpoint came between the update and its record
         self._raise_unless(finite)
         losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}
         record = {
@@ -69,8 +70,8 @@ class Meter:
             "tokens": int(clocks.tokens) if float(clocks.tokens).is_integer() else clocks.tokens,
             "samples_per_s": (clocks.samples - before.samples) / elapsed,
             "tokens_per_s": (clocks.tokens - before.tokens) / elapsed,
-            "step_time_s": elapsed / (clocks.window - before.window),
-            "data_wait_s": self._waited / (clocks.window - before.window),
+            "step_time_s": elapsed / windows,
+            "data_wait_s": self._waited / windows,
             "memory_bytes": _peak_memory(self._world.device),
         }
         self.restart(clocks)

@@ -41,6 +41,6 @@ for window in acc.windows(loader):
     if step == 20:
         break
 
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
 if acc.world.is_main:
     print("weights", hashlib.sha256(weights).hexdigest())

@@ -28,7 +28,7 @@ engine = da.wrap(model, optimizer, world)
 for step, window in enumerate(windows(0), start=1):
     for i, micro in enumerate(window.micro_batches):
         with engine.micro_step(sync=i == len(window.micro_batches) - 1):
-            inputs, labels = micro.batch
+            inputs, labels = da.to_device(micro.batch, world.device)
             total, _ = da.cross_entropy(engine.model(inputs), labels)
             engine.backward(da.weigh(total, window.counts, averages_over=engine.averages_over))
     result = da.finish_step(engine, window, clip_norm=1.0)
@@ -37,6 +37,6 @@ for step, window in enumerate(windows(0), start=1):
     if step == 20:
         break
 
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
 if world.is_main:
     print("weights", hashlib.sha256(weights).hexdigest())

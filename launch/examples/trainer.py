@@ -34,6 +34,6 @@ trainer = Trainer(
 )
 trainer.fit()
 
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
 if trainer.is_main:
     print("weights", hashlib.sha256(weights).hexdigest())

@@ -98,7 +98,7 @@ def test_libraries_stay_in_their_rooms() -> None:
     assert _users_of("hydra") == {"build.py", "compose_errors.py", "train.py"}
     assert _users_of("wandb") == {"metrics/wandb_sink.py"}
     assert _users_of("safetensors") == {"checkpoint/state.py"}
-    assert _users_of("datasets") == {"data/source.py"}
+    assert _users_of("datasets") == {"data/adopt.py"}
     assert _users_of("pytest") == {"testing/fixtures.py"}
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from distaccum.batch_plan import BatchPlan
+from distaccum.data.adopt import as_source
 from distaccum.data.digits import digits
 from distaccum.data.loader import PlannedFeed
-from distaccum.data.source import as_source
 from distaccum.data.tally import Tally
 from distaccum.data.text import docs, text
 from distaccum.data.tokens import tokens
