@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum import Accumulator
+from distaccum.config import EngineConfig
 from distaccum.errors import BatchStatisticsWarning, CheckpointError, ConfigError, DataError, MisuseError
 from distaccum.prefetch import on_device
 from distaccum.world import World
@@ -283,9 +293,27 @@ def _names_differ(acc: Accumulator, optimizer: Any) -> None:
                 acc.backward({"language": _loss(acc.model, micro.batch)})
 
 
+def _zeroes_the_model(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            acc.model.zero_grad()
+
+
+def _zeroes_the_bare_model(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            acc.engine.bare_model.zero_grad(set_to_none=False)
+
+
 MISUSE: list[tuple[Callable[[Accumulator, Any], None], str]] = [
     (_steps_by_hand, r"optimizer\.step\(\) was called by hand: delete the line"),
     (_zeroes_by_hand, r"optimizer\.zero_grad\(\) was called by hand: delete the line"),
+    (_zeroes_the_model, r"model\.zero_grad\(\) was called by hand: delete the line"),
+    (_zeroes_the_bare_model, r"model\.zero_grad\(\) was called by hand: delete the line"),
     (_backward_outside, r"backward\(\) outside a window"),
     (_backward_after_the_window, r"backward\(\) outside a window"),
     (_backward_twice, r"backward\(\) in accumulate\(\), after its backward\(\)"),
@@ -326,8 +354,6 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
     acc, _ = _make(gloo_world)
     with pytest.raises(ConfigError, match="micro_size=2: the loader's batch_size is 3"):
         _epoch(acc, DataLoader(DATA, batch_size=3))
-    with pytest.raises(ConfigError, match="loader=WeightedRandomSampler: draws samples in an order that cannot"):
-        _epoch(acc, DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)))
     with pytest.raises(ConfigError, match="prefetch=1: must be at least 2"):
         _make(gloo_world, prefetch=1)
     with pytest.raises(ConfigError, match="no such choice"):
@@ -364,3 +390,153 @@ def test_at_most_so_many_batches_are_on_the_device(limit: int) -> None:
     for _ in on_device(load(), torch.device("cpu"), limit):
         pass
     assert most == limit
+
+
+LOADERS: list[tuple[Callable[[], DataLoader[Any]], str]] = [
+    (lambda: DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler"),
+    (lambda: DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler([0, 1]), 2, False)), "SubsetRandom"),
+    (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), "loader=list: makes batches of its own"),
+    (lambda: DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=4)), "draws 4 of 10 samples"),
+    (lambda: DataLoader(DATA, batch_size=2, sampler=SequentialSampler([0, 1])), "draws 2 of 10 samples"),
+    (lambda: DataLoader(DATA, batch_size=2, drop_last=True), "drop_last=True: leaves samples out"),
+    (lambda: DataLoader(DATA, batch_size=None), "loader=NoneType: makes batches of its own"),
+]
+
+
+@pytest.mark.parametrize(("loader", "message"), LOADERS, ids=[message for _, message in LOADERS])
+def test_a_loader_whose_order_cannot_be_planned_is_refused(
+    gloo_world: World, loader: Callable[[], DataLoader[Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _epoch(_make(gloo_world)[0], loader())
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_a_loader_with_a_plain_batch_sampler_keeps_its_order(gloo_world: World, shuffled: bool) -> None:
+    sampler: Any = RandomSampler(DATA) if shuffled else SequentialSampler(DATA)
+    acc, seen = _make(gloo_world)[0], []
+    for batch in acc.batches(DataLoader(DATA, batch_sampler=BatchSampler(sampler, 2, False))):
+        seen += batch[:, 0].tolist()
+        with acc.accumulate():
+            acc.backward(_loss(acc.model, batch))
+    assert sorted(seen) == list(range(10))
+    assert (seen == list(range(10))) is not shuffled
+
+
+def _with_scheduler(world: World) -> tuple[Accumulator, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # goes on from the group's own rate
+    acc = Accumulator(model, optimizer, global_size=4, micro_size=2, count=_count, scheduler=scheduler, world=world)
+    return acc, scheduler
+
+
+def test_a_resumed_scheduler_goes_on_from_its_rate(gloo_world: World) -> None:
+    first, _ = _with_scheduler(gloo_world)
+    _epoch(first, DATA, windows=2)
+    second, scheduler = _with_scheduler(gloo_world)
+    second.load_state_dict(first.state_dict())
+    _epoch(second, DATA, windows=1)
+    assert scheduler.get_last_lr() == [0.125]
+    with pytest.raises(MisuseError, match=r"scheduler\.step\(\) was called by hand"):
+        scheduler.step()
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(DATA)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+def test_a_streams_state_goes_on_from_anywhere(gloo_world: World, loader: Any, windows: int) -> None:
+    def batches(acc: Accumulator, data: Any, number: int) -> list[list[float]]:
+        """The next windows' samples, over the ends of epochs."""
+        found: list[list[float]] = []
+        while len(found) < number:
+            for window in acc.windows(data):
+                found.append([])
+                for micro in window:
+                    found[-1] += micro.batch[:, 0].tolist()
+                    with acc.accumulate():
+                        acc.backward(_loss(acc.model, micro.batch))
+                if len(found) == number and acc.clocks.step % 3:  # else on to the end of the epoch
+                    break
+        return found
+
+    whole = batches(_make(gloo_world)[0], loader(Numbers(), batch_size=2), 7)
+    assert whole == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2 + [[0, 1, 2, 3]]
+    first = _make(gloo_world)[0]
+    assert batches(first, loader(Numbers(), batch_size=2), windows) == whole[:windows]
+    second, third = _make(gloo_world)[0], _make(gloo_world)[0]
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())  # taken up, and not gone on from
+    assert batches(third, loader(Numbers(), batch_size=2), 7 - windows) == whole[windows:]
+
+
+def test_late_counts_are_added_in_full_precision(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world, count=None, global_size=2, micro_size=1)
+    for window in acc.windows(DATA[:2]):
+        for micro, count in zip(window, (2**24, 1), strict=True):
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch), torch.tensor(count))
+    assert acc.clocks.tokens == 2**24 + 1
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(x) if bool(x[0, 0] < 4) else self.first(x)
+        return found
+
+
+def test_what_only_a_skipped_window_used_is_left_alone(gloo_world: World) -> None:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    engine = EngineConfig(find_unused_parameters=True)
+    acc = Accumulator(model, optimizer, global_size=4, micro_size=2, engine=engine, world=gloo_world)
+    before = model.second.weight.detach().clone()
+    for batch in acc.batches(DataLoader(DATA, batch_size=2)):
+        with acc.accumulate():
+            acc.backward(_loss(acc.model, batch), int((batch[:, 0] >= 4).sum()))
+    assert (acc.clocks.step, acc.clocks.skipped) == (2, 1)
+    assert torch.equal(model.second.weight, before)
+
+
+def test_an_abandoned_window_leaves_no_gradient(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    for batch in acc.batches(DATA):
+        with acc.accumulate():
+            acc.backward(_loss(acc.model, batch))
+        break  # in the middle of the window, as an error would leave it
+    with pytest.raises(MisuseError, match="windows\\(\\) between two micro-batches"):
+        _epoch(acc, DATA)
+    acc.abandon()
+    fresh, _ = _make(gloo_world)
+    for one in (acc, fresh):
+        _epoch(one, DATA, windows=1)
+    assert all(map(torch.equal, _weights(acc), _weights(fresh)))
+
+
+def test_a_stop_ends_with_the_state_that_is_taken_up(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    state = acc.state_dict()
+    acc.stop()
+    _epoch(acc, DATA)
+    assert acc.clocks.step == 1
+    _epoch(acc, DATA)
+    assert acc.clocks.step == 1
+    acc.load_state_dict(state)
+    _epoch(acc, DATA)
+    assert acc.clocks.step == 3
+
+
+def test_frozen_batch_normalisation_is_not_warned_of(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Accumulator(model, optimizer, global_size=4, micro_size=2, world=gloo_world)  # warnings are errors here

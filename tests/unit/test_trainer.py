@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from distaccum import Source, Trainer
 from distaccum.callbacks import Callback, EarlyStop, Run
+from distaccum.data.adopt import of_this_rank
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.loss import CrossEntropy
 from distaccum.window import Outcome
@@ -186,3 +189,81 @@ def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="holds out 23 samples for 30 ranks: a metric needs one on every rank"):
         Trainer(_model(), CrossEntropy(), SOURCE, _config(), metrics={"f1": MulticlassF1Score(num_classes=3)})
+
+
+def test_a_loader_over_a_dataset_is_planned_like_the_dataset(gloo_world: World, tmp_path: Path) -> None:
+    weights = []
+    for name, data in (("dataset", SOURCE.train), ("loader", DataLoader(SOURCE.train, batch_size=3, shuffle=True))):  # type: ignore[arg-type]
+        model = _model()
+        Trainer(model, CrossEntropy(), data, _config(), run_dir=tmp_path / name).fit()
+        weights.append(list(model.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
+def test_the_last_update_is_logged_also_where_a_checkpoint_came_first(gloo_world: World, tmp_path: Path) -> None:
+    config = _config(max_steps=5, eval_every=0, log_every=10) | {"checkpoint": {"every": 5}}
+    Trainer(_model(), CrossEntropy(), SOURCE, config, run_dir=tmp_path).fit()
+    (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert record["step"] == 5
+
+
+def test_what_is_frozen_stays_frozen(gloo_world: World, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
+    mean = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    Trainer(model, CrossEntropy(), SOURCE, _config(), run_dir=tmp_path).fit()
+    assert model.training
+    assert not model[1].training
+    assert torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type]
+    pretrained = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()
+    Trainer(pretrained, CrossEntropy(), SOURCE, _config(), run_dir=tmp_path / "pretrained").fit()
+    assert pretrained[1].training  # as a whole it came for evaluation
+
+
+class ScoresOnly(Bare):
+    def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": torch.zeros(()), "accuracy": torch.ones(())}
+
+
+def test_scores_that_nothing_counts_are_refused(gloo_world: World, tmp_path: Path) -> None:
+    with pytest.raises(
+        MisuseError, match=r"scores\(\) gives \['accuracy', 'loss'\], and count\(\) \['first', 'second'\]"
+    ):
+        Trainer(_model(), ScoresOnly(), SOURCE, _config(), run_dir=tmp_path).fit()
+
+
+def test_callbacks_are_resumed_by_name(gloo_world: World, tmp_path: Path) -> None:
+    config = _config(max_steps=4) | {"resume": "auto"}
+    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=[Heard()], run_dir=tmp_path).fit()
+    config = _config(max_steps=8) | {"resume": "auto"}
+    stop, other = EarlyStop(patience=50), EarlyStop(patience=50, min_delta=9.0)
+    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=[stop, other, Heard()], run_dir=tmp_path).fit()
+    assert other.state_dict()["waited"] == 1  # of the two evaluations, the first was the best so far
+    swapped = [EarlyStop(patience=50), Heard(), EarlyStop(patience=50, min_delta=9.0)]
+    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=swapped, run_dir=tmp_path).fit()
+    assert swapped[0].state_dict()["best"] == stop.state_dict()["best"]
+
+
+def test_an_optimizer_may_be_trained_on_with(gloo_world: World, tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name in ("one", "two"):
+        Trainer(model, CrossEntropy(), SOURCE, _config(), optimizer=optimizer, run_dir=tmp_path / name).fit()
+
+
+def test_streams_that_would_be_used_wrongly_are_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    with pytest.raises(ConfigError, match=r"trainer\.num_workers=2: the data is a stream"):
+        Trainer(_model(), CrossEntropy(), Stream(), _config(num_workers=2))
+    loader = DataLoader(Stream(), batch_size=2)
+    with pytest.raises(ConfigError, match="micro_size=3: the loader's batch_size is 2"):
+        Trainer(_model(), CrossEntropy(), loader, _config())
+    with pytest.raises(ConfigError, match=r"batch\.global_size=8: no multiple of micro_size=3, .* Use 6"):
+        Trainer(_model(), CrossEntropy(), DataLoader(Stream(), batch_size=3), _config())
+    with pytest.raises(ConfigError, match="run_dir: is not given, and resume=auto"):
+        Trainer(_model(), CrossEntropy(), SOURCE, {"resume": "auto"})
+    theirs = datasets.Dataset.from_list([{"x": 1}]).to_iterable_dataset()
+    with pytest.raises(ConfigError, match=r"not split over the 2 ranks.*split_dataset_by_node"):
+        of_this_rank(DataLoader(theirs, batch_size=1), 0, 2)  # type: ignore[arg-type]
