@@ -81,7 +81,7 @@ class Accumulator:
             raise ConfigError("prefetch", prefetch, f"must be at least {FEWEST}", remedy)
         if micro_size is not None:
             check_sizes(global_size, micro_size)
-        settings = EngineConfig(name=engine) if isinstance(engine, str) else engine
+        settings = EngineConfig.of(engine)
         self._policy = POLICIES[PrecisionConfig(name=precision).name]
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_size != micro_size):

@@ -85,6 +85,11 @@ class EngineConfig:
         _require_choice("engine", self.name, ENGINES)
         _require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
 
+    @classmethod
+    def of(cls, engine: str | EngineConfig) -> EngineConfig:
+        """The settings of an engine that is given by name, or as they are."""
+        return cls(name=engine) if isinstance(engine, str) else engine
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:

@@ -52,7 +52,7 @@ def wrap(model: nn.Module, optimizer: Optimizer, world: World, *, engine: str | 
     Raises:
         ConfigError: no such engine, or an optimizer over other parameters than the model's.
     """
-    return build.wrap(model, optimizer, world, EngineConfig(name=engine) if isinstance(engine, str) else engine)
+    return build.wrap(model, optimizer, world, EngineConfig.of(engine))
 
 
 def plan_windows(
