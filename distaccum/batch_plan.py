@@ -160,7 +160,7 @@ class BatchPlan:
         """The plan in words, a line a thought."""
         tail = len(self.window(self.windows_per_epoch - 1))
         update = f"global batch {self.global_size} samples = {describe_steps(self, self.accumulation_steps)}"
-        return [update, f"an epoch is {self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
+        return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
 
 
 def share_of(window: range, rank: int, world_size: int) -> range:

@@ -73,4 +73,4 @@ class StreamPlan:
         """The plan in words, a line a thought."""
         steps = self.as_dict()["accumulation_steps"]
         update = f"global batch {self.global_size} samples = {describe_steps(self, steps)}"
-        return [update, "an epoch is what the ranks' streams hold"]
+        return [update, "what the ranks' streams hold"]

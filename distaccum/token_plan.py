@@ -96,7 +96,7 @@ class TokenPlan:
         """The plan in words, a line a thought."""
         plan = self.as_dict()
         update = f"global batch {self.tokens:,} tokens = up to {describe_steps(self, plan['accumulation_steps'])}"
-        return [update, f"an epoch is {self.samples:,} samples in {plan['windows_per_epoch']} windows (the first one)"]
+        return [update, f"{self.samples:,} samples in {plan['windows_per_epoch']} windows (the first one)"]
 
 
 @dataclass(frozen=True, kw_only=True)
