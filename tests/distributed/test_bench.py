@@ -27,3 +27,16 @@ def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int)
     assert figures["accumulate()"]["Python calls"] <= 1.25 * hand["Python calls"]
     memory = "peak gradient memory / parameters"
     assert ours[memory] <= 0.65 * hand[memory]
+
+
+def test_gradients_beside_other_frameworks(tmp_path: Path) -> None:
+    finished = succeed(
+        "exactness=true", f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=2
+    )  # fmt: skip
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    for window in ("full window", "ragged window"):
+        assert figures["distaccum"][window] <= 1e-6
+        assert figures["DDP, hand-written"][window] > 0.1
+    for name, row in figures.items():
+        assert name in finished.stdout
+        assert (row["version"] is None) == ("full window" not in row)
