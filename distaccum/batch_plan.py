@@ -118,7 +118,7 @@ class BatchPlan:
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
         """The samples at these positions of an epoch's order."""
-        return positions if self.seed is None else Shuffle(self.samples, seed=self.seed, epoch=epoch)(positions)
+        return ids_in_order(self.samples, self.seed, epoch, positions)
 
     def window(self, k: int) -> range:
         """Positions of window ``k`` in the epoch's order, over all ranks."""
@@ -161,6 +161,11 @@ class BatchPlan:
         tail = len(self.window(self.windows_per_epoch - 1))
         update = f"global batch {self.global_size} samples = {describe_steps(self, self.accumulation_steps)}"
         return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
+
+
+def ids_in_order(samples: int, seed: int | None, epoch: int, positions: Ids) -> Ids:
+    """The samples at these positions of an epoch's order; without a seed, of the dataset's own."""
+    return positions if seed is None else Shuffle(samples, seed=seed, epoch=epoch)(positions)
 
 
 def share_of(window: range, rank: int, world_size: int) -> range:

@@ -35,7 +35,7 @@ class Scorer(Protocol):
     """A loss that can report more than itself in an evaluation."""
 
     def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """0-dim sums over the batch's count, by name; ``loss`` is one of them."""
+        """0-dim sums over the batch's count, by name; the loss, or each of several, is one of them."""
 
 
 def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
@@ -51,18 +51,18 @@ class Predictor(Protocol):
         """``(predictions, targets)`` of what the batch counts, as the metrics take them."""
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, int]:
-    """The summed cross entropy in nats (0-dim fp32), and how many labels it sums over; reads a device's labels back.
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy in nats (0-dim fp32), and how many labels it sums over (0-dim int64, where they lie).
 
     Args:
         logits: ``(*labels.shape, classes)``.
         labels: int64; those of value ``ignore_index`` neither contribute nor count.
     """
-    return _cross_entropy_sum(logits, labels, ignore_index), count_labels(labels, ignore_index=ignore_index)
+    return _cross_entropy_sum(logits, labels, ignore_index), (labels != ignore_index).sum()
 
 
 def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
-    """How many labels are not ignored."""
+    """How many labels are not ignored; on the host, so that labels on a device are read back."""
     return int(np.count_nonzero(labels.cpu().numpy() != ignore_index))
 
 

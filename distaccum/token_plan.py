@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from distaccum.batch_plan import Epoch, Ids, check_samples, check_sizes, describe_steps, micro_batches_of, seed_number
+from distaccum.batch_plan import (
+    Epoch,
+    Ids,
+    check_samples,
+    check_sizes,
+    describe_steps,
+    ids_in_order,
+    micro_batches_of,
+    seed_number,
+)
 from distaccum.errors import ConfigError
-from distaccum.shuffle import Shuffle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,7 @@ class TokenPlan:
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
         """The samples at these positions of an epoch's order."""
-        return positions if self.seed is None else Shuffle(self.samples, seed=self.seed, epoch=epoch)(positions)
+        return ids_in_order(self.samples, self.seed, epoch, positions)
 
     @property
     def position(self) -> dict[str, int]:

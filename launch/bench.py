@@ -98,7 +98,7 @@ def with_accumulate(parts: Parts, world: World) -> Step:
                 flat = logits.flatten(0, -2).float()
                 accumulator.backward(nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum"))
         if accumulator.clocks.step % log_every == 0:
-            _ = (accumulator.mean_loss(), accumulator.last.grad_norm.item())
+            _ = (accumulator.mean_loss(), accumulator.last.grad_norm.item())  # host reads: what such a loop logs
 
     return window
 

@@ -32,7 +32,7 @@ for step, window in enumerate(windows(0), start=1):
             total, _ = da.cross_entropy(engine.model(inputs), labels)
             engine.backward(da.weigh(total, window.counts, averages_over=engine.averages_over))
     result = da.finish_step(engine, window, clip_norm=1.0)
-    if world.is_main and step % 5 == 0:
+    if world.is_main and step % 5 == 0:  # the norm is read from the device: not in every step
         print(f"step {step}: {window.counts['loss']:.0f} tokens, gradient norm {result.grad_norm.item():.3f}")
     if step == 20:
         break

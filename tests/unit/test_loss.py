@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from distaccum.loss import CrossEntropy, scores
+from distaccum.loss import CrossEntropy, cross_entropy, scores
+from distaccum.testing.counters import Operations
 
 
 def test_it_sums_in_fp32_over_what_it_counts() -> None:
@@ -40,3 +42,13 @@ def test_a_loss_without_scores_reports_itself() -> None:
             return model(batch).sum()
 
     assert scores(Plain(), nn.Identity(), torch.ones(3)) == {"loss": torch.tensor(3.0)}
+
+
+def test_cross_entropy_counts_where_the_labels_lie() -> None:
+    logits, labels = torch.randn(3, 4, 5), torch.tensor([[0, 1, -100, 2]] * 3)
+    with Operations() as operations:
+        total, count = cross_entropy(logits, labels)
+    assert operations.counts["device reads"] == 0
+    assert count.item() == 9
+    expected = nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert total.item() == pytest.approx(9 * expected.item(), rel=1e-6)
