@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from distaccum.batch_plan import check_sizes
 from distaccum.batch_statistics import warn_of_batch_statistics
 from distaccum.clocks import Clocks
-from distaccum.config import EngineConfig, PrecisionConfig
+from distaccum.config import EngineConfig
 from distaccum.data.feeds import feed_of
 from distaccum.data.loader import Feed
 from distaccum.data.tally import Tally
@@ -27,6 +27,7 @@ from distaccum.loss import Loss, from_mean
 from distaccum.normaliser import SINGLE, Count, Counts, Total
 from distaccum.open_window import OpenWindow, Phase, refuse
 from distaccum.precision.policy import POLICIES
+from distaccum.precision_config import PrecisionConfig
 from distaccum.prefetch import FEWEST
 from distaccum.schedule import Schedule
 from distaccum.window import LossSums, Outcome
@@ -82,7 +83,7 @@ class Accumulator:
         if micro_size is not None:
             check_sizes(global_size, micro_size)
         settings = EngineConfig.of(engine)
-        self._policy = POLICIES[PrecisionConfig(name=precision).name]
+        self._policy = POLICIES[PrecisionConfig.of(precision).name]
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
             warn_of_batch_statistics(model)

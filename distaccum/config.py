@@ -6,7 +6,6 @@ a ``_target_``; everything else is typed here and checked in ``__post_init__``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -15,11 +14,13 @@ from typing import Any, Optional, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
+from distaccum.checks import require, require_choice, require_count, require_positive
 from distaccum.errors import ConfigError, near_misses
+from distaccum.precision_config import PrecisionConfig
 
 Node = dict[str, Any]
 ENGINES = ("ddp",)
-PRECISIONS = ("fp32", "bf16")
+NONFINITE = ("stop", "skip")
 WANDB_MODES = ("offline", "online", "disabled")
 
 
@@ -29,27 +30,8 @@ def conf_dir() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parent.parent / "conf"
 
 
-def _require(holds: bool, key: str, value: object, problem: str, remedy: str) -> None:
-    if not holds:
-        raise ConfigError(key, value, problem, remedy)
-
-
-def _require_count(key: str, value: int | None, *, least: int = 0, off: str = "") -> None:
-    remedy = f"Use a whole number from {least}{f', or {off}' if off else ''}"
-    _require(value is None or value >= least, key, value, f"must be at least {least}", remedy)
-
-
-def _require_positive(key: str, value: float | None) -> None:
-    good = value is None or (math.isfinite(value) and value > 0)
-    _require(good, key, value, "must be a positive finite number", "Use a value such as 1e-3")
-
-
-def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, key, value, "no such choice", f"Use one of {', '.join(choices)}")
-
-
 def _adamw() -> Node:
-    return {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True}
+    return {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
 def _cosine() -> Node:
@@ -82,8 +64,8 @@ class EngineConfig:
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
-        _require_choice("engine", self.name, ENGINES)
-        _require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
+        require_choice("engine", self.name, ENGINES)
+        require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
 
     @classmethod
     def of(cls, engine: str | EngineConfig) -> EngineConfig:
@@ -92,33 +74,35 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """The precision policy's name: what the forward computes in. Parameters and gradients stay fp32."""
-
-    name: str = "fp32"
-
-    def __post_init__(self) -> None:
-        _require_choice("precision", self.name, PRECISIONS)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """``lr`` (the schedule's peak), ``clip_norm`` (largest global gradient norm; null: no clipping), the optimizer."""
+    """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
+
+    ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
+    """
 
     lr: float = 3e-3
     clip_norm: Optional[float] = 1.0  # noqa: UP045
+    clip_value: Optional[float] = None  # noqa: UP045
+    fused: Any = "auto"
     optimizer: Node = field(default_factory=_adamw)
 
     def __post_init__(self) -> None:
-        _require_positive("optim.lr", self.lr)
-        _require_positive("optim.clip_norm", self.clip_norm)
+        require_positive("optim.lr", self.lr)
+        require_positive("optim.clip_norm", self.clip_norm)
+        require_positive("optim.clip_value", self.clip_value)
+        both = self.clip_norm is not None and self.clip_value is not None
+        remedy = "Set one of them to null"
+        require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
+        require_choice("optim.fused", self.fused, ("auto", True, False))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends.
 
-    ``prefetch``: micro-batches on the device at once, the one being computed included.
+    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: whether a NaN or
+    infinite gradient stops the run, or its window is skipped. (In fp16 the loss scale backs off first.) ``max_skips``
+    in a row, with nowhere left for a loss scale to go, stop it in any case.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -127,16 +111,20 @@ class TrainerConfig:
     eval_every: int = 50
     num_workers: int = 0
     prefetch: int = 2
+    nonfinite: str = "stop"
+    max_skips: int = 10
 
     def __post_init__(self) -> None:
-        _require_count("trainer.max_steps", self.max_steps, least=1)
-        _require_count("trainer.max_epochs", self.max_epochs, least=1)
-        _require_count("trainer.log_every", self.log_every, least=1)
-        _require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
-        _require_count("trainer.num_workers", self.num_workers)
-        _require_count("trainer.prefetch", self.prefetch, least=2)
+        require_count("trainer.max_steps", self.max_steps, least=1)
+        require_count("trainer.max_epochs", self.max_epochs, least=1)
+        require_count("trainer.log_every", self.log_every, least=1)
+        require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        require_count("trainer.num_workers", self.num_workers)
+        require_count("trainer.prefetch", self.prefetch, least=2)
+        require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
+        require_count("trainer.max_skips", self.max_skips, least=1)
         unbounded = self.max_steps is None and self.max_epochs is None
-        _require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
+        require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +135,8 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        _require_count("checkpoint.every", self.every, off="0 to save none")
-        _require_count("checkpoint.keep", self.keep, off="0 to keep all")
+        require_count("checkpoint.every", self.every, off="0 to save none")
+        require_count("checkpoint.keep", self.keep, off="0 to keep all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +149,7 @@ class WandbConfig:
     tags: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
+        require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +180,10 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()
-            _require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
+            require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
 
 
 def _writable(node: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,9 @@ class Window:
     counts: Counts  # over all ranks: what the losses average over; empty where not known beforehand
     micro_batches: Sequence[MicroBatch]  # on the host
     data_wait_s: float
+    ids: Callable[[], Iterable[Sequence[int]]] = tuple
+    """Which samples each micro-batch holds, looked up where somebody asks: their numbers in the dataset, or in this
+    rank's stream of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

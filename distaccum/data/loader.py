@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol, cast, runtime_checkable
@@ -94,6 +95,7 @@ class PlannedFeed:
                 counts=counts,
                 micro_batches=micro_batches,
                 data_wait_s=waited,
+                ids=partial(self._ids.of_window, cut, epoch, k),
             )
             if tally.stopping:
                 return
@@ -119,18 +121,24 @@ class MicroBatchIds:
     def __iter__(self) -> Iterator[list[int]]:
         cut = self._plan.epoch(self._epoch)
         for k in range(self._start, cut.windows_per_epoch):
-            for positions in self._arranged(cut, k) if self._group_by is not None else cut.micro_batches(k, self._rank):
-                if len(positions):
-                    yield self._plan.ids(self._epoch, np.asarray(positions, dtype=np.int64)).tolist()
+            yield from self.of_window(cut, self._epoch, k)
 
-    def _arranged(self, cut: Epoch, k: int) -> list[Ids]:
+    def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
+        """Those of the window ``k`` of the epoch that ``cut`` slices."""
+        for positions in (
+            self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
+        ):
+            if len(positions):
+                yield self._plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+
+    def _arranged(self, cut: Epoch, epoch: int, k: int) -> list[Ids]:
         """This rank's positions with the window sorted by length, and dealt out micro-step by micro-step.
 
         Every rank so takes a piece of every length: they finish together.
         """
         assert self._group_by is not None
         positions = np.asarray(cut.window(k), dtype=np.int64)
-        lengths = self._group_by[self._plan.ids(self._epoch, positions)]
+        lengths = self._group_by[self._plan.ids(epoch, positions)]
         positions = positions[np.argsort(-lengths, kind="stable")]
         ranks = range(self._plan.world_size)
         sizes = np.array([[len(part) for part in cut.micro_batches(k, rank)] for rank in ranks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -57,11 +58,13 @@ class StreamFeed:
         while not all(self._ended):
             began = perf_counter()
             micro_batches: list[MicroBatch] = []
+            ids: list[range] = []
             counts: dict[str, float] = {}
             samples = 0
             while (wanted := self._plan.wanted(samples)) and not all(self._ended):
-                fresh, found, more = self._round(items, wanted, tally, index)
+                fresh, spans, found, more = self._round(items, wanted, tally, index)
                 micro_batches += fresh
+                ids += spans
                 samples += more
                 for name, count in found.items():
                     counts[name] = counts.get(name, 0.0) + count
@@ -70,30 +73,33 @@ class StreamFeed:
             if samples:
                 waited = perf_counter() - began
                 yield Window(
-                    epoch=epoch, samples=samples, counts=counts, micro_batches=micro_batches, data_wait_s=waited
-                )
+                    epoch=epoch, samples=samples, counts=counts, micro_batches=micro_batches, data_wait_s=waited,
+                    ids=partial(iter, ids),
+                )  # fmt: skip
             if tally.stopping:
                 return
         self._items, self._taken, self._ended = None, 0, [False] * self._world.size
 
     def _round(
         self, items: Iterator[Any], wanted: int, tally: Tally, turn: int
-    ) -> tuple[list[MicroBatch], Counts, int]:
-        """Fetches this rank's part of what is wanted; returns it with all ranks' counts and number of samples."""
+    ) -> tuple[list[MicroBatch], list[range], Counts, int]:
+        """Fetches this rank's part of what is wanted; returns it with its items, all ranks' counts and samples."""
         quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank, turn=turn)
         taken = list(islice(items, quota))
+        size = 1 if self._plan.batched else self._plan.micro_size
+        cuts = range(0, len(taken), size)
+        spans = [range(self._taken + i, self._taken + min(i + size, len(taken))) for i in cuts]
         self._taken += len(taken)
         if self._plan.batched:
             batches, samples = taken, sum(map(self._checked_size, taken))
         else:
-            size = self._plan.micro_size
-            batches, samples = [self._collate(taken[i : i + size]) for i in range(0, len(taken), size)], len(taken)
+            batches, samples = [self._collate(taken[i : i + size]) for i in cuts], len(taken)
         micro_batches = [tally.micro_batch(batch) for batch in batches]
         ends = [0.0] * self._world.size
         ends[self._world.rank] = float(len(taken) < quota)
         counts, (total, *ended) = tally.add_up(micro_batches, [samples, *ends])
         self._ended = [before or now > 0 for before, now in zip(self._ended, ended, strict=True)]
-        return micro_batches, counts, int(total)
+        return micro_batches, spans, counts, int(total)
 
     def _checked_size(self, batch: Any) -> int:
         size = batch_size(batch)

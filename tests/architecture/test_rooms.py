@@ -30,7 +30,8 @@ FLOORS = (
     {"precision", "loss", "transformers_loss", "schedule", "prefetch", "batch_statistics"},
     {"agreement", "compose_errors", "testing"},
     {"world", "normaliser", "batch_plan", "token_plan", "stream_plan", "shuffle", "config", "run_dir", "clocks"},
-    {"files"},
+    {"files", "precision_config"},
+    {"checks"},
     {"errors"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -103,7 +104,7 @@ def test_libraries_stay_in_their_rooms() -> None:
 
 
 def test_the_plan_is_pure() -> None:
-    pure = ("batch_plan", "token_plan", "stream_plan", "shuffle", "schedule", "config", "clocks")
+    pure = ("batch_plan", "token_plan", "stream_plan", "shuffle", "schedule", "config", "precision_config", "clocks")
     for name in (f"{room}.py" for room in pure):
         assert not {"torch"} & {module.split(".")[0] for module in _imports(_parse(PACKAGE / name))}, name
 

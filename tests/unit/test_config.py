@@ -48,7 +48,7 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"trainer": {"prefetch": 1}}, "trainer.prefetch", 1),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),
         ({"engine": {"bucket_cap_mb": 0}}, "engine.bucket_cap_mb", 0),
-        ({"precision": {"name": "fp16"}}, "precision", "fp16"),
+        ({"precision": {"name": "fp8"}}, "precision", "fp8"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(node: dict[str, object], key: str, value: object) -> None:
