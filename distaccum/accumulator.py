@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from distaccum.attempts import Attempt, Attempts
 from distaccum.batch_plan import check_sizes
 from distaccum.batch_statistics import warn_of_batch_statistics
+from distaccum.checks import require_choice, require_count
 from distaccum.clocks import Clocks
-from distaccum.config import EngineConfig
+from distaccum.config import NONFINITE, EngineConfig
 from distaccum.data.feeds import feed_of
-from distaccum.data.loader import Feed
+from distaccum.data.place import Place
 from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.guard import OwnedScheduler
-from distaccum.errors import CheckpointError, ConfigError, DataError
+from distaccum.errors import ConfigError, DataError
 from distaccum.functional import run_window, wrap
 from distaccum.loss import Loss, from_mean
 from distaccum.normaliser import SINGLE, Count, Counts, Total
 from distaccum.open_window import OpenWindow, Phase, refuse
-from distaccum.precision.policy import POLICIES
 from distaccum.precision_config import PrecisionConfig
 from distaccum.prefetch import FEWEST
 from distaccum.schedule import Schedule
@@ -50,17 +51,20 @@ class Accumulator:
 
     Args:
         model: moved to this rank's device, and wrapped: call :attr:`model` from then on.
-        optimizer: over the model's parameters; only the accumulator steps it.
+        optimizer: over the model's parameters, or several, over disjoint sets of them; only the accumulator steps them.
         global_size: samples per optimizer step over all ranks.
         micro_size: the most samples one forward/backward on one rank takes.
         tokens: a budget of tokens in place of ``global_size``, for a ``Source`` that gives its samples' lengths.
         count: what a batch counts, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce a window.
-        scheduler: torch's; stepped after every applied update.
+        scheduler: torch's, or several; stepped after every applied update, by when the next window steps at the latest.
         schedule: instead, a function from the number of applied updates to a factor of the learning rate.
-        clip_norm: largest norm of the global gradient; None: no clipping.
+        clip_norm: largest norm of the global gradient; None: no clipping by norm.
+        clip_value: instead, largest absolute value of its elements.
+        nonfinite: what a NaN or infinite gradient does: ``stop`` or ``skip``. In fp16 the loss scale falls first.
+        max_skips: of those in a row, with nowhere left for a loss scale to go, that stop in any case.
         engine: who owns the wrapped parameters, by name or with settings.
-        precision: the precision policy's name.
+        precision: the precision policy, by name or with settings.
         seed: of the order of samples.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         world: this rank; by default the open process group, or one opened for the ranks that the launcher started.
@@ -70,41 +74,57 @@ class Accumulator:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, *, global_size: int | None = None, micro_size: int | None = None,
-        tokens: int | None = None, count: Count | None = None, scheduler: LRScheduler | None = None,
-        schedule: Schedule | None = None, clip_norm: float | None = None, engine: str | EngineConfig = "ddp",
-        precision: str = "fp32", seed: int = 0, prefetch: int = 2, world: World | None = None,
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, global_size: int | None = None,
+        micro_size: int | None = None, tokens: int | None = None, count: Count | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] = (), schedule: Schedule | None = None,
+        clip_norm: float | None = None, clip_value: float | None = None, nonfinite: str = "stop", max_skips: int = 10,
+        engine: str | EngineConfig = "ddp", precision: str | PrecisionConfig = "fp32", seed: int = 0,
+        prefetch: int = 2, world: World | None = None,
     ) -> None:  # fmt: skip
-        if scheduler is not None and schedule is not None:
-            raise ConfigError("scheduler", type(scheduler).__name__, "and a schedule is given too", "Give one of them")
+        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+        if schedulers and schedule is not None:
+            name = type(schedulers[0]).__name__
+            raise ConfigError("scheduler", name, "and a schedule is given too", "Give one of them")
+        require_choice("nonfinite", nonfinite, NONFINITE)
+        require_count("max_skips", max_skips, least=1)
         if prefetch < FEWEST:
             remedy = "One is computed while one is on its way"
             raise ConfigError("prefetch", prefetch, f"must be at least {FEWEST}", remedy)
         if micro_size is not None:
             check_sizes(global_size, micro_size)
-        settings = EngineConfig.of(engine)
-        self._policy = POLICIES[PrecisionConfig.of(precision).name]
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
             warn_of_batch_statistics(model)
-        self.engine: Engine = wrap(model, optimizer, self.world, engine=settings)
-        self._sizes = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size}
-        self._count, self._seed = count, seed
-        self._schedule, self._clip_norm = schedule, clip_norm
-        self._scheduler = None if scheduler is None else OwnedScheduler(scheduler)
+        self.engine: Engine = wrap(
+            model, optimizer, self.world, engine=engine, precision=precision, clip_norm=clip_norm, clip_value=clip_value
+        )
+        self._schedulers = [OwnedScheduler(one) for one in schedulers]
+        self.attempts = Attempts(
+            self.engine, self.world, schedule=schedule, schedulers=self._schedulers, skips=nonfinite == "skip",
+            max_skips=max_skips,
+        )  # fmt: skip
+        sizes: Any = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size, "seed": seed}
+        self._place = Place(lambda data: feed_of(data, self.world, **sizes))
+        self._count = count
         self._prefetch = prefetch
         self._tally = Tally(self.world, count, lambda: self._stop_wanted)
         self._stop_wanted = False
-        self._feed: tuple[Any, Feed] | None = None
-        self._resumed: Mapping[str, Any] | None = None
         self._open: OpenWindow | None = None
-        self.clocks = Clocks()
-        self.last: Outcome | None = None
 
     @property
     def model(self) -> nn.Module:
         """What the forward calls."""
         return self.engine.model
+
+    @property
+    def clocks(self) -> Clocks:
+        """How far the loop is; waits for the last window's end."""
+        return self.attempts.clocks
+
+    @property
+    def last(self) -> Outcome | None:
+        """What the last window did."""
+        return self.attempts.last
 
     @property
     def stopping(self) -> bool:
@@ -127,25 +147,30 @@ class Accumulator:
         Raises:
             MisuseError: a window was left before its last micro-batch was run.
             DataError: no window of the epoch counts anything.
+            NonFiniteError: too many gradients were NaN or infinite, on every rank alike; the weights are untouched.
         """
         self._expect_no_window("windows()")
         if self.stopping:
             return
-        feed = self._feed_of(data)
+        feed = self._place.feed_of(data)
         start, counted = self.clocks.epoch_window, False
-        for window in feed.windows(self.clocks.epoch, start, self._tally):
-            if self._count is not None and not any(window.counts.values()):
-                self.clocks = self.clocks.after(samples=window.samples, tokens=0, applied=False)
-                continue
-            counted = True
-            self._open = OpenWindow(window, self.engine, self._policy, prefetch=self._prefetch, finish=self._finish)
-            yield self._open
-            self._expect_no_window("the next window")
+        try:
+            for window in feed.windows(self.clocks.epoch, start, self._tally):
+                if self._count is not None and not any(window.counts.values()):
+                    self.attempts.pass_over(window.samples)
+                    continue
+                counted = True
+                self._open = OpenWindow(window, self.engine, prefetch=self._prefetch, finish=self._finish)
+                yield self._open
+                self._expect_no_window("the next window")
+        finally:
+            self.attempts.settle()  # also after a break: schedulers stand where the loop has come
+        self.attempts.judge()
         if self._tally.stopping:
             return
         if not counted and not start:
             raise DataError(f"epoch {self.clocks.epoch}: none of its windows counts anything for the loss")
-        self.clocks = self.clocks.next_epoch()
+        self.attempts.next_epoch()
 
     def batches(self, data: Any) -> Iterator[Any]:
         """This rank's batches of one epoch, on the device, without the windows around them: see :meth:`windows`."""
@@ -187,11 +212,10 @@ class Accumulator:
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        self._set_rate()
-        outcome = run_window(
-            self.engine, window.plain, loss, self._policy, clip_norm=self._clip_norm, prefetch=self._prefetch
-        )
-        self._close(outcome)
+        begin = self.attempts.begin_step
+        outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=begin)
+        self.attempts.end_step(Attempt(window=window.plain, outcome=outcome, loss=loss))
+        self._open = None
         window.phase = Phase.DONE
         return outcome
 
@@ -216,53 +240,35 @@ class Accumulator:
 
         Raises:
             MisuseError: in the middle of a window, whose gradients are no part of it.
+            NonFiniteError: as :meth:`windows`.
         """
         self._expect_no_window("state_dict()")
+        self.attempts.judge()
         state = self.engine.state()
         return {
             "model": dict(state.model),
             "optimizer": dict(state.optimizer),
             "optimizer_values": dict(state.optimizer_values),
+            "scaler": dict(state.scaler),
             "clocks": asdict(self.clocks),
-            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
-            **self._where(),
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            **self._place.state(),
         }
-
-    def _where(self) -> Mapping[str, Any]:
-        """The data's position: the feed's, or one that was taken up and not gone on from yet."""
-        if self._feed is None:
-            return self._resumed or {"position": {}, "data": None}
-        return {"position": self._feed[1].position, "data": self._feed[1].state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up :meth:`state_dict`; the next :meth:`windows` goes on with the window that would have followed."""
         self._expect_no_window("load_state_dict()")
-        parts = ("model", "optimizer", "optimizer_values")
+        parts = ("model", "optimizer", "optimizer_values", "scaler")
         self.engine.load_state(EngineState(**{name: state[name] for name in parts}))
-        if self._scheduler:
-            self._scheduler.load_state_dict(state["scheduler"])
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
         self.go_on_from(Clocks(**state["clocks"]), state["position"], state["data"])
 
     def go_on_from(self, clocks: Clocks, position: Mapping[str, Any], data: Any) -> None:
         """Sets the clocks, and where the next :meth:`windows` begins; a part of :meth:`load_state_dict`."""
-        self.clocks = clocks
-        self._feed, self._resumed = None, {"position": position, "data": data}
+        self.attempts.take_up(clocks)
+        self._place.take_up(position, data)
         self._stop_wanted = self._tally.stopping = False
-
-    def _feed_of(self, data: Any) -> Feed:
-        if self._feed is None or self._feed[0] is not data:
-            feed = data if isinstance(data, Feed) else self._planned(data)
-            if self._resumed is not None and self._resumed["position"]:
-                for key, value in feed.position.items():
-                    if self._resumed["position"].get(key) != value:
-                        problem = f"the state was saved with {key}={self._resumed['position'].get(key)}"
-                        raise CheckpointError(f"{problem}, and this loop has {key}={value}: its data position is void")
-                feed.load_state(self._resumed["data"])
-            self._feed, self._resumed = (data, feed), None
-        return self._feed[1]
-
-    def _planned(self, data: Any) -> Feed:
-        return feed_of(data, self.world, **self._sizes, seed=self._seed)
 
     def _current(self, what: str) -> OpenWindow:
         if self._open is None:
@@ -276,25 +282,15 @@ class Accumulator:
     def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
         """The end of a window that was run micro-batch by micro-batch."""
         assert self._open is not None
-        counts, samples, divisor = self._open.counts, self._open.samples, 1.0
+        window, counts, divisor = self._open.plain, self._open.counts, 1.0
         if not counts:  # one read of the device, if the loop counted there
             (total,) = self.world.sum_numbers([float(late_count)])
-            counts, divisor = {SINGLE: total}, total / samples
-        if not divisor:
+            counts, divisor = {SINGLE: total}, total / window.samples
+        if divisor:
+            self.attempts.begin_step()
+            outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
+        else:
             self.engine.zero_gradients()
-            self._close(sums.outcome(counts, None))
-            return
-        self._set_rate()
-        self._close(sums.outcome(counts, self.engine.step(self._clip_norm, divisor=divisor)))
-
-    def _set_rate(self) -> None:
-        if self._schedule is not None:
-            self.engine.set_lr_factor(self._schedule(self.clocks.step))
-
-    def _close(self, outcome: Outcome) -> None:
-        assert self._open is not None
-        tokens = max(outcome.counts.values())
-        self.clocks = self.clocks.after(samples=self._open.samples, tokens=tokens, applied=outcome.applied)
-        if self._scheduler is not None and outcome.applied:
-            self._scheduler.step()
-        self.last, self._open = outcome, None
+            outcome = sums.outcome(counts, None)
+        self.attempts.end_step(Attempt(window=window, outcome=outcome))
+        self._open = None

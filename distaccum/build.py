@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -22,12 +19,18 @@ from distaccum.data.feeds import check_workers, make_plan
 from distaccum.data.source import Source
 from distaccum.engines.base import Engine
 from distaccum.engines.ddp import DDPEngine
-from distaccum.errors import ConfigError, near_misses
+from distaccum.errors import ConfigError
 from distaccum.evaluate import EvaluationMetric
 from distaccum.loss import Loss
 from distaccum.metrics.sinks import ConsoleSink, JsonlSink, Sink
 from distaccum.metrics.wandb_sink import WandbSink
-from distaccum.precision.policy import POLICIES, PrecisionPolicy
+from distaccum.nodes import build
+from distaccum.optim import build_optimizer
+from distaccum.precision import hardware
+from distaccum.precision.placement import check_globs, check_parameters
+from distaccum.precision.policy import PrecisionPolicy
+from distaccum.precision.scaler import LossScaler
+from distaccum.precision_config import PrecisionConfig, ScalerConfig
 from distaccum.run_dir import RunDir
 from distaccum.schedule import Schedule
 from distaccum.stream_plan import StreamPlan
@@ -45,7 +48,7 @@ class Parts:
     plan: Plan | StreamPlan
     model: nn.Module
     loss: Loss
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     schedule: Schedule
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
@@ -65,7 +68,7 @@ def build_parts(config: RunConfig, *, world_size: int, device: torch.device) -> 
 
 def assemble(
     config: RunConfig, source: Source, model: nn.Module, loss: Loss, *, world_size: int, device: torch.device,
-    optimizer: Optimizer | None = None, callbacks: Sequence[Callback] = (),
+    optimizers: Sequence[Optimizer] = (), callbacks: Sequence[Callback] = (),
     metrics: Mapping[str, EvaluationMetric] | None = None,
 ) -> Parts:  # fmt: skip
     """The parts around a model, a loss and data that are there already; the rest is the configuration's.
@@ -91,40 +94,72 @@ def assemble(
         raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
+    policy = PrecisionPolicy.of(config.precision)
+    check_model(model, policy, device)
     model.to(device)
     total_steps = _total_steps(config, plan)
-    if optimizer is None:
-        optimizer = build("optim.optimizer", config.optim.optimizer, model.parameters(), lr=config.optim.lr)
     return Parts(
         config=config,
         source=source,
         plan=plan,
         model=model,
         loss=loss,
-        optimizer=optimizer,
+        optimizers=optimizers or [build_optimizer(config.optim, model)],
         schedule=build("schedule", config.schedule, total_steps=total_steps),
         callbacks=[*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())],
         metrics=metrics or {},
-        policy=POLICIES[config.precision.name],
+        policy=policy,
         device=device,
         total_steps=total_steps,
     )
 
 
-def wrap(model: nn.Module, optimizer: Optimizer, world: World, config: EngineConfig) -> Engine:
+def wrap(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, engine: EngineConfig, precision: PrecisionConfig,
+    *, clip_norm: float | None, clip_value: float | None,
+) -> Engine:  # fmt: skip
     """The engine that trains ``model``, which is moved to this rank's device; a collective.
 
     Raises:
-        ConfigError: the optimizer holds parameters that are not the model's, whose gradients nobody would reduce.
+        ConfigError: an optimizer holds parameters that are not the model's, whose gradients nobody would reduce, or
+            another optimizer's; or the model or the hardware cannot do what the precision asks for.
     """
-    own = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if strangers:
-        problem = f"{strangers} of its parameters are not the model's"
-        remedy = "Make it from model.parameters(); join several models in one nn.Module"
-        raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
+    free = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(p not in free for p in held)
+        if strangers:
+            problem = f"{strangers} of its parameters are not the model's, or another optimizer's too"
+            remedy = "Make it from model.parameters(), each in one; join several models in one nn.Module"
+            raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
+        free -= set(held)
+    if clip_norm is not None and clip_value is not None:
+        raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
+    policy = PrecisionPolicy.of(precision)
+    check_model(model, policy, world.device)
+    if world.is_main:
+        hardware.warn(policy, world.device)
+    hardware.configure(policy, world.device)
+    options = asdict(engine)
+    return _ENGINES[options.pop("name")](
+        model.to(world.device), optimizers, world, clip_norm=clip_norm, clip_value=clip_value, policy=policy,
+        scaler=_scaler(precision.scaler, world.device) if policy.scales_loss else None,
+        underflow_every=precision.underflow_every, **options,
+    )  # fmt: skip
+
+
+def _scaler(config: ScalerConfig, device: torch.device) -> LossScaler:
     options = asdict(config)
-    return _ENGINES[options.pop("name")](model.to(world.device), optimizer, world, **options)
+    del options["initial_scale_power"]
+    static = options.pop("static_scale")
+    return LossScaler(device, init_scale=config.initial_scale, dynamic=static is None, **options)
+
+
+def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
+    """Raises ConfigError where the model or the hardware cannot do what the policy asks for."""
+    check_parameters(model)
+    check_globs(model, policy)
+    hardware.check(policy, device)
 
 
 def build_sinks(
@@ -147,65 +182,6 @@ def as_source_node(node: Node) -> Source:
         return as_source(data)
     except TypeError as error:
         raise ConfigError("data._target_", node["_target_"], str(error), "Return one of these from it") from error
-
-
-def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
-    """Calls the node's ``_target_`` with the rest of the node.
-
-    Args:
-        key: the node's dotted name, for error messages.
-        node: ``_target_`` and keyword arguments.
-        positional: arguments that go first.
-        extra: further keyword arguments.
-
-    Raises:
-        ConfigError: no such target, an argument that it does not take or of another type than it declares, or an
-            error that it raises itself.
-    """
-    if "_target_" not in node:
-        raise ConfigError(
-            f"{key}._target_", None, "is missing", "Name the class or function to call, as package.module.Name"
-        )
-    target = node["_target_"]
-    try:
-        function = get_object(target)
-    except (ImportError, ValueError, AttributeError) as error:
-        remedy = "Give package.module.Name, importable from where you start the run (see PYTHONPATH)"
-        raise ConfigError(f"{key}._target_", target, f"cannot be imported ({error})", remedy) from error
-    _check_arguments(key, node, function)
-    try:
-        return instantiate(node, *positional, **extra, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        cause = cause or error
-        raise ConfigError(key, target, f"{type(cause).__name__}: {cause}", "Correct its arguments") from error
-
-
-def _check_arguments(key: str, node: Node, function: Any) -> None:
-    """Refuses what a signature tells beforehand: unknown arguments, and plain numbers of the wrong type."""
-    try:
-        parameters = inspect.signature(function).parameters
-        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except (TypeError, ValueError, NameError):
-        return  # a target without a readable signature checks its arguments itself
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name, value in node.items():
-        if name.startswith("_") and name.endswith("_"):
-            continue
-        if name not in parameters and not open_ended:
-            remedy = f"It takes {', '.join(parameters)}"
-            raise ConfigError(f"{key}.{name}", value, f"no such argument{near_misses(name, parameters)}", remedy)
-        expected = hints.get(name)
-        if expected in (int, float) and not _is_number(value, expected):
-            raise ConfigError(f"{key}.{name}", value, f"not of type {expected.__name__}", "Give a number of that type")
-
-
-def _is_number(value: Any, expected: type) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) or (expected is float and isinstance(value, float))
 
 
 def _total_steps(config: RunConfig, plan: Plan | StreamPlan) -> int:

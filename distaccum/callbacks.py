@@ -27,7 +27,10 @@ class Callback(Protocol):
     """Inherit from it, and write the methods you want; every rank calls them, in the order of the callbacks."""
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
-        """After an applied update. Reading ``outcome``'s tensors waits for the device."""
+        """After an applied update. A callback that has this or :meth:`on_skip` makes the host wait for each window."""
+
+    def on_skip(self, run: Run, outcome: Outcome) -> None:
+        """After a window that was not applied, since its gradient was NaN or infinite."""
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         """After an evaluation; the results are the same on every rank."""
@@ -44,6 +47,12 @@ class Callback(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up :meth:`state_dict`, before the first update."""
+
+
+def watches_updates(callback: Callback) -> bool:
+    """Whether it wants to know of every window what became of it."""
+    kind = type(callback)
+    return kind.on_update is not Callback.on_update or kind.on_skip is not Callback.on_skip
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

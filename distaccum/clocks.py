@@ -10,7 +10,8 @@ class Clocks:
     """``step`` counts applied updates and ``window`` attempts.
 
     The position in the data is ``epoch`` and ``epoch_window``, the windows of that epoch that are behind. ``samples``
-    and ``tokens`` (what the loss counts) are those of all attempts, ``skipped`` the attempts not applied.
+    and ``tokens`` (what the loss counts) are those of all attempts, ``skipped`` the attempts not applied, and
+    ``nonfinite`` those of them whose gradient was NaN or infinite.
     """
 
     step: int = 0
@@ -20,8 +21,9 @@ class Clocks:
     samples: int = 0
     tokens: float = 0
     skipped: int = 0
+    nonfinite: int = 0
 
-    def after(self, *, samples: int, tokens: float, applied: bool) -> Clocks:
+    def after(self, *, samples: int, tokens: float, applied: bool, finite: bool = True) -> Clocks:
         """The clocks one attempt later. A skipped attempt moves the data on, and never ``step``."""
         return replace(
             self,
@@ -31,6 +33,7 @@ class Clocks:
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             skipped=self.skipped + (not applied),
+            nonfinite=self.nonfinite + (not finite),
         )
 
     def next_epoch(self) -> Clocks:

@@ -49,6 +49,10 @@ class BatchStatisticsWarning(UserWarning):
     """The model computes something over a micro-batch, which no accumulation can make that of the global batch."""
 
 
+class PrecisionWarning(UserWarning):
+    """The hardware does what the precision policy says, and would be faster with another one."""
+
+
 def near_misses(word: str, known: Iterable[str]) -> str:
     """``"; did you mean a or b?"`` for the known words closest to ``word``, or an empty string."""
     close = get_close_matches(word, list(known), n=2, cutoff=0.6)

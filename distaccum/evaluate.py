@@ -17,7 +17,6 @@ from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
 from distaccum.loss import Loss, Predictor, scores
 from distaccum.normaliser import SINGLE, as_counts
-from distaccum.precision.policy import PrecisionPolicy
 from distaccum.prefetch import to_device
 from distaccum.world import World
 
@@ -37,7 +36,7 @@ class EvaluationMetric(Protocol):
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, source: Source, loss: Loss, policy: PrecisionPolicy, world: World, *, micro_size: int,
+    engine: Engine, source: Source, loss: Loss, world: World, *, micro_size: int,
     metrics: Mapping[str, EvaluationMetric] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text: sums over all ranks, divided once.
@@ -65,7 +64,7 @@ def evaluate(
         for name, count in as_counts(loss.count(batch)).items():
             counted[name] = counted.get(name, 0.0) + count
         moved = to_device(batch, engine.device)
-        with policy.autocast(engine.device):
+        with engine.autocast():
             found = scores(loss, model, moved)
             if metrics:
                 predictions = cast(Predictor, loss).predictions(model, moved)

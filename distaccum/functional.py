@@ -3,18 +3,19 @@
 ::
 
     windows = plan_windows(dataset, world, global_size=64, micro_size=8, count=count)   # plan a window
-    engine = wrap(model, optimizer, world)
+    engine = wrap(model, optimizer, world, precision="fp16", clip_norm=1.0)
     for window in windows(epoch):
         for i, micro in enumerate(window.micro_batches):
             with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
-                total = loss_sum(engine.model, to_device(micro.batch, world.device))
+                with engine.autocast():
+                    total = loss_sum(engine.model, to_device(micro.batch, world.device))
                 engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))  # weigh the loss
-        finish_step(engine, window, clip_norm=1.0)                                      # finish the step
+        finish_step(engine, window)                                                     # finish the step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, StepResult
 from distaccum.loss import count_labels, cross_entropy, from_mean
 from distaccum.normaliser import Count, weigh
+from distaccum.precision_config import PrecisionConfig
 from distaccum.prefetch import to_device
 from distaccum.window import Window, run_window
 from distaccum.world import World
@@ -46,13 +48,29 @@ __all__ = [
 ]
 
 
-def wrap(model: nn.Module, optimizer: Optimizer, world: World, *, engine: str | EngineConfig = "ddp") -> Engine:
+def wrap(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World, *, engine: str | EngineConfig = "ddp",
+    precision: str | PrecisionConfig = "fp32", clip_norm: float | None = None, clip_value: float | None = None,
+) -> Engine:  # fmt: skip
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
+    Args:
+        model: moved to this rank's device.
+        optimizer: over its parameters; or several, over disjoint sets of them.
+        world: this rank.
+        engine: by name or with settings.
+        precision: the policy, by name or with settings; ``engine.autocast()`` goes around forward and loss.
+        clip_norm: largest norm of the global gradient.
+        clip_value: instead, largest absolute value of its elements.
+
     Raises:
-        ConfigError: no such engine, or an optimizer over other parameters than the model's.
+        ConfigError: no such engine or policy, or an optimizer over other parameters than the model's.
     """
-    return build.wrap(model, optimizer, world, EngineConfig.of(engine))
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return build.wrap(
+        model, optimizers, world, EngineConfig.of(engine), PrecisionConfig.of(precision), clip_norm=clip_norm,
+        clip_value=clip_value,
+    )  # fmt: skip
 
 
 def plan_windows(
@@ -85,11 +103,12 @@ def plan_windows(
     return lambda epoch: (window for window in feed.windows(epoch, 0, tally) if any(window.counts.values()))
 
 
-def finish_step(engine: Engine, window: Window, *, clip_norm: float | None = None) -> StepResult:
-    """Clips, steps and zeroes in place, after the last micro-step of ``window``; a collective.
+def finish_step(engine: Engine, window: Window) -> StepResult:
+    """Unscales, clips, steps and zeroes in place, after the last micro-step of ``window``; a collective.
 
-    A rank without a micro-batch in the window takes part in the reduction here.
+    A rank without a micro-batch in the window takes part in the reduction here. Where the gradient is NaN or infinite
+    on any rank no optimizer steps: ``applied`` of the result then is False, and a schedule should not step either.
     """
     if not window.micro_batches:
         engine.stand_in()
-    return engine.step(clip_norm)
+    return engine.step()

@@ -8,17 +8,17 @@ from functools import partial
 
 from distaccum.accumulator import Accumulator
 from distaccum.build import Parts
-from distaccum.callbacks import named
+from distaccum.callbacks import named, watches_updates
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.clocks import Clocks
 from distaccum.data.loader import Feed
+from distaccum.errors import NonFiniteError
 from distaccum.evaluate import evaluate
 from distaccum.metrics.meter import Meter
 from distaccum.metrics.sinks import Sink
-from distaccum.open_window import OpenWindow
 from distaccum.run_dir import RunDir, State
-from distaccum.window import Outcome
+from distaccum.window import Outcome, Window
 
 
 class Loop:
@@ -40,18 +40,21 @@ class Loop:
     ) -> None:  # fmt: skip
         self._parts, self._accumulator, self._feed = parts, accumulator, feed
         self._run_dir, self._store, self._sinks, self._wandb_id = run_dir, store, sinks, wandb_id
-        self._world = accumulator.world
+        self._world, self._attempts = accumulator.world, accumulator.attempts
         self._meter = Meter(self._world, self.clocks)
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._saved_step = self.clocks.step
-        self._unlogged: tuple[OpenWindow, Outcome] | None = None
+        self._attempt: tuple[Window, Outcome] | None = None  # not looked at yet
+        self._unlogged: tuple[Window, Outcome] | None = None  # an update
+        self._watched = any(map(watches_updates, parts.callbacks))
+        self._loss_scale = 0.0
         self._wants_to_stop, self._reason, self._ended = False, "", False
         self.stop_reason = ""  # where callbacks ended the run: all ranks', known at its end
 
     @property
     def clocks(self) -> Clocks:
-        """How far the run has come."""
-        return self._accumulator.clocks
+        """How far the run has come; waits for the last window's end."""
+        return self._attempts.clocks
 
     def stop(self, reason: str) -> None:
         """For callbacks: see ``distaccum.callbacks.Run``."""
@@ -61,7 +64,7 @@ class Loop:
         """Trains to the end; returns the last evaluation, empty without one.
 
         Raises:
-            NonFiniteError: a window's gradient was NaN or infinite; on every rank alike, before anything is saved.
+            NonFiniteError: too many gradients were NaN or infinite; on every rank alike. The weights are untouched.
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()
@@ -69,30 +72,69 @@ class Loop:
             self._accumulator.model.train()
         self._meter.restart(self.clocks)
         max_epochs = self._parts.config.trainer.max_epochs
-        while not self._at_end and (max_epochs is None or self.clocks.epoch < max_epochs):
-            for window in self._accumulator.windows(self._feed):
-                self._after_update(window, self._accumulator.step(window, self._parts.loss))
-                if self._at_end:
-                    break
+        try:
+            while not self._at_end and (max_epochs is None or self.clocks.epoch < max_epochs):
+                for window in self._accumulator.windows(self._feed):
+                    self._after_attempt(window.plain, self._accumulator.step(window, self._parts.loss))
+                    if self._at_end:
+                        break
+            self._attempts.judge()
+        except NonFiniteError:
+            self._look_at_attempt(self._attempts.settled)  # what ends the run stands in the log
+            raise
         return self._finish()
 
     @property
     def _at_end(self) -> bool:
-        return self._ended or self._accumulator.stopping or self.clocks.step >= self._parts.total_steps
+        return self._ended or self._accumulator.stopping or self._attempts.settled.step >= self._parts.total_steps
 
-    def _after_update(self, window: OpenWindow, outcome: Outcome) -> None:
-        trainer, checkpoints, step = self._parts.config.trainer, self._parts.config.checkpoint, self.clocks.step
-        self._meter.add(window.plain, outcome)
+    def _after_attempt(self, window: Window, outcome: Outcome) -> None:
+        """Looks at the attempt before, whose end nobody waits for any more; and at this one where it may matter now."""
+        self._look_at_attempt(self._attempts.settled)
+        self._meter.add(window, outcome)
+        self._attempt = (window, outcome)
+        if self._watched or self._is_due(self._attempts.furthest_step):
+            self._look_at_attempt(self.clocks)
+        if self._wants_to_stop:
+            self._accumulator.stop()
+
+    def _is_due(self, step: int) -> bool:
+        trainer, save_every = self._parts.config.trainer, self._parts.config.checkpoint.every
+        intervals = (trainer.log_every, trainer.eval_every, save_every)
+        return step >= self._parts.total_steps or any(every and step % every == 0 for every in intervals)
+
+    def _look_at_attempt(self, clocks: Clocks) -> None:
+        """Finds out whether it was applied; ``clocks`` are those after it."""
+        if self._attempt is None:
+            return
+        (window, outcome), self._attempt = self._attempt, None
+        self._watch_loss_scale(outcome)
+        if outcome.applied:
+            self._after_update(window, outcome, clocks)
+            return
+        self._log(window, outcome, clocks, evaluates=False)
+        for callback in self._parts.callbacks:
+            callback.on_skip(self, outcome)
+
+    def _watch_loss_scale(self, outcome: Outcome) -> None:
+        lowest, before = self._accumulator.engine.min_loss_scale, self._loss_scale
+        self._loss_scale = outcome.loss_scale
+        if lowest is not None and self._loss_scale <= lowest < before:
+            text = f"it has fallen to its minimum, {lowest:g}, at step {self._attempts.settled.step}"
+            for sink in self._sinks:
+                sink.alert("the loss scale has collapsed", text)
+
+    def _after_update(self, window: Window, outcome: Outcome, clocks: Clocks) -> None:
+        trainer, checkpoints, step = self._parts.config.trainer, self._parts.config.checkpoint, clocks.step
         self._unlogged = (window, outcome)
         for callback in self._parts.callbacks:
             callback.on_update(self, outcome)
         evaluates = self._evaluates and step % trainer.eval_every == 0
         if evaluates or step % trainer.log_every == 0:
-            self._log(evaluates=evaluates)
+            self._log(window, outcome, clocks, evaluates=evaluates)
+            self._unlogged = None
         if checkpoints.every and step % checkpoints.every == 0:
             self._save()
-        if self._wants_to_stop:
-            self._accumulator.stop()
 
     @property
     def _evaluates(self) -> bool:
@@ -101,8 +143,8 @@ class Loop:
     def _evaluate(self) -> dict[str, float]:
         parts = self._parts
         found = evaluate(
-            self._accumulator.engine, parts.source, parts.loss, parts.policy, self._world,
-            micro_size=parts.plan.micro_size, metrics=parts.metrics,
+            self._accumulator.engine, parts.source, parts.loss, self._world, micro_size=parts.plan.micro_size,
+            metrics=parts.metrics,
         )  # fmt: skip
         self._evaluation = (self.clocks.step, found)
         for callback in parts.callbacks:
@@ -112,13 +154,9 @@ class Loop:
         self._meter.restart(self.clocks)
         return found
 
-    def _log(self, *, evaluates: bool) -> None:
-        """Logs the last update."""
-        assert self._unlogged is not None
-        window, outcome = self._unlogged
-        lr = self._parts.optimizer.param_groups[0]["lr"]
-        record = self._meter.record(window.plain, outcome, self.clocks, lr=lr)
-        self._unlogged = None
+    def _log(self, window: Window, outcome: Outcome, clocks: Clocks, *, evaluates: bool) -> None:
+        lr = self._parts.optimizers[0].param_groups[0]["lr"]
+        record = self._meter.record(window, outcome, clocks, lr=lr)
         if evaluates:
             record |= self._evaluate()
         for sink in self._sinks:
@@ -126,7 +164,6 @@ class Loop:
         self._write_status()
 
     def _save(self) -> None:
-        self._meter.check_finite()
         run = checkpoint.RunState(
             clocks=self.clocks,
             position=self._feed.position,
@@ -150,10 +187,10 @@ class Loop:
         stopped = self._ended or self._accumulator.stopping
         reasons = self._world.union([self._reason] if self._reason else []) if stopped else ()
         self.stop_reason = "; ".join(reasons)
-        self._meter.check_finite()
+        self._look_at_attempt(self.clocks)
         evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.clocks.step)
         if self._unlogged is not None:
-            self._log(evaluates=evaluates)
+            self._log(*self._unlogged, self.clocks, evaluates=evaluates)
         elif evaluates:  # a finished run that is resumed makes no update, and still says how good it is
             self._evaluate()
         if self._parts.config.checkpoint.every and self._saved_step != self.clocks.step:
@@ -165,4 +202,4 @@ class Loop:
 
     def _write_status(self) -> None:
         if self._world.is_main:
-            self._run_dir.write_status(State.RUNNING, step=self.clocks.step)
+            self._run_dir.write_status(State.RUNNING, step=self._attempts.settled.step)

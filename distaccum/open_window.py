@@ -12,7 +12,6 @@ from torch import Tensor
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
 from distaccum.normaliser import SINGLE, Counts, Total, as_counts, weigh
-from distaccum.precision.policy import PrecisionPolicy
 from distaccum.prefetch import on_device
 from distaccum.window import LossSums, MicroBatch, Window
 
@@ -35,17 +34,15 @@ class OpenWindow:
     Args:
         window: loaded and counted.
         engine: does the backward.
-        policy: of the forward.
         prefetch: micro-batches on the device at once.
         finish: steps, from the losses' sums and, where nothing was counted beforehand, what they sum over on this rank.
     """
 
     def __init__(
-        self, window: Window, engine: Engine, policy: PrecisionPolicy, *, prefetch: int,
-        finish: Callable[[LossSums, float | Tensor], None],
-    ) -> None:  # fmt: skip
+        self, window: Window, engine: Engine, *, prefetch: int, finish: Callable[[LossSums, float | Tensor], None]
+    ) -> None:
         self.plain, self.phase = window, Phase.OPEN
-        self._engine, self._policy, self._prefetch, self._finish = engine, policy, prefetch, finish
+        self._engine, self._prefetch, self._finish = engine, prefetch, finish
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
         self._given: MicroBatch | None = None
@@ -93,7 +90,7 @@ class OpenWindow:
         self.expect(Phase.GIVEN, "accumulate()", "enter it once for each micro-batch of `for micro in window:`")
         self._micro_step = self._engine.micro_step(sync=self._left == 1)
         self._micro_step.__enter__()
-        self._autocast = self._policy.autocast(self._engine.device)
+        self._autocast = self._engine.autocast()
         self._autocast.__enter__()
         self.phase = Phase.FORWARD
 

@@ -10,6 +10,7 @@ from distaccum.batch_plan import Ids, Plan
 from distaccum.build import Parts
 from distaccum.clocks import Clocks
 from distaccum.data.loader import padding_share
+from distaccum.precision.placement import describe
 from distaccum.run_dir import RunDir
 from distaccum.stream_plan import StreamPlan
 from distaccum.world import World
@@ -21,7 +22,8 @@ def introduce(parts: Parts, world: World, run_dir: RunDir, note: str, console: C
     size = sum(p.numel() for p in parts.model.parameters())
     lines = {
         "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
-        "world": f"{world.size} x {world.device.type}, engine {config.engine.name}, precision {config.precision.name}",
+        "world": f"{world.size} x {world.device.type}, engine {config.engine.name}",
+        "precision": describe(parts.model, parts.policy),
         "data": parts.source.description,
         "model": f"{type(parts.model).__name__}, {size:,} parameters",
         "plan": plan.describe()[0],
@@ -30,7 +32,7 @@ def introduce(parts: Parts, world: World, run_dir: RunDir, note: str, console: C
     if parts.source.lengths is not None and not isinstance(plan, StreamPlan):
         lines["pad"] = _padding(parts.source.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
-        console.print(f"{name:<6}{line}", highlight=False, soft_wrap=True)
+        console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
 
 
 def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:

@@ -38,7 +38,8 @@ class Trainer:
         data: a ``Source``, a map-style dataset, or a stream of this rank's samples.
         config: what ``conf/`` sets, by the same keys; what is left out is the default. ``model``, ``data`` and ``loss``
             in it are not used, and ``optim.optimizer`` only where no ``optimizer`` is given.
-        optimizer: over the model's parameters; its rates are the schedule's peak.
+        optimizer: over the model's parameters, or several, over disjoint sets of them; their rates are the schedule's
+            peak.
         callbacks: called on every rank, before those of the configuration.
         metrics: further results of an evaluation by name, as torchmetrics has them; the loss needs ``predictions``.
         run_dir: where everything is written; by default a new folder below ``runs/``.
@@ -49,7 +50,7 @@ class Trainer:
 
     def __init__(
         self, model: nn.Module, loss: Loss, data: Any, config: RunConfig | Mapping[str, Any] | None = None, *,
-        optimizer: Optimizer | None = None, callbacks: Sequence[Callback] = (),
+        optimizer: Optimizer | Sequence[Optimizer] = (), callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, EvaluationMetric] | None = None, run_dir: str | Path | None = None,
     ) -> None:  # fmt: skip
         self._ranks = Ranks.from_environment()
@@ -60,7 +61,8 @@ class Trainer:
         self._config = config if isinstance(config, RunConfig) else from_node(config or {})
         self._parts = assemble(
             self._config, as_source(data), model, loss, world_size=self._ranks.size, device=self._ranks.device(),
-            optimizer=optimizer, callbacks=callbacks, metrics=metrics,
+            optimizers=[optimizer] if isinstance(optimizer, Optimizer) else optimizer, callbacks=callbacks,
+            metrics=metrics,
         )  # fmt: skip
         self._run_dir = run_dir
 
@@ -74,7 +76,7 @@ class Trainer:
 
         Raises:
             ConfigError: the run directory cannot be used, or the checkpoint to resume from.
-            NonFiniteError: a window's gradient was NaN or infinite; on every rank alike, before anything is saved.
+            NonFiniteError: too many gradients were NaN or infinite; on every rank alike. The weights are untouched.
             DataError: an epoch gives nothing to train on.
         """
         start = None

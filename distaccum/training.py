@@ -41,7 +41,7 @@ def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: Run
     with ExitStack() as closing:
         sinks: list[Sink] = []
         if world.is_main:
-            rewind_jsonl(run_dir.metrics, accumulator.clocks.step)
+            rewind_jsonl(run_dir.metrics, accumulator.clocks.window)
             plan = parts.plan.as_dict() | {"total_steps": parts.total_steps}
             run_dir.write_plan(plan)
             about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
@@ -60,9 +60,10 @@ def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: Run
 def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
     config = parts.config
     accumulator = Accumulator(
-        parts.model, parts.optimizer, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
-        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm, engine=config.engine,
-        precision=config.precision.name, prefetch=config.trainer.prefetch, world=world,
+        parts.model, parts.optimizers, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
+        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm,
+        clip_value=config.optim.clip_value, nonfinite=config.trainer.nonfinite, max_skips=config.trainer.max_skips,
+        engine=config.engine, precision=config.precision, prefetch=config.trainer.prefetch, world=world,
     )  # fmt: skip
     _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
     feed = make_feed(

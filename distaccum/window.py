@@ -12,7 +12,6 @@ from torch import Tensor
 from distaccum.engines.base import Engine, StepResult
 from distaccum.loss import Loss
 from distaccum.normaliser import SINGLE, Counts, Total, as_totals, weigh
-from distaccum.precision.policy import PrecisionPolicy
 from distaccum.prefetch import on_device
 
 
@@ -50,15 +49,30 @@ class Window:
 class Outcome:
     """What an attempt did. Tensors are 0-dim and stay on the device until somebody logs them.
 
-    ``loss_sums`` are this rank's shares, by loss; ``counts`` (of all ranks), ``grad_norm`` (of the global gradient,
-    before clipping) and ``finite`` are the same on every rank. ``applied`` is False where the window counted nothing.
+    ``loss_sums`` are this rank's shares, by loss; ``counts`` (of all ranks) and ``grad_norm`` (of the global gradient,
+    unscaled and before clipping) are the same on every rank. ``step`` is the boundary's result, None where the window
+    counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait for the device to have come so far.
     """
 
-    applied: bool
     loss_sums: Mapping[str, Tensor]
     counts: Counts
     grad_norm: Tensor
-    finite: Tensor
+    step: StepResult | None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizers stepped; False as well where the window counted nothing."""
+        return self.step is not None and self.step.applied
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradient was neither NaN nor infinite."""
+        return self.step is None or self.step.applied
+
+    @property
+    def loss_scale(self) -> float:
+        """Of this window's gradients; 1.0 without a loss scaler."""
+        return 1.0 if self.step is None else self.step.loss_scale
 
 
 class LossSums:
@@ -77,14 +91,15 @@ class LossSums:
         """The outcome of an update; of a skipped one without ``step``."""
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
-        found = step or StepResult(grad_norm=zero, finite=torch.ones_like(zero))
-        return Outcome(
-            applied=step is not None, loss_sums=sums, counts=counts, grad_norm=found.grad_norm, finite=found.finite
-        )
+        return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
+
+
+def _nothing() -> None:
+    pass
 
 
 def run_window(
-    engine: Engine, window: Window, loss: Loss, policy: PrecisionPolicy, *, clip_norm: float | None, prefetch: int = 2
+    engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2, before_step: Callable[[], None] = _nothing
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
@@ -95,10 +110,11 @@ def run_window(
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):
         with engine.micro_step(sync=i == boundary):
-            with policy.autocast(engine.device):
+            with engine.autocast():
                 total = loss(engine.model, batch)
             engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))
         sums.add(total)
     if not window.micro_batches:
         engine.stand_in()  # other ranks wait for this one's part in the reduction
-    return sums.outcome(window.counts, engine.step(clip_norm))
+    before_step()  # the learning rate, by which time the attempt before has come to its end
+    return sums.outcome(window.counts, engine.step())

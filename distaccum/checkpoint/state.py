@@ -67,7 +67,7 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
             "version": VERSION,
             "world_size": world.size,
             **asdict(run),
-            "scaler": None,
+            "scaler": state.scaler,
             "optimizer_values": state.optimizer_values,
         }
         (folder / "state.json").write_text(json.dumps(record, indent=2))
@@ -102,6 +102,7 @@ def load(folder: Path, engine: Engine, world: World) -> tuple[bool, Any]:
                 model=load_file(folder / "model.safetensors"),
                 optimizer=load_file(folder / "optimizer.safetensors"),
                 optimizer_values=record["optimizer_values"],
+                scaler=record["scaler"] or {},
             )
         )
     except (RuntimeError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from distaccum.host_copy import HostCopy
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What the boundary found. 0-dim device tensors, the same on every rank.
+    """What the boundary found and did; the same on every rank.
 
-    ``grad_norm`` is the 2-norm of the global gradient before clipping; ``finite`` is 1.0 if it is finite, else 0.0.
+    ``grad_norm`` is the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device, and NaN or
+    infinite where the step was skipped. ``underflow`` is the share of gradient elements that fp16 flushed to zero:
+    0-dim, on the device, where it was sampled.
     """
 
     grad_norm: Tensor
-    finite: Tensor
+    told: HostCopy
+    """``[applied, loss_scale]``."""
+    nonfinite: Callable[[], Sequence[str]]
+    """The parameters whose gradient is NaN or infinite, by name; reads the device."""
+    underflow: Tensor | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizers stepped; waits for the device to have come so far."""
+        return bool(self.told.read()[0])
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of this window's gradients, 1.0 without a loss scaler; waits as :attr:`applied` does."""
+        return float(self.told.read()[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +47,7 @@ class EngineState:
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     optimizer_values: Mapping[str, Any]
+    scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -37,6 +56,8 @@ class Engine(Protocol):
     device: torch.device
     averages_over: int
     """By what the engine itself divides the summed gradient: the world size where it averages, 1 where it sums."""
+    min_loss_scale: float | None
+    """Where the loss scale cannot fall any further; None where there is no scale that could."""
 
     @property
     def model(self) -> nn.Module:
@@ -52,8 +73,11 @@ class Engine(Protocol):
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Around one forward and backward. With ``sync`` the backward reduces all that the window accumulated."""
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around a forward and its loss, also in an evaluation: what the precision policy computes in."""
+
     def backward(self, loss: Tensor) -> None:
-        """Accumulates the gradient of a 0-dim loss that is already divided by the window's count.
+        """Accumulates the gradient of a 0-dim loss that is already divided by the window's count; scales it for fp16.
 
         Raises:
             MisuseError: the forward did not go through :attr:`model`, so that its gradients would not be reduced.
@@ -65,10 +89,12 @@ class Engine(Protocol):
     def stand_in(self) -> None:
         """The boundary of a rank that has no micro-batch in a window: it takes part, and adds nothing."""
 
-    def step(self, clip_norm: float | None, *, divisor: float = 1.0) -> StepResult:
-        """After the boundary: clips the reduced gradient to ``clip_norm`` if given, steps, zeroes in place.
+    def step(self, *, divisor: float = 1.0) -> StepResult:
+        """After the boundary, one transaction over all ranks and optimizers: unscale, clip, step or skip, move the loss
+        scale, zero in place.
 
         The gradient is what was accumulated over ``divisor``: the count, where it was not known before the backward.
+        Where it is NaN or infinite anywhere, no optimizer steps on any rank.
         """
 
     def zero_gradients(self) -> None:

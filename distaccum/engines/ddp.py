@@ -22,8 +22,13 @@ from torch.optim import Optimizer
 
 from distaccum.engines.base import EngineState, StepResult
 from distaccum.engines.guard import StepGuard
-from distaccum.engines.update import clip_and_step, zero_in_place
+from distaccum.engines.reduction import average_in
+from distaccum.engines.update import Update, underflow_share, zero_in_place
 from distaccum.errors import MisuseError
+from distaccum.host_copy import HostCopy
+from distaccum.precision.placement import place
+from distaccum.precision.policy import FP32, PrecisionPolicy
+from distaccum.precision.scaler import LossScaler
 from distaccum.world import World
 
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
@@ -40,21 +45,36 @@ class DDPEngine:
 
     Args:
         model: on ``world.device`` already; every rank's copy is set to rank 0's.
-        optimizer: over the model's parameters.
+        optimizer: over the model's parameters; or several, over disjoint sets of them.
         world: this rank.
+        clip_norm: largest norm of the global gradient; None: no clipping by norm.
+        clip_value: largest absolute value of its elements; None: no clipping by value.
+        scaler: of the loss, where gradients pass through fp16.
+        underflow_every: with a scaler, attempts between two samples of the share that is flushed to zero; 0: none.
+        policy: what forwards compute in, and what gradients travel in between ranks.
         bucket_cap_mb: MiB of one reduction.
         find_unused_parameters: allow parameters that a window does not use; they are left out of its step.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, world: World, *, bucket_cap_mb: float = 25.0,
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World, *,
+        clip_norm: float | None = None, clip_value: float | None = None, scaler: LossScaler | None = None,
+        underflow_every: int = 0, policy: PrecisionPolicy = FP32, bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:  # fmt: skip
-        self.device, self.averages_over = world.device, world.size
-        self._world, self._optimizer = world, optimizer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        for group in optimizer.param_groups:
+        # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
+        # gradient then does not depend on the world's size.
+        self.device, self.averages_over = world.device, 1 if scaler else world.size
+        self.min_loss_scale = scaler.min_scale if scaler and scaler.dynamic else None
+        self._world, self._scaler, self._policy = world, scaler, policy
+        self._underflow_every, self._attempts = underflow_every, 0
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = list(trained.values())
+        self._update = Update(self._optimizers, trained, clip_norm=clip_norm, clip_value=clip_value)
+        for group in self._groups():
             group.setdefault("initial_lr", group["lr"])
+        place(model, policy, world.device)
         self._body = _Body(model)
         self._ddp = DistributedDataParallel(
             self._body,
@@ -63,8 +83,10 @@ class DDPEngine:
             **_NO_BUFFER_SYNC,
             find_unused_parameters=find_unused_parameters,
         )
+        if policy.reduce_dtype is not torch.float32:
+            self._ddp.register_comm_hook(None, average_in(policy.reduce_dtype, world.size))
         self.sync_buffers()
-        self._guard = StepGuard.of(optimizer, (model, self._body, self._ddp))
+        self._guard = StepGuard(self._optimizers, (model, self._body, self._ddp))
         self._use = _Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
@@ -88,12 +110,17 @@ class DDPEngine:
         self._body.called = False
         return nullcontext() if sync else self._ddp.no_sync()
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """The policy's."""
+        return self._policy.autocast(self.device)
+
     def backward(self, loss: Tensor) -> None:
-        """Plain autograd: DDP reduces in its hooks."""
+        """Plain autograd, of the scaled loss in fp16: DDP reduces in its hooks."""
         if not self._body.called:
             problem = "the forward went past the engine, so gradients would not be reduced"
             raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaled: Tensor = self._scaler.scale(loss) if self._scaler else loss
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def stand_in(self) -> None:
         """A backward from a zero that depends on every parameter: its hooks fire, the user's forward does not run."""
@@ -102,15 +129,33 @@ class DDPEngine:
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
-        for group in self._optimizer.param_groups:
+        for group in self._groups():
             group["lr"] = group["initial_lr"] * factor
 
-    def step(self, clip_norm: float | None, *, divisor: float = 1.0) -> StepResult:
-        """One update from the reduced gradients, which every rank holds whole."""
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers:
+            yield from optimizer.param_groups
+
+    def step(self, *, divisor: float = 1.0) -> StepResult:
+        """One transaction on the reduced gradients: every rank holds the same ones, bit by bit, so all decide alike."""
+        scale: float | Tensor | None = None if divisor == 1.0 else divisor
+        if self._scaler:
+            scale = self._scaler.current * (divisor / self._world.size)
         with self._guard, nullcontext() if self._use is None else self._use.only_used(self._world):
-            result = clip_and_step(self._optimizer, self._parameters, clip_norm, divisor=divisor)
+            found = self._update.step(scale)
+        underflow = self._sample_underflow()
         self.zero_gradients()
-        return result
+        loss_scale = self._scaler.current if self._scaler else torch.ones_like(found.applied)
+        told = HostCopy(torch.stack((found.applied, loss_scale.to(found.applied.dtype))))
+        if self._scaler:
+            self._scaler.advance(1.0 - found.applied)
+        return StepResult(grad_norm=found.grad_norm, told=told, nonfinite=found.nonfinite, underflow=underflow)
+
+    def _sample_underflow(self) -> Tensor | None:
+        self._attempts += 1
+        if not (self._scaler and self._underflow_every and self._attempts % self._underflow_every == 0):
+            return None
+        return underflow_share([p.grad for p in self._parameters if p.grad is not None])
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets."""
@@ -125,30 +170,35 @@ class DDPEngine:
             model=cast(dict[str, Tensor], get_model_state_dict(self.bare_model)),
             optimizer={name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
             optimizer_values={name: value for name, value in optimizer.items() if not isinstance(value, Tensor)},
+            scaler=self._scaler.state_dict() if self._scaler else {},
         )
 
     def load_state(self, state: EngineState) -> None:
         """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
         self._drop_gradients()  # torch leaves an optimizer's state out, silently, where gradients are there already
         set_model_state_dict(self.bare_model, dict(state.model))
-        settings = [dict(group) for group in self._optimizer.param_groups]
+        settings = [dict(group) for group in self._groups()]
         fresh = self._optimizer_state()  # stands in where the saved run had never used a parameter
         saved = cast(Any, {**fresh, **state.optimizer, **state.optimizer_values})
         with self._guard:  # torch makes the state to fill by a step without a rate
-            set_optimizer_state_dict(self.bare_model, self._optimizer, saved, options=_FLAT)
+            set_optimizer_state_dict(self.bare_model, self._optimizers, saved, options=_FLAT)
         self._forget_unused(state.optimizer)
-        for group, setting in zip(self._optimizer.param_groups, settings, strict=True):
+        for group, setting in zip(self._groups(), settings, strict=True):
             group.update(setting)  # the rate, decay and so on are this run's, not the saved one's
+        self._update.forget()
+        if self._scaler and state.scaler:
+            self._scaler.load_state_dict(dict(state.scaler))
         self._place_gradients_in_buckets()
 
     def _optimizer_state(self) -> dict[str, Any]:
         with self._guard:
-            return get_optimizer_state_dict(self.bare_model, self._optimizer, options=_FLAT)
+            return get_optimizer_state_dict(self.bare_model, self._optimizers, options=_FLAT)
 
     def _forget_unused(self, saved: Mapping[str, Tensor]) -> None:
         for name, parameter in self.bare_model.named_parameters():
             if not any(key.startswith(f"state.{name}.") for key in saved):
-                self._optimizer.state.pop(parameter, None)
+                for optimizer in self._optimizers:
+                    optimizer.state.pop(parameter, None)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

@@ -14,41 +14,50 @@ from distaccum.errors import MisuseError
 
 
 class StepGuard:
-    """Within the ``with`` block the optimizer steps; anywhere else ``step`` and ``zero_grad`` raise MisuseError.
+    """Within the ``with`` block the optimizers step; anywhere else ``step`` and ``zero_grad`` raise MisuseError.
 
     A step in between would use a part of a gradient, and a ``zero_grad`` lose one: silently, and on one rank alone.
     The same holds for the ``zero_grad`` of the modules.
     """
 
+    def __init__(self, optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> None:
+        self._locks = [_Lock.of(optimizer) for optimizer in optimizers]
+        for module in modules:
+            module.zero_grad = partial(_refuse, "model.zero_grad")  # type: ignore[method-assign]
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.open = True
+
+    def __exit__(self, *_: object) -> None:
+        for lock in self._locks:
+            lock.open = False
+
+
+class _Lock:
+    """On one optimizer."""
+
     def __init__(self, optimizer: Optimizer) -> None:
-        self._open = False
+        self.open = False
         self._zero_grad = optimizer.zero_grad
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.zero_grad = self._guarded_zero_grad  # type: ignore[method-assign]  # there is no hook for it
 
     @classmethod
-    def of(cls, optimizer: Optimizer, modules: Iterable[nn.Module]) -> StepGuard:
-        """The one guard of an optimizer, which may come under a second engine after the first."""
-        guard = getattr(optimizer, "_distaccum_guard", None)
-        if not isinstance(guard, cls):
-            guard = cls(optimizer)
-            optimizer._distaccum_guard = guard  # type: ignore[attr-defined]
-        for module in modules:
-            module.zero_grad = partial(_refuse, "model.zero_grad")  # type: ignore[method-assign]
-        return guard
-
-    def __enter__(self) -> None:
-        self._open = True
-
-    def __exit__(self, *_: object) -> None:
-        self._open = False
+    def of(cls, optimizer: Optimizer) -> _Lock:
+        """The one lock of an optimizer, which may come under a second engine after the first."""
+        lock = getattr(optimizer, "_distaccum_lock", None)
+        if not isinstance(lock, cls):
+            lock = cls(optimizer)
+            optimizer._distaccum_lock = lock  # type: ignore[attr-defined]
+        return lock
 
     def _before_step(self, *_: Any) -> None:
-        if not self._open:
+        if not self.open:
             _refuse("optimizer.step")
 
     def _guarded_zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        if not self._open:
+        if not self.open:
             _refuse("optimizer.zero_grad")
         self._zero_grad(*args, **kwargs)
 

@@ -1,51 +1,153 @@
-"""Norm, clip and step: the boundary's arithmetic on gradients that are reduced already."""
+"""The boundary's arithmetic on gradients that are reduced already: norm, decision, unscaling, clipping, step.
+
+By hand that is six walks over gradient memory: unscale (read, write), norm (read), clip (read, write), step (read).
+Here the norm is read once, and is the overflow check too; an optimizer with a fused kernel then takes the decision as
+``found_inf``, and the loss scale, the count and the clip coefficient in one number, its ``grad_scale``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.engines.base import StepResult
+from distaccum.host_copy import HostCopy
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s own, so that clipped gradients equal its
 
 
-def clip_and_step(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], clip_norm: float | None, *, divisor: float = 1.0
-) -> StepResult:
-    """Steps on the parameters' gradients over ``divisor``, scaled down to ``clip_norm`` (None: as they are).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What the norm told. ``grad_norm`` and ``applied`` (1.0 or 0.0) are 0-dim, on the device."""
 
-    Reads nothing back. An optimizer whose fused kernel takes ``grad_scale`` and ``found_inf`` does it all in one pass
-    over memory, and leaves weights and state untouched where the norm is not finite. Any other one is clipped first and
-    then steps; there a non-finite gradient reaches the weights, and the caller must stop before it saves them.
+    grad_norm: Tensor
+    applied: Tensor
+    norms: Tensor  # one a gradient
+    names: Sequence[str]  # of the gradients
+
+    def nonfinite(self) -> list[str]:
+        """The parameters whose gradient is NaN or infinite; reads the device."""
+        return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
+
+
+class Update:
+    """One step of all optimizers, or of none: none moves where any gradient is NaN or infinite.
+
+    Args:
+        optimizers: over disjoint sets of the parameters.
+        parameters: those whose gradients make up the global one, by name.
+        clip_norm: largest norm of the global gradient; None: no clipping by norm.
+        clip_value: largest absolute value of an element; None: no clipping by value.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(gradients)
-    if divisor != 1.0:
-        norm = norm / divisor
-    finite = torch.isfinite(norm).to(norm.dtype)
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        scale = None if clip_norm is None else ((norm + _CLIP_EPSILON) / clip_norm).clamp_(min=1.0)
-        if divisor != 1.0:
-            scale = torch.full_like(norm, divisor) if scale is None else scale * divisor
-        # The kernels want fp32, whatever the gradients are.
-        optimizer.grad_scale = None if scale is None else scale.float()  # type: ignore[attr-defined]
-        optimizer.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], *, clip_norm: float | None,
+        clip_value: float | None,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._parameters = optimizers, parameters
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._begun: set[int] = set()
+
+    def forget(self) -> None:
+        """After the optimizers' state was replaced: which parameters have one is not known any more."""
+        self._begun.clear()
+
+    def step(self, scale: float | Tensor | None) -> Found:
+        """Steps on the gradients over ``scale`` (None: as they are), clipped.
+
+        Nothing is read back on the way to a fused step, but for a parameter's first: a kernel that is told not to step
+        leaves the momentum that it was to make unset. An unfused step has to be left out by the host.
+        """
+        with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        gradients = [p.grad for p in with_gradient.values() if p.grad is not None]
+        norms = _norms(gradients)
+        norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
+        norm = norm if scale is None else norm / scale
+        applied = torch.isfinite(norm).to(norm.dtype)
+        divisor = self._clipped(gradients, norm, scale)
+        begun = self._begun.issuperset(map(id, with_gradient.values()))
+        fused = [getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self._optimizers]
+        goes_on = (begun and all(fused)) or HostCopy(applied).read() == 1.0
+        for optimizer, folds in zip(self._optimizers, fused, strict=True):
+            if not goes_on:
+                break
+            if folds:
+                _step_fused(optimizer, divisor, 1.0 - applied)
+            else:
+                _divide(_gradients_of(optimizer), divisor)
+                optimizer.step()
+        if goes_on and not begun:
+            self._begun.update(map(id, with_gradient.values()))
+        return Found(grad_norm=norm, applied=applied, norms=norms, names=list(with_gradient))
+
+    def _clipped(self, gradients: list[Tensor], norm: Tensor, scale: float | Tensor | None) -> Tensor | None:
+        """By what the gradients are yet to be divided; None: by nothing. Clipping by value is done at once."""
+        divisor = None if scale is None else torch.zeros_like(norm) + scale
+        if self._clip_value is not None:
+            bound = torch.zeros_like(norm) + self._clip_value * (1.0 if scale is None else scale)
+            for gradient in gradients:
+                gradient.clamp_(-bound.to(gradient.dtype), bound.to(gradient.dtype))
+        if self._clip_norm is None:
+            return divisor
+        excess = ((norm + _CLIP_EPSILON) / self._clip_norm).clamp_(min=1.0)
+        return excess if divisor is None else divisor * excess
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of each, in fp64 where any of them is, else in fp32: one read of each."""
+    wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    if not gradients:
+        return torch.zeros(0, dtype=wide)
+    return torch.stack([norm.to(wide) for norm in torch._foreach_norm(gradients, 2, wide)])
+
+
+def _step_fused(optimizer: Any, divisor: Tensor | None, found_inf: Tensor) -> None:
+    # The kernels read both as fp32: fp64 gradients are divided beforehand, or they would lose digits.
+    gradients = _gradients_of(optimizer)
+    if any(gradient.dtype == torch.float64 for gradient in gradients):
+        _divide(gradients, divisor)
+        divisor = None
+    optimizer.grad_scale = None if divisor is None else divisor.float()
+    optimizer.found_inf = found_inf.float()
+    try:
         optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    else:
-        if divisor != 1.0:
-            torch._foreach_div_(gradients, divisor)
-        if clip_norm is not None:
-            clip_grads_with_norm_(parameters, clip_norm, norm)
-        optimizer.step()
-    return StepResult(grad_norm=norm, finite=finite)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def _divide(gradients: list[Tensor], divisor: Tensor | None) -> None:
+    """In place, in one walk over them."""
+    if divisor is not None and gradients:
+        torch._foreach_div_(gradients, divisor)
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def zero_in_place(parameters: Sequence[nn.Parameter]) -> None:
     """Zeroes gradients where they lie, so that those in DDP's buckets stay there: one operator for all."""
     torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+
+
+def underflow_share(gradients: Sequence[Tensor]) -> Tensor:
+    """Which share of the elements is 0.0, rows that are 0.0 as a whole left out: 0-dim; one read of each gradient.
+
+    Of gradients that came through fp16 these are the ones too small for it at the loss scale of the window, since
+    others are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur.
+    """
+    zeros = looked_at = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    for gradient in gradients:
+        rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.unsqueeze(0)
+        nonzero = torch.count_nonzero(rows, dim=1)
+        elements = (nonzero > 0).sum() * rows.shape[1]
+        looked_at = looked_at + elements
+        zeros = zeros + elements - nonzero.sum()
+    return zeros / looked_at.clamp(min=1)

@@ -20,6 +20,9 @@ class Sink(Protocol):
     def log(self, record: Record) -> None:
         """Takes one record; never raises for the sink's own trouble once training has begun."""
 
+    def alert(self, title: str, text: str) -> None:
+        """Tells somebody who is not looking."""
+
     def close(self, *, failed: bool) -> None:
         """Called once, at the end of the run however it ends."""
 
@@ -34,15 +37,18 @@ class JsonlSink:
         """Writes the numbers unrounded."""
         self._file.write(json.dumps(record) + "\n")
 
+    def alert(self, title: str, text: str) -> None:
+        """Nothing: the records say it."""
+
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
         self._file.close()
 
 
-def rewind_jsonl(path: Path, step: int) -> None:
-    """Before a resumed run appends: moves lines past ``step`` (and a torn last one) to ``metrics.superseded.jsonl``.
+def rewind_jsonl(path: Path, window: int) -> None:
+    """Before a resumed run appends: moves lines past ``window`` (and a torn last one) to ``metrics.superseded.jsonl``.
 
-    The resumed run makes those updates again, so that every step stands in ``metrics.jsonl`` once; nothing is lost.
+    The resumed run makes those attempts again, so that each stands in ``metrics.jsonl`` once; nothing is lost.
     """
     if not path.exists():
         return
@@ -50,7 +56,7 @@ def rewind_jsonl(path: Path, step: int) -> None:
     kept: list[str] = []
     superseded: list[str] = []
     for line in lines:
-        (kept if _step(line) <= step else superseded).append(line)
+        (kept if _window(line) <= window else superseded).append(line)
     if superseded:
         with path.with_name("metrics.superseded.jsonl").open("a") as file:
             file.writelines(line if line.endswith("\n") else line + "\n" for line in superseded)
@@ -59,10 +65,10 @@ def rewind_jsonl(path: Path, step: int) -> None:
         temporary.replace(path)
 
 
-def _step(line: str) -> float:
-    """The line's step; beyond all steps for a line that was cut short."""
+def _window(line: str) -> float:
+    """The line's attempt; beyond all for a line that was cut short."""
     try:
-        return int(json.loads(line)["step"])
+        return int(json.loads(line)["window"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
@@ -90,6 +96,10 @@ class ConsoleSink:
             f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
             f"{record['tokens_per_s']:,.0f} tokens/s"
         )
+        if record["loss_scale"] != 1.0:
+            line += f"  loss scale {record['loss_scale']:.10g}"
+        if not record["applied"]:
+            line += "  SKIPPED: the gradient is NaN or infinite"
         evaluated = "".join(
             f"  {name.removeprefix('eval_').replace('_', ' ')} {value:.4f}"
             for name, value in record.items()
@@ -101,6 +111,10 @@ class ConsoleSink:
             self._console.print(f"step {record['step']:>6}/{self._total}  {line}", highlight=False, soft_wrap=True)
         else:
             self._progress.update(self._task, completed=record["step"], description=line)
+
+    def alert(self, title: str, text: str) -> None:
+        """One line."""
+        self._console.print(f"{title}: {text}", style="bold red", highlight=False, soft_wrap=True)
 
     def close(self, *, failed: bool) -> None:
         """Leaves the last progress line standing."""

@@ -39,13 +39,17 @@ class WandbSink:
             "resume": "allow", "config": dict(config), "reinit": "create_new",
         }  # fmt: skip
         self._exit_code = 0
-        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[Record | tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
         self._thread.start()
 
     def log(self, record: Record) -> None:
         """Hands the record over; returns at once."""
         self._records.put(dict(record))
+
+    def alert(self, title: str, text: str) -> None:
+        """Has W&B send a mail or a message, as its user has set it up; returns at once."""
+        self._records.put((title, text))
 
     def close(self, *, failed: bool) -> None:
         """Waits a few seconds for what was handed over to be written."""
@@ -67,7 +71,10 @@ class WandbSink:
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             while (record := self._records.get()) is not None:
-                run.log(dict(record))
+                if isinstance(record, tuple):
+                    run.alert(*record, level="WARN")
+                else:
+                    run.log(dict(record))
             run.finish(exit_code=self._exit_code)
         except Exception as error:  # whatever fails in there is no reason to lose a training run
             _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")

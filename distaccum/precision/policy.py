@@ -7,27 +7,63 @@ from dataclasses import dataclass
 
 import torch
 
+from distaccum.precision_config import PrecisionConfig
+
+_COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
-    """The number formats of one run. Parameters, gradients and reductions are fp32; the forward is autocast.
+    """The number formats of one run.
 
     Args:
         name: as in ``precision=NAME``.
-        compute_dtype: what matrix products of the forward run in; losses are computed in fp32 always.
+        compute_dtype: what matrix products of the forward run in; losses are computed in fp32 always. TF32 is a way
+            that GPUs multiply fp32 tensors: the tensors' own type is ``torch.float32`` there.
+        parameter_dtype: of the weights that the optimizer steps and of the gradients that it accumulates.
+        reduce_dtype: what gradients travel in between ranks.
+        keep_fp32: globs of module names that autocast leaves alone.
+        only: globs of the modules that autocast covers, where it shall not cover all.
     """
 
     name: str
-    compute_dtype: torch.dtype
+    compute_dtype: torch.dtype = torch.float32
+    parameter_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    keep_fp32: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> PrecisionPolicy:
+        """The policy that ``conf/precision/`` describes."""
+        return cls(
+            name=config.name,
+            compute_dtype=_COMPUTE[config.name],
+            reduce_dtype=_REDUCE[config.reduce_dtype],
+            keep_fp32=tuple(config.keep_fp32),
+            only=tuple(config.only),
+        )
+
+    @property
+    def casts(self) -> bool:
+        """Whether the forward computes in a 16-bit type anywhere."""
+        return self.compute_dtype is not torch.float32
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16, whose range needs the loss scaler."""
+        return torch.float16 in (self.compute_dtype, self.reduce_dtype)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context for a forward pass on ``device``."""
-        if self.compute_dtype is torch.float32:
+        """The context for a forward pass on ``device``.
+
+        Where ``only`` some modules are covered, their hooks switch autocast on (see ``placement.py``); the context is
+        then one that has it off. On leaving it everything is as before, even if Ctrl-C kept a hook from its work.
+        """
+        if not self.casts:
             return nullcontext()
-        return torch.autocast(device.type, dtype=self.compute_dtype)
+        return torch.autocast(device.type, dtype=self.compute_dtype, enabled=not self.only)
 
 
-POLICIES = {
-    "fp32": PrecisionPolicy(name="fp32", compute_dtype=torch.float32),
-    "bf16": PrecisionPolicy(name="bf16", compute_dtype=torch.bfloat16),
-}
+FP32 = PrecisionPolicy(name="fp32")

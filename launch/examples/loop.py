@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 loader = DataLoader(data.train, batch_size=8, shuffle=True, collate_fn=data.collate)
 windows = da.plan_windows(loader, world, global_size=64, micro_size=8, count=lambda batch: da.count_labels(batch[1]))
-engine = da.wrap(model, optimizer, world)
+engine = da.wrap(model, optimizer, world, clip_norm=1.0)
 
 for step, window in enumerate(windows(0), start=1):
     for i, micro in enumerate(window.micro_batches):
@@ -31,7 +31,7 @@ for step, window in enumerate(windows(0), start=1):
             inputs, labels = da.to_device(micro.batch, world.device)
             total, _ = da.cross_entropy(engine.model(inputs), labels)
             engine.backward(da.weigh(total, window.counts, averages_over=engine.averages_over))
-    result = da.finish_step(engine, window, clip_norm=1.0)
+    result = da.finish_step(engine, window)
     if world.is_main and step % 5 == 0:  # the norm is read from the device: not in every step
         print(f"step {step}: {window.counts['loss']:.0f} tokens, gradient norm {result.grad_norm.item():.3f}")
     if step == 20:

@@ -15,7 +15,6 @@ from distaccum.data.loader import PlannedFeed
 from distaccum.data.tally import Tally
 from distaccum.engines.ddp import DDPEngine
 from distaccum.loss import CrossEntropy
-from distaccum.precision.policy import POLICIES
 from distaccum.testing.counters import Operations
 from distaccum.window import run_window
 from distaccum.world import Ranks, World, open_world
@@ -37,13 +36,13 @@ def count(world: World, accumulation: int, *, ragged: bool) -> dict[str, int]:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
     model.register_buffer("constant", torch.zeros(1000))  # must not travel with every window
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = DDPEngine(model, optimizer, world, bucket_cap_mb=0.25)
+    engine = DDPEngine(model, optimizer, world, clip_norm=1.0, bucket_cap_mb=0.25)
     windows = PlannedFeed(data, plan, world).windows(0, 0, Tally(world, loss.count))
     for window in islice(windows, 3):
-        run_window(engine, window, loss, POLICIES["fp32"], clip_norm=1.0)
+        run_window(engine, window, loss)
     with Operations() as operations:
         window = next(windows)
-        run_window(engine, window, loss, POLICIES["fp32"], clip_norm=1.0)
+        run_window(engine, window, loss)
     return {
         **{name: operations.counts[name] for name in COUNTED},
         "micro-batches": len(window.micro_batches),

@@ -28,7 +28,57 @@ MISTAKES = {
     "no logging interval": (["trainer.log_every=0"], ["trainer.log_every=0", "at least 1", "whole number from 1"]),
     "negative checkpoint interval": (["checkpoint.every=-1"], ["checkpoint.every=-1", "0 to save none"]),
     "unknown engine": (["engine=horovod"], ["engine=horovod", "no such choice", "Use one of ddp"]),
-    "unknown precision": (["precision=fp8"], ["precision=fp8", "no such choice", "Use one of bf16, fp32"]),
+    "unknown precision": (["precision=fp8"], ["precision=fp8", "no such choice", "bf16, ", "fp16, ", "fp32, ", "tf32"]),
+    "unknown precision by name": (["precision.name=fp8"], ["precision=fp8", "no such choice", "Use one of fp32, tf32"]),
+    "TF32 on a CPU": (["precision=tf32"], ["precision=tf32", "a CPU has no TF32", "precision=fp32, or bf16"]),
+    "reduction in fp64": (
+        ["precision.reduce_dtype=fp64"], ["precision.reduce_dtype=fp64", "no such choice", "Use one of fp32, bf16"],
+    ),
+    "module that is not there": (
+        ["precision=bf16", "precision.keep_fp32=[tokns]"],
+        ["precision.keep_fp32=tokns", "matches no module of GPT", "did you mean tokens?", "model.named_modules()"],
+    ),
+    "chosen module that is not there": (
+        ["precision=bf16", "precision.only=[blocks.*.atention]"],
+        ["precision.only=blocks.*.atention", "matches no module of GPT", "did you mean blocks.", "* matches any"],
+    ),
+    "no list of modules": (["precision.only=head"], ["precision.only=head", "List", "Give a value of the type"]),
+    "negative sampling of underflow": (
+        ["precision.underflow_every=-1"], ["precision.underflow_every=-1", "at least 0", "0 to sample none"],
+    ),
+    "scale that cannot grow": (
+        ["precision.scaler.growth_factor=1"], ["precision.scaler.growth_factor=1.0", "above 1", "such as 2"],
+    ),
+    "scale that cannot shrink": (
+        ["precision.scaler.backoff_factor=1"], ["precision.scaler.backoff_factor=1.0", "between 0 and 1", "0.5"],
+    ),
+    "no hysteresis": (["precision.scaler.hysteresis=0"], ["precision.scaler.hysteresis=0", "whole number from 1"]),
+    "no floor of the scale": (["precision.scaler.min_scale=0"], ["precision.scaler.min_scale=0.0", "positive finite"]),
+    "first scale out of bounds": (
+        ["precision.scaler.initial_scale_power=30"],
+        ["precision.scaler.initial_scale_power=30", "max_scale=1.67772e+07", "Move one"],
+    ),
+    "no growth interval": (
+        ["precision.scaler.growth_interval=0"], ["precision.scaler.growth_interval=0", "whole number from 1"],
+    ),
+    "negative scale": (
+        ["precision.scaler.static_scale=-1"], ["precision.scaler.static_scale=-1.0", "positive finite", "Use a value"],
+    ),
+    "unknown answer to NaN": (
+        ["trainer.nonfinite=ignore"], ["trainer.nonfinite=ignore", "no such choice", "Use one of stop, skip"],
+    ),
+    "no skips": (["trainer.max_skips=0"], ["trainer.max_skips=0", "at least 1", "whole number from 1"]),
+    "two ways of clipping": (
+        ["optim.clip_value=0.5"], ["optim.clip_value=0.5", "optim.clip_norm=1.0", "Set one of them to null"],
+    ),
+    "fused by chance": (["optim.fused=maybe"], ["optim.fused=maybe", "no such choice", "Use one of auto, True, False"]),
+    "optimizer that cannot fuse": (
+        [
+            "optim=sgd", "optim.fused=true", "optim.optimizer._target_=torch.optim.Rprop",
+            "~optim.optimizer.momentum", "~optim.optimizer.weight_decay",
+        ],
+        ["optim.fused=True", "torch.optim.Rprop takes no fused argument", "Use optim.fused=auto"],
+    ),
     "unknown model": (["model=gpt5"], ["model=gpt5", "did you mean gpt", "Use one of cnn, gpt"]),
     "missing path": (["data=text"], ["data.path=???", "is required", "Add data.path="]),
     "missing file": (["data=text", "data.path=nowhere"], ["data.path=nowhere", "no such file", "Give the path"]),

@@ -41,7 +41,7 @@ def _update(engine: DDPEngine) -> None:
     for sync in (False, True):
         with engine.micro_step(sync=sync):
             engine.backward(engine.model(torch.randn(2, 3)).square().sum())
-    engine.step(1.0)
+    engine.step()
 
 
 RUN = state.RunState(

@@ -3,11 +3,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from distaccum.build import build
 from distaccum.config import RunConfig, conf_dir, from_node
 from distaccum.errors import ConfigError
+from distaccum.nodes import build
+from distaccum.precision_config import PrecisionConfig
 
 
 def test_settings_are_typed_and_frozen() -> None:
@@ -49,12 +51,76 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),
         ({"engine": {"bucket_cap_mb": 0}}, "engine.bucket_cap_mb", 0),
         ({"precision": {"name": "fp8"}}, "precision", "fp8"),
+        ({"precision": {"reduce_dtype": "fp64"}}, "precision.reduce_dtype", "fp64"),
+        ({"precision": {"underflow_every": -1}}, "precision.underflow_every", -1),
+        ({"trainer": {"nonfinite": "ignore"}}, "trainer.nonfinite", "ignore"),
+        ({"trainer": {"max_skips": 0}}, "trainer.max_skips", 0),
+        ({"optim": {"clip_value": 0}}, "optim.clip_value", 0),
+        ({"optim": {"clip_norm": 1, "clip_value": 0.5}}, "optim.clip_value", 0.5),
+        ({"optim": {"fused": "maybe"}}, "optim.fused", "maybe"),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(node: dict[str, object], key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         from_node(node)
     assert (caught.value.key, caught.value.value) == (key, value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"growth_factor": 1}, "growth_factor"),
+        ({"growth_factor": float("inf")}, "growth_factor"),
+        ({"growth_factor": float("nan")}, "growth_factor"),
+        ({"backoff_factor": 1}, "backoff_factor"),
+        ({"backoff_factor": 0}, "backoff_factor"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"hysteresis": 0}, "hysteresis"),
+        ({"min_scale": 0}, "min_scale"),
+        ({"max_scale": float("inf")}, "max_scale"),
+        ({"static_scale": -1}, "static_scale"),
+        ({"initial_scale_power": 65}, "initial_scale_power"),
+        ({"initial_scale_power": -15}, "initial_scale_power"),
+        ({"initial_scale_power": 25}, "initial_scale_power"),  # above max_scale
+        ({"initial_scale_power": -1}, "initial_scale_power"),  # below min_scale
+        ({"min_scale": 2.0**17}, "initial_scale_power"),
+    ],
+)
+def test_a_scaler_that_cannot_work_is_named_with_its_key(settings: dict[str, float], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_node({"precision": {"scaler": settings}})
+    assert caught.value.key == f"precision.scaler.{named}"
+    assert repr(caught.value.value) in (repr(settings.get(named, 16)), repr(float(settings.get(named, 16))))
+
+
+def test_a_scale_starts_where_the_settings_say() -> None:
+    assert from_node({}).precision.scaler.initial_scale == 65536
+    edges = {"initial_scale_power": 3, "min_scale": 8, "max_scale": 8}
+    assert from_node({"precision": {"scaler": edges}}).precision.scaler.initial_scale == 8
+    static = {"static_scale": 0.5}  # the bounds are those of a scale that moves
+    assert from_node({"precision": {"scaler": static}}).precision.scaler.initial_scale == 0.5
+
+
+ALIASES = {
+    "fp32": "fp32", "no": "fp32", "float32": "fp32", "tf32": "tf32", "fp16": "fp16", "16-mixed": "fp16",
+    "mixed_float16": "fp16", "bf16": "bf16", "bf16-mixed": "bf16", "mixed_bfloat16": "bf16",
+}  # fmt: skip
+NAMES = {"32": "fp32", "32-true": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # from Python, where 32 is a word
+
+
+@pytest.mark.parametrize(("alias", "name"), (ALIASES | NAMES).items())
+def test_what_others_call_a_precision_is_the_same_one(alias: str, name: str) -> None:
+    assert from_node({"precision": {"name": alias}}).precision == PrecisionConfig(name=name)
+    assert PrecisionConfig.of(alias) == PrecisionConfig(name=name)
+
+
+def test_every_precision_of_the_yaml_groups_composes_to_the_policy_that_it_names() -> None:
+    assert {path.stem for path in (conf_dir() / "precision").glob("*.yaml")} == ALIASES.keys()
+    with initialize_config_dir(str(conf_dir()), version_base=None):
+        for alias, name in ALIASES.items():
+            composed = compose("config", [f"precision={alias}", "precision.keep_fp32=[head]"]).precision
+            config = from_node({"precision": OmegaConf.to_container(composed)}).precision
+            assert config == PrecisionConfig(name=name, keep_fp32=["head"]), alias
 
 
 def test_the_yaml_groups_are_found() -> None:
@@ -96,7 +162,7 @@ def test_a_target_that_cannot_be_called_is_explained(node: dict[str, object], me
     ("group", "file"),
     [
         ("batch", "samples"), ("engine", "ddp"), ("precision", "fp32"), ("trainer", "default"),
-        ("callbacks", "none"), ("checkpoint", "default"), ("metrics", "wandb"),
+        ("callbacks", "none"), ("checkpoint", "default"), ("metrics", "wandb"), ("optim", "adamw"),
     ],
 )  # fmt: skip
 def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) -> None:

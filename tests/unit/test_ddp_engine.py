@@ -51,7 +51,7 @@ def test_gradients_lie_in_the_buckets_from_the_start_and_stay_there(gloo_world: 
     for _ in range(3):
         _window(engine, [torch.randn(2, 3) for _ in range(3)])
         assert _addresses(model) == addresses
-        engine.step(1.0)
+        engine.step()
         assert _addresses(model) == addresses
         assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
@@ -73,16 +73,16 @@ def test_parameters_that_a_window_did_not_use_do_not_move(gloo_world: World) -> 
     model = Branches()
     engine = _engine(model, gloo_world, find_unused_parameters=True)
     _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])
-    engine.step(None)
+    engine.step()
     used = [p.detach().clone() for p in model.parameters()]
 
     _window(engine, [-torch.ones(1, 3), -torch.ones(1, 3)])
-    engine.step(None)
+    engine.step()
     assert all(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
     assert not any(torch.equal(p, q) for p, q in zip(model.first.parameters(), used[:2], strict=True))
 
     _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])  # used before the boundary only
-    engine.step(None)
+    engine.step()
     assert not any(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
 
 
@@ -103,11 +103,11 @@ def test_a_parameter_that_was_never_used_can_be_saved_and_loaded(gloo_world: Wor
         torch.manual_seed(1)
         engines.append(_engine(Branches(), gloo_world, find_unused_parameters=True))
     _window(engines[0], inputs[0])
-    engines[0].step(None)
+    engines[0].step()
     engines[1].load_state(deepcopy(engines[0].state()))
     for engine in engines:
         _window(engine, inputs[1])
-        engine.step(None)
+        engine.step()
     first, second = (list(engine.bare_model.parameters()) for engine in engines)
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
@@ -115,7 +115,7 @@ def test_a_parameter_that_was_never_used_can_be_saved_and_loaded(gloo_world: Wor
 def test_a_loaded_optimizer_keeps_this_runs_settings(gloo_world: World) -> None:
     saved = _engine(nn.Linear(3, 3), gloo_world)
     _window(saved, [torch.ones(1, 3)])
-    saved.step(None)
+    saved.step()
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.01, fused=True)
     engine = DDPEngine(model, optimizer, gloo_world)
@@ -137,7 +137,7 @@ def test_a_compiled_model_with_a_patched_forward_and_a_hook_is_wrapped_as_it_is(
     x = torch.ones(1, 3)
     torch.testing.assert_close(engine.model(x), 2 * plain_forward(x))
     _window(engine, [x, x])
-    assert engine.step(None).finite.item() == 1.0
+    assert engine.step().applied
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
@@ -154,7 +154,7 @@ def test_a_stand_in_reduces_and_adds_nothing(gloo_world: World, find_unused: boo
     assert seen == []  # the user's forward did not run
     assert _addresses(model) == addresses
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-    assert engine.step(None).grad_norm.item() == 0
+    assert engine.step().grad_norm.item() == 0
     moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
     assert moved == [not find_unused] * 4  # decay moves what a window used, and a stand-in uses nothing
 
@@ -174,7 +174,7 @@ def test_nobody_else_steps_or_zeroes(gloo_world: World) -> None:
         assert torch.equal(parameter, value)
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, gradient)
-    engine.step(None)
+    engine.step()
     assert not torch.equal(model.bias, before[1][0])
     with pytest.raises(MisuseError, match="by hand"):
         optimizer.step()

@@ -68,7 +68,7 @@ def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> t
     parts, sink = _parts(counting, **limits), Collected()
     folder.mkdir(exist_ok=True)
     accumulator = Accumulator(
-        parts.model, parts.optimizer, global_size=1, micro_size=1, count=parts.loss.count, schedule=parts.schedule,
+        parts.model, parts.optimizers, global_size=1, micro_size=1, count=parts.loss.count, schedule=parts.schedule,
         world=world,
     )  # fmt: skip
     loop = Loop(
@@ -121,7 +121,7 @@ def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_
 
 def test_after_a_stop_no_window_is_given_out_any_more(gloo_world: World) -> None:
     parts = _parts(list(range(12)))
-    accumulator = Accumulator(parts.model, parts.optimizer, count=parts.loss.count, world=gloo_world)
+    accumulator = Accumulator(parts.model, parts.optimizers, count=parts.loss.count, world=gloo_world)
     feed, given = make_feed(parts.source, parts.plan, gloo_world), 0
     for _ in range(3):
         for window in accumulator.windows(feed):

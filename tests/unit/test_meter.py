@@ -19,8 +19,8 @@ def test_ranks_reduce_one_format_whatever_their_own_sums_are_in(gloo_world: Worl
     """A rank without a micro-batch cannot know in what the others' losses are computed."""
     counts = {"a": 2.0, "b": 4.0}
     outcome = Outcome(
-        applied=True, loss_sums={"a": torch.tensor(3.0, dtype=dtype), "b": torch.tensor(2.0, dtype=dtype)},
-        counts=counts, grad_norm=torch.tensor(7.0, dtype=dtype), finite=torch.tensor(1.0, dtype=dtype),
+        step=None, loss_sums={"a": torch.tensor(3.0, dtype=dtype), "b": torch.tensor(2.0, dtype=dtype)},
+        counts=counts, grad_norm=torch.tensor(7.0, dtype=dtype),
     )  # fmt: skip
     window = Window(epoch=3, samples=2, counts=counts, micro_batches=[], data_wait_s=0.0)
     meter = Meter(gloo_world, Clocks())
@@ -31,7 +31,7 @@ def test_ranks_reduce_one_format_whatever_their_own_sums_are_in(gloo_world: Worl
 
     model = nn.Linear(1, 1)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), world=gloo_world)
-    accumulator.last = outcome
+    accumulator.attempts.last = outcome
     with Operations() as averaged:
         assert accumulator.mean_loss() == 2.0
     for operations in (recorded, averaged):

@@ -8,7 +8,10 @@ from rich.console import Console
 
 from distaccum.metrics.sinks import ConsoleSink, JsonlSink, rewind_jsonl
 
-RECORD = {"step": 3, "loss": 0.1 + 0.2, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 5.0, "eval_bits_per_byte": 2.25}
+RECORD = {
+    "step": 3, "loss": 0.1 + 0.2, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 5.0, "eval_bits_per_byte": 2.25,
+    "loss_scale": 1.0, "applied": True,
+}  # fmt: skip
 
 
 def test_numbers_are_written_unrounded_and_appended(tmp_path: Path) -> None:
@@ -29,10 +32,10 @@ def test_a_record_is_in_the_file_before_the_next_update(tmp_path: Path) -> None:
 
 def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)) + '{"step": 6, "lo')
+    path.write_text("".join(f'{{"window": {window}}}\n' for window in range(1, 6)) + '{"window": 6, "lo')
     rewind_jsonl(path, 3)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-    assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"step": 4}\n{"step": 5}\n{"step": 6, "lo\n'
+    assert path.read_text() == '{"window": 1}\n{"window": 2}\n{"window": 3}\n'
+    assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"window": 4}\n{"window": 5}\n{"window": 6, "lo\n'
     rewind_jsonl(path, 3)
     rewind_jsonl(tmp_path / "none.jsonl", 3)
     assert len((tmp_path / "metrics.superseded.jsonl").read_text().splitlines()) == 3

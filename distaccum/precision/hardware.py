@@ -1,0 +1,91 @@
+"""What the hardware can honour of a policy: it is refused or warned of by name, and nothing falls back silently."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from distaccum.errors import ConfigError, PrecisionWarning
+from distaccum.precision.policy import PrecisionPolicy
+
+_TENSOR_CORES = (7, 0)  # compute capability from which fp16 is faster than fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What a policy asks of a GPU: native arithmetic, not emulation."""
+
+    name: str
+    capability: tuple[int, int]
+    bf16: bool
+    tf32: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The facts of a CUDA or ROCm device; None for another one."""
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):  # the two questions are answered for the current one
+        return Gpu(
+            name=torch.cuda.get_device_name(device),
+            capability=torch.cuda.get_device_capability(device),
+            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            tf32=torch.cuda.is_tf32_supported(),
+        )
+
+
+def check(policy: PrecisionPolicy, device: torch.device) -> None:
+    """Raises ConfigError where ``device`` cannot compute as the policy says."""
+    refuse(policy, gpu_of(device))
+
+
+def warn(policy: PrecisionPolicy, device: torch.device) -> None:
+    """Warns where ``device`` can, and another policy would be faster; for one rank to say."""
+    if text := slowness(policy, gpu_of(device)):
+        warnings.warn(text, PrecisionWarning, stacklevel=2)
+
+
+def configure(policy: PrecisionPolicy, device: torch.device) -> None:
+    """Sets how a GPU multiplies fp32 tensors: in TF32 under ``tf32``, in fp32 under every other policy.
+
+    Torch has this for the process as a whole, so the last call decides for all models in it, and torch's own default,
+    which lets convolutions run in TF32, is not what ``fp32`` says. A CPU's settings are left alone.
+    """
+    if device.type != "cuda":
+        return
+    tf32 = policy.name == "tf32"
+    # The older names first: newer torch sets its own settings from them, while to read one after the other was set
+    # alone is an error there.
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    for part in ("conv", "rnn"):  # from torch 2.9 on; switched off by the older name, these do as a wider setting says
+        settings = getattr(torch.backends.cudnn, part, None)
+        if settings is not None:
+            settings.fp32_precision = "tf32" if tf32 else "ieee"
+
+
+def refuse(policy: PrecisionPolicy, gpu: Gpu | None) -> None:
+    """Raises ConfigError where the policy cannot be had; ``gpu`` is None on a CPU."""
+    if policy.name == "bf16" and gpu is not None and not gpu.bf16:
+        problem, remedy = f"{gpu} has no native bf16 arithmetic", "Use precision=fp16, or fp32"
+        raise ConfigError("precision", policy.name, problem, remedy)
+    if policy.name == "tf32" and (gpu is None or not gpu.tf32):
+        problem = "a CPU has no TF32 arithmetic" if gpu is None else f"{gpu} has no TF32 arithmetic"
+        remedy = f"Use precision=fp32, or {'bf16' if gpu is None else 'fp16'}"
+        raise ConfigError("precision", policy.name, problem, remedy)
+
+
+def slowness(policy: PrecisionPolicy, gpu: Gpu | None) -> str | None:
+    """What to warn of; ``gpu`` is None on a CPU."""
+    if policy.name != "fp16":
+        return None
+    if gpu is None:
+        return "precision=fp16: most CPUs have no fp16 arithmetic, and take about twice as long as in fp32. Use bf16"
+    if gpu.capability < _TENSOR_CORES:
+        return f"precision=fp16: {gpu} has no tensor cores, so fp16 saves memory and no time. Use fp32 for speed"
+    return None

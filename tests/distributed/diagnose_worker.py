@@ -1,0 +1,75 @@
+"""Run by torchrun on 2 ranks: windows with a NaN in a sample of rank 1. Writes what each rank says of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distaccum import World
+from distaccum.diagnose import diagnose
+from distaccum.engines.ddp import DDPEngine
+from distaccum.window import MicroBatch, Window, run_window
+
+# By case: the sample numbers of each rank's micro-batches.
+SHARES: dict[str, tuple[list[list[int]], list[list[int]]]] = {
+    "fewer": ([[0, 1]], [[2, 3], [4, 5], [6]]),
+    "none": ([], [[2, 3], [4, 5], [6]]),
+    "clean": ([[0, 1], [7]], [[2, 3]]),
+}
+SPOILED = 5
+
+
+def sample(number: int) -> Tensor:
+    """Three features, one of them NaN in the spoiled sample."""
+    features = torch.randn(3, generator=torch.Generator().manual_seed(number))
+    return features.index_fill(0, torch.tensor([1]), torch.nan) if number == SPOILED else features
+
+
+class Loss:
+    """A sum of squares."""
+
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum()
+
+
+def window(case: str, rank: int) -> Window:
+    """This rank's share."""
+    share, count = SHARES[case][rank], sum(len(ids) for ids in chain(*SHARES[case]))
+    return Window(
+        epoch=0, samples=count, counts={"loss": count}, data_wait_s=0.0, ids=lambda: share,
+        micro_batches=[MicroBatch(torch.stack([*map(sample, ids)]), {"loss": len(ids)}) for ids in share],
+    )  # fmt: skip
+
+
+def main(world: World) -> dict[str, Any]:
+    """By case: whether the step was finite, and the findings of each rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    engine = DDPEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), world)
+    results = {}
+    for case in SHARES:
+        outcome = run_window(engine, window(case, world.rank), Loss())
+        found = diagnose(engine, window(case, world.rank), Loss(), world)
+        plain = [asdict(finding) | {"stage": finding.stage.value} for finding in found]
+        everyone: list[Any] = [None] * world.size
+        dist.all_gather_object(everyone, plain)
+        results[case] = {"finite": outcome.finite, "ranks": everyone}
+    return results
+
+
+if __name__ == "__main__":
+    joined = World.join()
+    found = main(joined)
+    if joined.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(found))

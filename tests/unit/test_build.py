@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from distaccum.build import Parts, assemble
+from distaccum.config import from_node
+from distaccum.data.adopt import as_source
+from distaccum.errors import ConfigError
+
+
+class SquaredError:
+    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+        return len(batch[0])
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        total: Tensor = (model(batch[0]) - batch[1]).square().sum()
+        return total
+
+
+def _assemble(model: nn.Module, config: Mapping[str, Any]) -> Parts:
+    data = as_source(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1)))
+    config = {"batch": {"global_size": 4, "micro_size": 2}} | config
+    return assemble(from_node(config), data, model, SquaredError(), world_size=1, device=torch.device("cpu"))
+
+
+def test_the_policy_and_the_optimizer_are_those_of_the_configuration() -> None:
+    precision = {"name": "bf16", "keep_fp32": ["1"], "reduce_dtype": "bf16"}
+    parts = _assemble(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), {"precision": precision})
+    assert (parts.policy.compute_dtype, parts.policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert parts.policy.keep_fp32 == ("1",)
+    assert [optimizer.defaults["fused"] for optimizer in parts.optimizers] == [True]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_a_model_in_float16_is_refused_under_every_policy(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model=Linear: .*float16.*Load it in float32"):
+        _assemble(nn.Linear(2, 1).half(), {"precision": {"name": name}})
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        ({"name": "tf32"}, r"precision=tf32: a CPU"),
+        ({"name": "bf16", "keep_fp32": ["head"]}, r"precision\.keep_fp32=head: matches no module"),
+        ({"name": "fp32", "only": ["head"]}, r"precision\.only=head: matches no module"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_is_refused_before_there_is_a_process_group(
+    precision: dict[str, Any], message: str
+) -> None:
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ConfigError, match=message):
+        _assemble(nn.Linear(2, 1), {"precision": precision})
