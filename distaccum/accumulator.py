@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from distaccum.attempts import Attempt, Attempts
 from distaccum.batch_plan import check_sizes
 from distaccum.batch_statistics import warn_of_batch_statistics
-from distaccum.checks import require_choice, require_count
+from distaccum.checks import require, require_choice, require_count
 from distaccum.clocks import Clocks
 from distaccum.config import NONFINITE, EngineConfig
 from distaccum.data.feeds import feed_of
@@ -23,7 +23,7 @@ from distaccum.data.place import Place
 from distaccum.data.tally import Tally
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.guard import OwnedScheduler
-from distaccum.errors import ConfigError, DataError
+from distaccum.errors import DataError, NonFiniteError
 from distaccum.functional import run_window, wrap
 from distaccum.loss import Loss, from_mean
 from distaccum.normaliser import SINGLE, Count, Counts, Total
@@ -76,20 +76,19 @@ class Accumulator:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, global_size: int | None = None,
         micro_size: int | None = None, tokens: int | None = None, count: Count | None = None,
-        scheduler: LRScheduler | Sequence[LRScheduler] = (), schedule: Schedule | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None, schedule: Schedule | None = None,
         clip_norm: float | None = None, clip_value: float | None = None, nonfinite: str = "stop", max_skips: int = 10,
         engine: str | EngineConfig = "ddp", precision: str | PrecisionConfig = "fp32", seed: int = 0,
         prefetch: int = 2, world: World | None = None,
     ) -> None:  # fmt: skip
-        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler]
-        if schedulers and schedule is not None:
-            name = type(schedulers[0]).__name__
-            raise ConfigError("scheduler", name, "and a schedule is given too", "Give one of them")
+        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler else []
+        both = schedule is not None and len(schedulers) > 0
+        require(not both, "scheduler", [type(one).__name__ for one in schedulers], "and a schedule too", "Give one")
         require_choice("nonfinite", nonfinite, NONFINITE)
         require_count("max_skips", max_skips, least=1)
-        if prefetch < FEWEST:
-            remedy = "One is computed while one is on its way"
-            raise ConfigError("prefetch", prefetch, f"must be at least {FEWEST}", remedy)
+        remedy = "One is computed while one is on its way"
+        require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
+        engine, precision = EngineConfig.of(engine), PrecisionConfig.of(precision)
         if micro_size is not None:
             check_sizes(global_size, micro_size)
         self.world = world or World.join()
@@ -105,8 +104,7 @@ class Accumulator:
         )  # fmt: skip
         sizes: Any = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size, "seed": seed}
         self._place = Place(lambda data: feed_of(data, self.world, **sizes))
-        self._count = count
-        self._prefetch = prefetch
+        self._count, self._prefetch = count, prefetch
         self._tally = Tally(self.world, count, lambda: self._stop_wanted)
         self._stop_wanted = False
         self._open: OpenWindow | None = None
@@ -212,8 +210,7 @@ class Accumulator:
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        begin = self.attempts.begin_step
-        outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=begin)
+        outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=self._begin_step)
         self.attempts.end_step(Attempt(window=window.plain, outcome=outcome, loss=loss))
         self._open = None
         window.phase = Phase.DONE
@@ -279,6 +276,13 @@ class Accumulator:
         if self._open is not None:
             refuse(what, self._open.phase.value, "run every micro-batch of a window before")
 
+    def _begin_step(self) -> None:
+        try:
+            self.attempts.begin_step()
+        except NonFiniteError:  # of the window before: this one has not stepped, and may be run again
+            self.abandon()
+            raise
+
     def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
         """The end of a window that was run micro-batch by micro-batch."""
         assert self._open is not None
@@ -287,7 +291,7 @@ class Accumulator:
             (total,) = self.world.sum_numbers([float(late_count)])
             counts, divisor = {SINGLE: total}, total / window.samples
         if divisor:
-            self.attempts.begin_step()
+            self._begin_step()
             outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
         else:
             self.engine.zero_gradients()

@@ -123,16 +123,18 @@ class Attempts:
         """Settles the last attempt; a collective where it raises.
 
         Raises:
-            NonFiniteError: on every rank alike: too many gradients in a row were NaN or infinite.
+            NonFiniteError: on every rank alike, and once: too many gradients in a row were NaN or infinite.
         """
         self.settle()
         if self._fatal is not None:
-            raise NonFiniteError(self._explanation(self._fatal))
+            explanation = self._explanation(self._fatal)
+            self._fatal, self._in_a_row = None, 0
+            raise NonFiniteError(explanation)
 
     def _explanation(self, attempt: Attempt) -> str:
         assert attempt.outcome.step is not None
         self._engine.zero_gradients()  # of a window that may have begun since
-        names = _few(attempt.outcome.step.nonfinite())
+        names = _few(attempt.outcome.step.nonfinite()) or "none alone, but their norm"
         began = ""
         if attempt.loss is not None:
             began = f" {explain(diagnose(self._engine, attempt.window, attempt.loss, self._world))}."
@@ -140,9 +142,9 @@ class Attempts:
         row = f"{self._in_a_row} in a row, " if self._in_a_row > 1 else ""
         return (
             f"the gradient of window {self._clocks.window} is NaN or infinite ({row}loss scale "
-            f"{attempt.outcome.loss_scale:g}), first of {names or 'the norm as a whole'}.{began} Its samples are "
-            f"{samples}. Weights and optimizer state are those of step {self._clocks.step}. Look at the data, lower "
-            "the learning rate, or resume from an earlier checkpoint"
+            f"{attempt.outcome.loss_scale:g}): of {names}.{began} Its samples are {samples}. Weights and optimizer "
+            f"state are those of step {self._clocks.step}. Look at the data, lower the learning rate, or resume from "
+            "an earlier checkpoint"
         )
 
     def _everyones_samples(self, window: Window) -> list[tuple[int, str]]:

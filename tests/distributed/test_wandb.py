@@ -99,3 +99,23 @@ def test_a_server_that_cannot_be_reached_costs_seconds(tmp_path: Path, trouble: 
     assert "Weights & Biases" in finished.stderr
     assert len(metrics(tmp_path / "with")) == 6
     assert with_trouble < without + 20  # a bound on hanging (the server's own time-out is 100 s), not a timing
+
+
+def test_a_collapse_of_the_loss_scale_is_an_alert(tmp_path: Path) -> None:
+    scaler = {"initial_scale_power": 40, "min_scale": 2.0**39, "max_scale": 2.0**40}  # far beyond what fp16 can hold
+    settings = [f"precision.scaler.{key}={value}" for key, value in scaler.items()]
+    finished = run(*SETTINGS, "precision=fp16", *settings, f"hydra.run.dir={tmp_path}", world=2)
+    assert finished.returncode == 1
+    assert finished.stdout.count("the loss scale has collapsed") == 1
+    records = metrics(tmp_path)
+    assert [record["loss_scale"] for record in records] == [2.0**40, *[2.0**39] * 10]
+    assert not any(record["applied"] for record in records)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    alerts = []
+    for content in _records(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.WhichOneof("record_type") == "alert":
+            alerts.append((record.alert.title, record.alert.level))
+    assert alerts == [("the loss scale has collapsed", "WARN")]
+    assert len(_history(file)[0]) == len(records)

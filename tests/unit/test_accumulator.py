@@ -357,8 +357,14 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
         _epoch(acc, DataLoader(DATA, batch_size=3))
     with pytest.raises(ConfigError, match="prefetch=1: must be at least 2"):
         _make(gloo_world, prefetch=1)
-    with pytest.raises(ConfigError, match="no such choice"):
-        _make(gloo_world, engine="horovod")
+    for wrong in ({"engine": "horovod"}, {"precision": "fp8"}, {"nonfinite": "ignore"}):
+        with pytest.raises(ConfigError, match="no such choice"):
+            _make(gloo_world, **wrong)
+    with pytest.raises(ConfigError, match=r"clip_value=1\.0: and clip_norm=2\.0 too"):
+        _make(gloo_world, clip_norm=2.0, clip_value=1.0)
+    twice = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ConfigError, match="2 of its parameters are not the model's, or another optimizer's too"):
+        Accumulator(model, twice, global_size=4, micro_size=2, world=gloo_world)
     with pytest.raises(ConfigError, match="global_size: is not given"):
         _epoch(_make(gloo_world, global_size=None)[0], DATA)
 

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from distaccum.build import assemble
+from distaccum.config import from_node
+from distaccum.data.adopt import as_source
+from distaccum.loss import CrossEntropy
+from distaccum.report import introduce
+from distaccum.run_dir import RunDir
+from distaccum.world import World
+
+
+def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path: Path) -> None:
+    data = as_source(TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)))
+    precision = {"name": "bf16", "keep_fp32": ["1"], "reduce_dtype": "bf16"}
+    config = from_node({"batch": {"global_size": 4, "micro_size": 2}, "precision": precision})
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+    parts = assemble(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
+    text = StringIO()
+    introduce(parts, gloo_world, RunDir(tmp_path), "", Console(file=text, width=80))
+    lines = dict(line.split(maxsplit=1) for line in text.getvalue().splitlines())
+    assert lines["precision"] == "bf16; fp32: 1; gradients reduced in bf16"
+    assert lines["world"] == "1 x cpu, engine ddp"
+    assert len({line.index(lines[name]) for name, line in zip(lines, text.getvalue().splitlines(), strict=True)}) == 1
