@@ -25,6 +25,19 @@ def test_it_learns_real_text(tmp_path: Path, world: int) -> None:
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.timeout(1800)
+def test_16_bits_end_within_one_percent_of_32(tmp_path: Path) -> None:
+    """Accumulation 8 on 2 processes."""
+    reached = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        settings = (f"precision={precision}", "batch.micro_size=2", "checkpoint.every=0", "metrics=jsonl")
+        succeed(*settings, f"hydra.run.dir={tmp_path / precision}", world=2, timeout=900)
+        reached[precision] = metrics(tmp_path / precision)[-1]["eval_bits_per_byte"]
+    print(reached)
+    for precision in ("bf16", "fp16"):
+        assert reached[precision] == pytest.approx(reached["fp32"], rel=0.01)
+
+
 @pytest.mark.timeout(1200)
 def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> None:
     """The default model and optimizer, 20 updates."""
