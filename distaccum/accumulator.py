@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,7 +25,7 @@ from distaccum.engines.guard import OwnedScheduler
 from distaccum.errors import DataError, NonFiniteError
 from distaccum.functional import run_window, wrap
 from distaccum.loss import Loss, from_mean
-from distaccum.normaliser import SINGLE, Count, Counts, Total
+from distaccum.normaliser import SINGLE, Count, Counts, Total, power_near
 from distaccum.open_window import OpenWindow, Phase, refuse
 from distaccum.precision_config import PrecisionConfig
 from distaccum.prefetch import FEWEST
@@ -106,7 +105,7 @@ class Accumulator:
         self._place = Place(lambda data: feed_of(data, self.world, **sizes))
         self._count, self._prefetch = count, prefetch
         self._tally = Tally(self.world, count, lambda: self._stop_wanted)
-        self._stop_wanted = False
+        self._stop_wanted, self._per_sample = False, 1.0
         self._open: OpenWindow | None = None
 
     @property
@@ -158,7 +157,10 @@ class Accumulator:
                     self.attempts.pass_over(window.samples)
                     continue
                 counted = True
-                self._open = OpenWindow(window, self.engine, prefetch=self._prefetch, finish=self._finish)
+                self._open = OpenWindow(
+                    window, self.engine, prefetch=self._prefetch, finish=self._finish,
+                    provisional=window.samples * self._per_sample,
+                )  # fmt: skip
                 yield self._open
                 self._expect_no_window("the next window")
         finally:
@@ -223,12 +225,7 @@ class Accumulator:
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
-        if self.last is None:
-            refuse("mean_loss()", "before the first window", "call it after one")
-        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
-        sums = self.world.sum_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
-        means = (total / count for total, count in zip(sums.tolist(), self.last.counts.values(), strict=True) if count)
-        return sum(means, 0.0)
+        return self.attempts.mean_loss()
 
     def state_dict(self) -> dict[str, Any]:
         """All that :meth:`load_state_dict` needs to go on from here: plain values and tensors, for each rank.
@@ -240,7 +237,7 @@ class Accumulator:
             NonFiniteError: as :meth:`windows`.
         """
         self._expect_no_window("state_dict()")
-        self.attempts.judge()
+        self.attempts.judge(together=False)
         state = self.engine.state()
         return {
             "model": dict(state.model),
@@ -248,6 +245,7 @@ class Accumulator:
             "optimizer_values": dict(state.optimizer_values),
             "scaler": dict(state.scaler),
             "clocks": asdict(self.clocks),
+            "per_sample": self._per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             **self._place.state(),
         }
@@ -259,6 +257,7 @@ class Accumulator:
         self.engine.load_state(EngineState(**{name: state[name] for name in parts}))
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
+        self._per_sample = state["per_sample"]
         self.go_on_from(Clocks(**state["clocks"]), state["position"], state["data"])
 
     def go_on_from(self, clocks: Clocks, position: Mapping[str, Any], data: Any) -> None:
@@ -289,7 +288,8 @@ class Accumulator:
         window, counts, divisor = self._open.plain, self._open.counts, 1.0
         if not counts:  # one read of the device, if the loop counted there
             (total,) = self.world.sum_numbers([float(late_count)])
-            counts, divisor = {SINGLE: total}, total / window.samples
+            counts, divisor = {SINGLE: total}, total / self._open.provisional
+            self._per_sample = power_near(total / window.samples)
         if divisor:
             self._begin_step()
             outcome = sums.outcome(counts, self.engine.step(divisor=divisor))

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
+import torch
+
 from distaccum.clocks import Clocks
 from distaccum.diagnose import diagnose, explain
 from distaccum.engines.base import Engine
 from distaccum.engines.guard import OwnedScheduler
-from distaccum.errors import NonFiniteError
+from distaccum.errors import MisuseError, NonFiniteError
 from distaccum.loss import Loss
 from distaccum.schedule import Schedule
 from distaccum.window import Outcome, Window
@@ -51,7 +53,7 @@ class Attempts:
         self._engine, self._world = engine, world
         self._schedule, self._schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
-        self._clocks = Clocks()
+        self._clocks = self._after_last = Clocks()
         self._in_a_row = 0
         self._open: Attempt | None = None  # not asked yet
         self._fatal: Attempt | None = None
@@ -59,8 +61,8 @@ class Attempts:
 
     @property
     def settled(self) -> Clocks:
-        """The clocks without the last attempt, unless somebody has asked for that one too; nothing waits."""
-        return self._clocks
+        """The clocks right after the latest attempt that somebody has asked for; nothing waits."""
+        return self._after_last
 
     @property
     def furthest_step(self) -> int:
@@ -76,11 +78,25 @@ class Attempts:
     def take_up(self, clocks: Clocks) -> None:
         """Goes on from another run's clocks."""
         self._open = self._fatal = None
-        self._clocks, self._in_a_row = clocks, 0
+        self._clocks = self._after_last = clocks
+        self._in_a_row = 0
 
     def next_epoch(self) -> None:
         """All windows of the epoch have run."""
         self._clocks = self.clocks.next_epoch()
+
+    def mean_loss(self) -> float:
+        """The last window's loss, each part averaged over its global count; a collective that reads the device.
+
+        Raises:
+            MisuseError: before the first window.
+        """
+        if self.last is None:
+            raise MisuseError("mean_loss() before the first window: call it after one")
+        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
+        sums = self._world.sum_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        means = (total / count for total, count in zip(sums.tolist(), self.last.counts.values(), strict=True) if count)
+        return sum(means, 0.0)
 
     def begin_step(self) -> None:
         """Before the optimizers step: what came before is settled, and the rates are set.
@@ -109,6 +125,7 @@ class Attempts:
         outcome, samples = attempt.outcome, attempt.window.samples
         applied, finite, tokens = outcome.applied, outcome.finite, max(outcome.counts.values())
         self._clocks = self._clocks.after(samples=samples, tokens=tokens, applied=applied, finite=finite)
+        self._after_last = self._clocks
         for scheduler in self._schedulers if applied else ():
             scheduler.step()
         lowest = self._engine.min_loss_scale
@@ -119,26 +136,28 @@ class Attempts:
         if self._in_a_row >= self._max_skips:
             self._fatal = attempt
 
-    def judge(self) -> None:
-        """Settles the last attempt; a collective where it raises.
+    def judge(self, *, together: bool = True) -> None:
+        """Settles the last attempt; a collective where it raises, unless not ``together``: then it says what it knows.
 
         Raises:
             NonFiniteError: on every rank alike, and once: too many gradients in a row were NaN or infinite.
         """
         self.settle()
         if self._fatal is not None:
-            explanation = self._explanation(self._fatal)
+            explanation = self._explanation(self._fatal, together=together)
             self._fatal, self._in_a_row = None, 0
             raise NonFiniteError(explanation)
 
-    def _explanation(self, attempt: Attempt) -> str:
+    def _explanation(self, attempt: Attempt, *, together: bool) -> str:
         assert attempt.outcome.step is not None
         self._engine.zero_gradients()  # of a window that may have begun since
         names = _few(attempt.outcome.step.nonfinite()) or "none alone, but their norm"
         began = ""
-        if attempt.loss is not None:
+        if attempt.loss is not None and together:
             began = f" {explain(diagnose(self._engine, attempt.window, attempt.loss, self._world))}."
-        samples = "; ".join(f"rank {rank}: {ids}" for rank, ids in self._everyones_samples(attempt.window))
+        own = (self._world.rank, _few([*islice(chain.from_iterable(attempt.window.ids()), _FEW + 1)]) or "none")
+        texts = self._world.union([json.dumps(own)]) if together else [json.dumps(own)]
+        samples = "; ".join(f"rank {rank}: {ids}" for rank, ids in sorted(map(json.loads, texts)))
         row = f"{self._in_a_row} in a row, " if self._in_a_row > 1 else ""
         return (
             f"the gradient of window {self._clocks.window} is NaN or infinite ({row}loss scale "
@@ -146,10 +165,6 @@ class Attempts:
             f"state are those of step {self._clocks.step}. Look at the data, lower the learning rate, or resume from "
             "an earlier checkpoint"
         )
-
-    def _everyones_samples(self, window: Window) -> list[tuple[int, str]]:
-        own = [self._world.rank, _few([*islice(chain.from_iterable(window.ids()), _FEW + 1)]) or "none"]
-        return sorted(json.loads(text) for text in self._world.union([json.dumps(own)]))
 
 
 def _few(things: Sequence[object]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -126,6 +127,10 @@ def wrap(
     """
     free = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            problem = "its step wants a closure, to run the window again at will"
+            raise ConfigError("optimizer", type(optimizer).__name__, problem, "Use one that steps on the gradients")
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         strangers = sum(p not in free for p in held)
         if strangers:

@@ -218,11 +218,13 @@ def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> 
 
 
 def from_node(node: Mapping[str, Any]) -> RunConfig:
-    """The typed configuration of plain values.
+    """The typed configuration of plain values; an engine or a precision may be given by its name alone.
 
     Raises:
         ConfigError: an unknown key, or a value of the wrong type or out of range.
     """
+    named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
+    node = {**node, **named}
     try:
         schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
         typed = OmegaConf.merge(schema, node)

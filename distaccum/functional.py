@@ -107,7 +107,8 @@ def finish_step(engine: Engine, window: Window) -> StepResult:
     """Unscales, clips, steps and zeroes in place, after the last micro-step of ``window``; a collective.
 
     A rank without a micro-batch in the window takes part in the reduction here. Where the gradient is NaN or infinite
-    on any rank no optimizer steps: ``applied`` of the result then is False, and a schedule should not step either.
+    on any rank no optimizer steps: ``applied`` of the result then is False, and a schedule should not step either. How
+    many of those in a row are too many is the loop's to say.
     """
     if not window.micro_batches:
         engine.stand_in()

@@ -94,7 +94,8 @@ class Loop:
         self._meter.add(window, outcome)
         self._attempt = (window, outcome)
         if self._watched or self._is_due(self._attempts.furthest_step):
-            self._look_at_attempt(self.clocks)
+            self._attempts.settle()
+            self._look_at_attempt(self._attempts.settled)
         if self._wants_to_stop:
             self._accumulator.stop()
 
@@ -155,7 +156,7 @@ class Loop:
         return found
 
     def _log(self, window: Window, outcome: Outcome, clocks: Clocks, *, evaluates: bool) -> None:
-        lr = self._parts.optimizers[0].param_groups[0]["lr"]
+        lr = float(self._parts.optimizers[0].param_groups[0]["lr"])
         record = self._meter.record(window, outcome, clocks, lr=lr)
         if evaluates:
             record |= self._evaluate()

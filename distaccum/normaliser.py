@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import log2
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distaccum.errors import MisuseError
@@ -31,6 +33,11 @@ def as_counts(count: float | Counts) -> Counts:
     return counts
 
 
+def power_near(count: float) -> float:
+    """The power of two next to a count, so that dividing by it first and mending that later loses no digit; 1 for 0."""
+    return 2.0 ** round(log2(count)) if count else 1.0
+
+
 def as_totals(total: Total) -> Mapping[str, Tensor]:
     """Totals by name; a bare tensor is the single loss's."""
     return {SINGLE: total} if isinstance(total, Tensor) else total
@@ -51,12 +58,16 @@ def weigh(total: Total, counts: Counts, *, averages_over: int) -> Tensor:
         0-dim.
 
     Raises:
-        MisuseError: totals and counts go by different names.
+        MisuseError: totals and counts go by different names, or a total has 16 bits.
     """
     totals = as_totals(total)
     if totals.keys() != counts.keys():
         problem = f"the losses are {sorted(totals)}, and what was counted is {sorted(counts)}: use the same names"
         raise MisuseError(problem)
+    for name, part in totals.items():
+        if part.dtype in (torch.float16, torch.bfloat16):
+            problem = f"the total of {name!r} is {part.dtype}, which rounds a sum and, in fp16, overflows"
+            raise MisuseError(f"{problem}: convert before summing, as in x.float().sum()")
     weighed = [part * (averages_over / counts[name] if counts[name] else 0.0) for name, part in totals.items()]
     result = weighed[0]
     for part in weighed[1:]:

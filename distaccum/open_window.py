@@ -36,12 +36,14 @@ class OpenWindow:
         engine: does the backward.
         prefetch: micro-batches on the device at once.
         finish: steps, from the losses' sums and, where nothing was counted beforehand, what they sum over on this rank.
+        provisional: there, what the losses are divided by until that is known.
     """
 
     def __init__(
-        self, window: Window, engine: Engine, *, prefetch: int, finish: Callable[[LossSums, float | Tensor], None]
-    ) -> None:
-        self.plain, self.phase = window, Phase.OPEN
+        self, window: Window, engine: Engine, *, prefetch: int, finish: Callable[[LossSums, float | Tensor], None],
+        provisional: float,
+    ) -> None:  # fmt: skip
+        self.plain, self.phase, self.provisional = window, Phase.OPEN, provisional
         self._engine, self._prefetch, self._finish = engine, prefetch, finish
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
@@ -132,13 +134,13 @@ class OpenWindow:
         return self.counts
 
     def _noted(self, count: float | Tensor | Counts | None) -> Counts:
-        """A provisional count, the window's samples, where the true one is known at its end only."""
+        """A provisional count where the true one is known at the window's end only."""
         if not isinstance(count, int | float | Tensor):
             what = f"backward() with the count {count}"
             refuse(what, "where nothing was counted beforehand", "pass a number, or give count= to the Accumulator")
         # fp64: integers beyond 2**24 and sums of 16-bit weights would stall
         self._late_count = self._late_count + (count.detach().double() if isinstance(count, Tensor) else count)
-        return {SINGLE: self.samples}
+        return {SINGLE: self.provisional}
 
     def _end_forward(self) -> None:
         """Autocast covers forward and loss, not the backward."""

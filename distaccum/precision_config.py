@@ -10,6 +10,7 @@ from distaccum.checks import require, require_choice, require_count, require_pos
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 _POWERS = range(-14, 65)
+_SCALES = (2.0**-126, 2.0**127)  # of fp32
 ALIASES = {  # the names that people bring along from PyTorch, Lightning, Accelerate and Keras
     "no": "fp32",
     "32": "fp32",
@@ -56,9 +57,10 @@ class ScalerConfig:
         remedy = "Use a value such as 0.5"
         require(shrinks, f"{key}.backoff_factor", self.backoff_factor, "must lie between 0 and 1", remedy)
         require_count(f"{key}.hysteresis", self.hysteresis, least=1)
-        require_positive(f"{key}.min_scale", self.min_scale)
-        require_positive(f"{key}.max_scale", self.max_scale)
-        require_positive(f"{key}.static_scale", self.static_scale)
+        for name, scale in (("min", self.min_scale), ("max", self.max_scale), ("static", self.static_scale)):
+            require_positive(f"{key}.{name}_scale", scale)
+            held = scale is None or _SCALES[0] <= scale <= _SCALES[1]
+            require(held, f"{key}.{name}_scale", scale, "not a normal fp32 number", "Use a power of two near 1")
         if self.static_scale is None:
             held = self.min_scale <= self.initial_scale <= self.max_scale
             problem = f"2**{power} lies outside min_scale={self.min_scale:g} .. max_scale={self.max_scale:g}"

@@ -3,6 +3,7 @@
 ``python launch/bench.py`` or ``torchrun --nproc-per-node=2 launch/bench.py``, with Hydra overrides. Everything but the
 time is counted, and does not depend on how busy the machine is; times are paired, the loops in turn.
 ``exactness=true`` compares gradients instead: distaccum's and other frameworks' with that of the global batch.
+``boundary=true`` measures what follows the last backward alone: unscaling, clipping and the step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import boundary
 import exactness
 import hydra
 import torch
@@ -32,11 +34,14 @@ from torch.utils.data import DataLoader
 
 from distaccum.accumulator import Accumulator
 from distaccum.build import Parts, build_parts
+from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config import RunConfig, conf_dir, from_node, plain
 from distaccum.data.feeds import make_feed
 from distaccum.data.loader import MicroBatchIds
-from distaccum.metrics.meter import Meter
+from distaccum.host_copy import HostCopy
+from distaccum.loop import Loop
 from distaccum.prefetch import to_device
+from distaccum.run_dir import RunDir
 from distaccum.testing.counters import Operations
 from distaccum.world import Ranks, World, open_world
 
@@ -45,9 +50,9 @@ Step = Callable[[], None]
 
 def handwritten(parts: Parts, world: World) -> Step:
     """One window of the loop that people write: DDP, no_sync, GradScaler, clip, step, zero_grad; logs as often."""
-    model, optimizer = parts.model, parts.optimizer
+    model, (optimizer,) = parts.model, parts.optimizers
     ddp = DistributedDataParallel(model)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=parts.policy.scales_loss)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule)
     ids = MicroBatchIds(parts.plan, world.rank)
     loader = DataLoader(parts.source.train, batch_sampler=ids)
@@ -88,16 +93,17 @@ def with_accumulate(parts: Parts, world: World) -> Step:
     """The same window in a loop of one's own with ``accumulate()``; logs as often."""
     accumulator, log_every = accumulator_of(parts, world), parts.config.trainer.log_every
     feed = make_feed(parts.source, parts.plan, world)
-    windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
+    windows = enumerate(chain.from_iterable(accumulator.windows(feed) for _ in count()), 1)
 
     def window() -> None:
-        for micro in next(windows):
+        number, micro_batches = next(windows)
+        for micro in micro_batches:
             with accumulator.accumulate():
                 inputs, labels = micro.batch
                 logits = accumulator.model(inputs)
                 flat = logits.flatten(0, -2).float()
                 accumulator.backward(nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum"))
-        if accumulator.clocks.step % log_every == 0:
+        if number % log_every == 0:
             _ = (accumulator.mean_loss(), accumulator.last.grad_norm.item())  # host reads: what such a loop logs
 
     return window
@@ -107,25 +113,29 @@ def accumulator_of(parts: Parts, world: World) -> Accumulator:
     """As ``distaccum-train`` makes it."""
     config = parts.config
     return Accumulator(
-        parts.model, parts.optimizer, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
-        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm, engine=config.engine,
-        precision=config.precision.name, prefetch=config.trainer.prefetch, world=world,
+        parts.model, parts.optimizers, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
+        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm,
+        clip_value=config.optim.clip_value, nonfinite=config.trainer.nonfinite, max_skips=config.trainer.max_skips,
+        engine=config.engine, precision=config.precision, prefetch=config.trainer.prefetch, world=world,
     )  # fmt: skip
 
 
 def with_trainer(parts: Parts, world: World) -> Step:
-    """One window as the loop of ``distaccum-train`` runs it, logging every tenth."""
-    config, accumulator = parts.config, accumulator_of(parts, world)
-    feed, meter = make_feed(parts.source, parts.plan, world), Meter(world, accumulator.clocks)
+    """One window of the loop of ``distaccum-train``: its own code, status file included, without sinks."""
+    accumulator, feed = accumulator_of(parts, world), make_feed(parts.source, parts.plan, world)
+    run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir) / "trainer")
+    if world.is_main:
+        run_dir.make()
+    loop = Loop(
+        parts, accumulator, feed, run_dir=run_dir, store=CheckpointStore(run_dir.checkpoints, keep=0), sinks=(),
+        wandb_id="",
+    )  # fmt: skip
     windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
 
-    def window() -> None:
+    def window() -> None:  # what Loop.fit does with each of them
         taken = next(windows)
-        outcome = accumulator.step(taken, parts.loss)
-        meter.add(taken.plain, outcome)
-        clocks = accumulator.clocks
-        if clocks.step % config.trainer.log_every == 0:
-            meter.record(taken.plain, outcome, clocks, lr=parts.optimizer.param_groups[0]["lr"])
+        loop._after_attempt(taken.plain, accumulator.step(taken, parts.loss))
+        assert not loop._at_end
 
     return window
 
@@ -139,22 +149,37 @@ def count_operations(step: Step, windows: int) -> dict[str, float]:
 
 
 def count_calls(step: Step, windows: int) -> dict[str, float]:
-    """Python function calls, and device reads by ``tolist``, per window; what the host sums up lies on no device."""
-    calls = reads = 0
+    """Python function calls per window, and device reads that ``item`` has no part in.
+
+    Those are ``tolist``, where a tensor lies on the device, and the first read of a copy in the window that made it:
+    it waits for what was queued last. Late reads are those in a later window, with the work of that one queued.
+    """
+    calls, reads, late = 0, 0, 0
+    fresh: list[HostCopy] = []
+    kept: dict[int, HostCopy] = {}  # those read, so that no other one gets the id
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls, reads
+        nonlocal calls, reads, late
         calls += event == "call"
         if event == "c_call" and argument.__name__ == "tolist" and isinstance(argument.__self__, Tensor):
             reads += argument.__self__.is_floating_point() and frame.f_code is not World.sum_numbers.__code__
+        elif event == "call" and frame.f_code in (HostCopy.__init__.__code__, HostCopy.read.__code__):
+            copy = frame.f_locals["self"]
+            if frame.f_code is HostCopy.__init__.__code__:
+                fresh.append(copy)
+            elif id(copy) not in kept:
+                kept[id(copy)] = copy
+                waits = any(copy is one for one in fresh)
+                reads, late = reads + waits, late + (not waits)
 
     sys.setprofile(note)
     try:
         for _ in range(windows):
+            fresh.clear()
             step()
     finally:
         sys.setprofile(None)
-    return {"Python calls": calls / windows, "device reads": reads / windows}
+    return {"Python calls": calls / windows, "device reads": reads / windows, "late reads": late / windows}
 
 
 def peak_bytes(build: Callable[[], Step], windows: int) -> int:
@@ -242,13 +267,21 @@ def show(figures: dict[str, Any], plan: str) -> None:
 def run(node: DictConfig) -> None:
     """One benchmark, on this rank."""
     values = plain(node)
-    options, compares = values.pop("bench"), values.pop("exactness")
+    options, compares, at_boundary = values.pop("bench"), values.pop("exactness"), values.pop("boundary")
+    sizes = options.pop("boundary_sizes")
     config, ranks = from_node(values), Ranks.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
-        figures = exactness.compare(world) if compares else measure(config, world, **options)
+        if compares:
+            figures = exactness.compare(world)
+        elif at_boundary:
+            figures = boundary.compare(world, sizes, pairs=options["pairs"])
+        else:
+            figures = measure(config, world, **options)
         if world.is_main:
             if compares:
                 exactness.show(figures, world)
+            elif at_boundary:
+                boundary.show(figures, world.device)
             else:
                 show(figures, f"accumulation {figures['accumulation']}, {world.size} ranks")
             (Path(HydraConfig.get().runtime.output_dir) / "bench.json").write_text(json.dumps(figures, indent=2))

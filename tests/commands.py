@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,36 @@ def succeed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
     finished = run(*arguments, **options)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished
+
+
+def kill_when(run_dir: Path, records: int, *arguments: object, world: int) -> None:
+    """Starts a run and kills every one of its processes, without warning, once it has logged so many records."""
+    process = subprocess.Popen(
+        command(world, TRAIN, [*arguments, f"hydra.run.dir={run_dir}"]),
+        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        file = run_dir / "metrics.jsonl"
+        while not (file.exists() and len(file.read_text().splitlines()) >= records):
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        for pid in _family(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all below it: torchrun's workers have sessions of their own, where no signal to a group gets."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)  # noqa: S607
+    parents = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents if parent == one]
+    return found
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

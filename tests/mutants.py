@@ -10,6 +10,7 @@ import math
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,8 +70,8 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "self.device, self.averages_over = world.device, world.size",
-                "self.device, self.averages_over = world.device, 1",
+                "self.averages_over = world.device, 1 if scaler else world.size",
+                "self.averages_over = world.device, 1",
             ),
         ),
     ),
@@ -83,13 +84,13 @@ MUTANTS = (
     ),
     Mutant(
         "a leaked tail",
-        (("engines/ddp.py", "        self.zero_gradients()\n        return result", "        return result"),),
+        (("engines/ddp.py", "        self.zero_gradients()\n        loss_scale = ", "        loss_scale = "),),
     ),
 )
 
 
-def largest_error(mutant: Mutant | None, folder: Path) -> float:
-    """Of the cells, with a mutated copy of the package before the real one; infinite if the run failed."""
+def largest_error(mutant: Mutant | None, worker: Path, cells: Sequence[Cell], folder: Path) -> float:
+    """That ``worker`` finds, with a mutated copy of the package before the real one; infinite if it failed."""
     copy = folder / "distaccum"
     shutil.copytree(ROOT / "distaccum", copy, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "conf").symlink_to(ROOT / "conf")
@@ -99,25 +100,30 @@ def largest_error(mutant: Mutant | None, folder: Path) -> float:
         assert text.count(old) == 1, f"{file} no longer says {old!r} once: bring the mutant up to date"
         (copy / file).write_text(text.replace(old, new))
     asked, answered = folder / "cells.json", folder / "errors.json"
-    asked.write_text(json.dumps([asdict(cell) for cell in CELLS]))
-    finished = run(answered, asked, world=2, script=WORKER, PYTHONPATH=str(folder), timeout=120)
+    asked.write_text(json.dumps([asdict(cell) for cell in cells]))
+    finished = run(answered, asked, world=2, script=worker, PYTHONPATH=str(folder), timeout=120)
     if finished.returncode:
         print(finished.stderr)
         return math.inf
     return float(max(json.loads(answered.read_text())))
 
 
-def main() -> int:
-    """Prints a line a mutant; returns the number of those that survived."""
-    survivors = 0
-    for mutant in (None, *MUTANTS):
+def survivors(mutants: Sequence[Mutant], worker: Path, cells: Sequence[Cell], tolerance: float) -> int:
+    """Prints a line a mutant; returns how many were not caught, and one more if the package itself was."""
+    found = 0
+    for mutant in (None, *mutants):
         with tempfile.TemporaryDirectory() as folder:
-            error = largest_error(mutant, Path(folder))
-        caught = not error <= TOLERANCE["float64"]
-        survivors += caught if mutant is None else not caught
+            error = largest_error(mutant, worker, cells, Path(folder))
+        caught = not error <= tolerance
+        found += caught if mutant is None else not caught
         verdict = "exact" if not caught else "caught"
         print(f"{mutant.name if mutant else 'no mutant':<55} error {error:8.1e}  {verdict}")
-    return survivors
+    return found
+
+
+def main() -> int:
+    """Of the arithmetic of gradients."""
+    return survivors(MUTANTS, WORKER, CELLS, TOLERANCE["float64"])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class StreamFeed:
         self._next = (0, 0)  # the epoch and window that the open iterator gives next
         self._skip = 0  # items that the next iteration passes over
         self._ended = [False] * world.size
+        self._given: tuple[int, Window] | None = None  # the last window, and its index
         self._resumed: dict[str, Any] | None = None  # a state that no window was taken from yet
 
     @property
@@ -53,8 +54,11 @@ class StreamFeed:
 
     def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
         """See :class:`Feed`. One small host all-reduce a window, and one more whenever a rank's stream ends."""
-        items = self._open(epoch, start)
         index = start
+        if self._given is not None and self._given[0] == start and self._next == (epoch, start + 1):
+            yield self._given[1]  # it was abandoned, and a stream does not give its items twice
+            index += 1
+        items = self._open(epoch, index)
         while not all(self._ended):
             began = perf_counter()
             micro_batches: list[MicroBatch] = []
@@ -72,10 +76,12 @@ class StreamFeed:
             self._next = (epoch, index)
             if samples:
                 waited = perf_counter() - began
-                yield Window(
+                window = Window(
                     epoch=epoch, samples=samples, counts=counts, micro_batches=micro_batches, data_wait_s=waited,
                     ids=partial(iter, ids),
                 )  # fmt: skip
+                self._given = (index - 1, window)
+                yield window
             if tally.stopping:
                 return
         self._items, self._taken, self._ended = None, 0, [False] * self._world.size
@@ -136,7 +142,7 @@ class StreamFeed:
         else:
             self._skip = int(state["taken"])
         self._taken, self._ended = int(state["taken"]), list(state["ended"])
-        self._items, self._resumed = None, state
+        self._items, self._given, self._resumed = None, None, state
 
 
 def batch_size(batch: Any) -> int:

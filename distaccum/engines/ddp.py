@@ -179,7 +179,9 @@ class DDPEngine:
         set_model_state_dict(self.bare_model, dict(state.model))
         settings = [dict(group) for group in self._groups()]
         fresh = self._optimizer_state()  # stands in where the saved run had never used a parameter
-        saved = cast(Any, {**fresh, **state.optimizer, **state.optimizer_values})
+        # The groups' settings are this run's: torch reads there on which device a fused kernel wants its state.
+        kept = {**state.optimizer, **state.optimizer_values}.items()
+        saved = cast(Any, {**fresh, **{name: value for name, value in kept if not name.startswith("param_groups.")}})
         with self._guard:  # torch makes the state to fill by a step without a rate
             set_optimizer_state_dict(self.bare_model, self._optimizers, saved, options=_FLAT)
         self._forget_unused(state.optimizer)

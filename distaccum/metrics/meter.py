@@ -29,7 +29,8 @@ class Meter:
         self._began, self._waited, self._from = perf_counter(), 0.0, clocks
 
     def add(self, window: Window, outcome: Outcome) -> None:
-        """Takes note of one attempt."""
+        """Takes note of one attempt, at its end."""
+        self._ended = perf_counter()
         self._waited += window.data_wait_s
         if outcome.step is not None and outcome.step.underflow is not None:
             self._underflow = outcome.step.underflow
@@ -42,7 +43,9 @@ class Meter:
         small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
         numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
         totals, (grad_norm, *underflow) = numbers[: len(sums)], numbers[len(sums) :]
-        elapsed, before = perf_counter() - self._began, self._from
+        # A skip may be recorded late, when the next window is under way; its interval goes on.
+        elapsed = (perf_counter() if outcome.applied else self._ended) - self._began
+        before = self._from
         windows = max(1, clocks.window - before.window)  # 0 where a checkpoint came between the update and its record
         losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}
         record = {
@@ -66,7 +69,8 @@ class Meter:
             "data_wait_s": self._waited / windows,
             "memory_bytes": _peak_memory(self._world.device),
         }
-        self.restart(clocks)
+        if outcome.applied:
+            self.restart(clocks)
         return record
 
 

@@ -25,7 +25,8 @@ class LossScaler(ShardedGradScaler):
       which they take for "finite" where it is 2; and without ``unscale_`` is each rank's own.
     - The scale stays within bounds: torch's falls to 0, from where the next gradients are NaN without being found so,
       and on the CPU grows to infinity.
-    - A 16-bit loss is scaled in fp32; torch's sharded one rounds it back, to infinity above 65504.
+    - A 16-bit loss is scaled in fp32; torch's sharded one rounds it back, to infinity above 65504. (Its own backward
+      still casts the scale to 16 bits: sum losses in fp32.)
     - Its device is asked for: torch's is ``cuda`` by default, and switches itself off where there is none.
 
     An overflow and a row of updates move the scale as they do in DeepSpeed's ``DynamicLossScaler`` with
@@ -56,7 +57,9 @@ class LossScaler(ShardedGradScaler):
             torch.device(device).type, init_scale=init_scale, growth_factor=growth_factor,
             backoff_factor=backoff_factor, growth_interval=growth_interval, process_group=group,
         )  # fmt: skip
-        self.min_scale, self.max_scale = (min_scale, max_scale) if dynamic else (init_scale, init_scale)
+        lowest, highest = (min_scale, max_scale) if dynamic else (init_scale, init_scale)
+        # As fp32 has them, for the scale is compared with them.
+        self.min_scale, self.max_scale = torch.tensor([lowest, highest], dtype=torch.float32).tolist()
         self.dynamic = dynamic
         self._hysteresis, self._consecutive = hysteresis, consecutive_hysteresis
         options: Any = {"device": device}
@@ -71,11 +74,12 @@ class LossScaler(ShardedGradScaler):
         return self._now
 
     def scale(self, outputs: Any) -> Any:
-        """A loss (or lists and tuples of them) times the scale; 16-bit ones become fp32."""
+        """A loss (or an iterable of them) times the scale; 16-bit ones become fp32."""
         if isinstance(outputs, Tensor):
             wide = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
             return wide * self._now.to(outputs.device, non_blocking=True)
-        return type(outputs)(map(self.scale, outputs))
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, and finds whether any is not finite on any rank.
@@ -100,6 +104,9 @@ class LossScaler(ShardedGradScaler):
 
     def step(self, *optimizers: Optimizer) -> None:
         """Steps all of them or none: none if a gradient of any optimizer that was unscaled is not finite on any rank.
+
+        One call for all optimizers is one transaction; of several calls the first cannot know of the gradients that
+        only the next one unscales: call :meth:`unscale_` for each before.
 
         Raises:
             RuntimeError: one of them has stepped since the last :meth:`update`.
@@ -126,7 +133,7 @@ class LossScaler(ShardedGradScaler):
             AssertionError: no gradient was looked at since the last call.
         """
         if new_scale is not None:
-            self._now.fill_(new_scale)
+            self._now.fill_(new_scale).clamp_(self.min_scale, self.max_scale)
         else:
             self.advance(self._found())
         self._per_optimizer_states.clear()
@@ -150,6 +157,10 @@ class LossScaler(ShardedGradScaler):
         if self._hysteresis > 1:
             refilled = grows | ~overflowed if self._consecutive else grows
             self._left.sub_(overflowed.int()).clamp_(min=1).masked_fill_(refilled, self._hysteresis)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._scale, self._growth_tracker = self._now, self._streak  # a copy's own
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's five entries, and ``_hysteresis``; plain numbers, read from the device."""

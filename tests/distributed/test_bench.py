@@ -10,23 +10,48 @@ import pytest
 from tests.commands import ROOT, succeed
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (2, "fp32"), (1, "fp16")])
+def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int, precision: str) -> None:
     finished = succeed(
-        "bench.windows=10", "bench.pairs=1", f"batch.global_size={32 * world}", f"hydra.run.dir={tmp_path}",
-        script=ROOT / "launch" / "bench.py", world=world,
+        "bench.windows=10", "bench.pairs=1", f"batch.global_size={32 * world}", f"precision={precision}",
+        f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=world,
     )  # fmt: skip
     figures = json.loads((tmp_path / "bench.json").read_text())
     hand, ours = figures["hand-written"], figures["Trainer"]
     assert f"accumulation 8, {world} ranks" in finished.stdout
     assert ours["aten ops"] <= 1.02 * hand["aten ops"]
-    assert ours["Python calls"] <= 1.15 * hand["Python calls"]
+    assert ours["Python calls"] <= hand["Python calls"]
+    assert ours["late reads"] <= 1.0
     assert ours["device reads"] <= hand["device reads"]
     assert ours["gradient reductions"] == hand["gradient reductions"]
     assert ours["gradient bytes"] == hand["gradient bytes"]
-    assert figures["accumulate()"]["Python calls"] <= 1.25 * hand["Python calls"]
+    assert figures["accumulate()"]["Python calls"] <= hand["Python calls"]
     memory = "peak gradient memory / parameters"
     assert ours[memory] <= 0.65 * hand[memory]
+
+
+def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Path) -> None:
+    """And arrives at the same weights; a fused kernel's traffic is looked at, not taken from its schema."""
+    finished = succeed(
+        "boundary=true", "bench.boundary_sizes=[10000,100000]", "bench.pairs=1", f"hydra.run.dir={tmp_path}",
+        script=ROOT / "launch" / "bench.py",
+    )  # fmt: skip
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert set(figures) == {"10000", "100000"}
+    for row in figures.values():
+        textbook, fused, ours, unfused = (
+            row[way] for way in ("textbook", "textbook, fused", "distaccum", "distaccum, not fused")
+        )
+        key = "gradient bytes / parameters"
+        assert f"boundary of {row['parameters']:,} parameters" in finished.stdout
+        assert fused[key] == 6.0  # unscaling and clipping read and write, norm and step read
+        assert textbook[key] == 7.0  # whose step is two operators
+        assert ours[key] == 3.0  # the norm reads; the step reads, and writes what it has divided
+        assert unfused[key] == 5.0
+        assert row["zeroing in place"][key] == 1.0
+        assert ours["aten ops"] <= fused["aten ops"] + 15
+        assert unfused["aten ops"] <= 1.02 * textbook["aten ops"]
+        assert max(way["weights off"] for way in (fused, ours, unfused)) <= 1e-6
 
 
 def test_gradients_beside_other_frameworks(tmp_path: Path) -> None:

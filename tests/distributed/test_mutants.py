@@ -1,9 +1,13 @@
-"""The oracle matrix can fail: it notices each way of getting the gradient wrong."""
+"""The tests can fail: they notice each way of getting the gradient, or its scaling, wrong."""
 
 from __future__ import annotations
 
-from tests import mutants
+from tests import mutants, scaling_mutants
 
 
-def test_every_mutant_is_caught() -> None:
+def test_every_mutant_of_the_gradient_is_caught() -> None:
     assert mutants.main() == 0
+
+
+def test_every_mutant_of_scaling_and_skipping_is_caught() -> None:
+    assert scaling_mutants.main() == 0

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.commands import TINY, TRAIN, command, environment, metrics, run, status, succeed
+from tests.commands import TINY, kill_when, metrics, run, status, succeed
 
 SETTINGS = (
     *TINY, "model.dropout=0.1", "batch.global_size=10", "batch.micro_size=2", "trainer.max_steps=60", "metrics=jsonl",
@@ -18,31 +14,14 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def _kill_when(run_dir: Path, step: int, world: int) -> None:
-    """Starts the run and kills every one of its processes, without warning, once it has logged ``step``."""
-    process = subprocess.Popen(
-        command(world, TRAIN, [*SETTINGS, f"hydra.run.dir={run_dir}"]),
-        env=environment(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 120
-        file = run_dir / "metrics.jsonl"
-        while not (file.exists() and len(file.read_text().splitlines()) >= step):
-            assert process.poll() is None, "the run ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int) -> None:
     succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'whole'}", world=world)
-    _kill_when(tmp_path / "killed", 17, world)
+    kill_when(tmp_path / "killed", 17, *SETTINGS, world=world)
     assert status(tmp_path / "killed")["state"] == "running"
     resumed = succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'killed'}", world=world)
     assert "resuming" in resumed.stdout
+    assert "at step 60" not in resumed.stdout  # none of its processes had gone on
 
     whole, killed = metrics(tmp_path / "whole"), metrics(tmp_path / "killed")
     exact = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")

@@ -362,6 +362,8 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
             _make(gloo_world, **wrong)
     with pytest.raises(ConfigError, match=r"clip_value=1\.0: and clip_norm=2\.0 too"):
         _make(gloo_world, clip_norm=2.0, clip_value=1.0)
+    with pytest.raises(ConfigError, match="optimizer=LBFGS: its step wants a closure"):
+        Accumulator(model, torch.optim.LBFGS(model.parameters()), global_size=4, micro_size=2, world=gloo_world)
     twice = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(ConfigError, match="2 of its parameters are not the model's, or another optimizer's too"):
         Accumulator(model, twice, global_size=4, micro_size=2, world=gloo_world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulator import Accumulator
-from distaccum.errors import NonFiniteError
+from distaccum.errors import MisuseError, NonFiniteError
 from distaccum.host_copy import HostCopy
 from distaccum.precision_config import PrecisionConfig, ScalerConfig
 from distaccum.world import World
@@ -212,3 +213,79 @@ def test_a_loop_of_ones_own_is_told_what_is_known_there(gloo_world: World) -> No
     acc = _accumulator(gloo_world)
     with pytest.raises(NonFiniteError, match=r": of 0\.weight, .* Its samples are rank 0: 20, 21, 22, 23\."):
         _run_by_hand(acc, _data({5}))
+
+
+def test_a_minimum_that_fp32_rounds_is_reached(gloo_world: World) -> None:
+    tenth = PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=0, min_scale=0.1))
+    acc = _accumulator(gloo_world, precision=tenth, max_skips=2)
+    with pytest.raises(NonFiniteError, match=r"2 in a row, loss scale 0\.1"):
+        _run(acc, _data(set(range(6))))
+
+
+@pytest.mark.parametrize("per_sample", [1.0, 3.0, 1e5, 1e-3])
+def test_a_count_that_is_known_late_does_not_strain_fp16(gloo_world: World, per_sample: float) -> None:
+    """Long samples: a provisional count far from the true one would make what fp16 holds as far too large."""
+    scales = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        count = None if late else lambda batch: per_sample * len(batch)
+        acc = Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), global_size=SIZE, micro_size=2, count=count,
+            precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=12)), world=gloo_world,
+        )  # fmt: skip
+        loader = _loader(_data(set(), windows=12))
+        for k, window in enumerate(acc.windows(loader)):
+            for micro in window:
+                with acc.accumulate():
+                    total = per_sample * acc.model(micro.batch[:, :3]).float().abs().sum()
+                    acc.backward(total, per_sample * len(micro.batch))
+            if k == 5:
+                acc.load_state_dict(acc.state_dict())
+                break
+        for window in acc.windows(loader):
+            for micro in window:
+                with acc.accumulate():
+                    total = per_sample * acc.model(micro.batch[:, :3]).float().abs().sum()
+                    acc.backward(total, per_sample * len(micro.batch))
+        assert acc.last is not None
+        scales.append((acc.last.loss_scale, acc.clocks.nonfinite, acc.clocks.window))
+    (scale, skipped, windows), (late_scale, late_skipped, late_windows) = scales
+    assert (scale, skipped, windows, late_windows) == (4096.0, 0, 12, 12)
+    assert late_skipped <= 1  # the first window, before anything is known
+    assert late_scale >= 2048.0
+
+
+def test_a_total_of_16_bits_is_refused(gloo_world: World) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    acc = Accumulator(model, optimizer, precision="bf16", global_size=4, micro_size=4, world=gloo_world)
+    window = next(acc.windows(_data(set(), windows=1)))
+    micro = next(iter(window))
+    with pytest.raises(MisuseError, match=r"torch\.bfloat16, which rounds a sum"), acc.accumulate():
+        acc.backward(acc.model(micro.batch[:, :3]).abs().sum(), 4)
+
+
+def test_an_abandoned_window_of_a_stream_is_given_again(gloo_world: World) -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[Tensor]:
+            samples = _data({1}, windows=4)
+            yield from (torch.stack(samples[i : i + 2]) for i in range(0, len(samples), 2))
+
+    model = nn.Linear(3, 1)
+    acc = Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), global_size=SIZE, micro_size=2, count=Squares().count,
+        world=gloo_world,
+    )  # fmt: skip
+    stream, seen = Endless(), []
+
+    def run() -> None:
+        for window in acc.windows(stream):
+            seen.append(next(iter(window.plain.ids()))[0])
+            acc.step(window, Squares())
+
+    with pytest.raises(NonFiniteError):
+        run()
+    run()
+    assert seen == [0, 2, 4, 4, 6]  # the first of each window's micro-batches
+    assert (acc.clocks.step, acc.clocks.window, acc.clocks.samples, acc.clocks.epoch) == (3, 4, 16, 1)

@@ -21,6 +21,13 @@ def test_settings_are_typed_and_frozen() -> None:
         config.batch.global_size = 1  # type: ignore[misc]
 
 
+def test_an_engine_and_a_precision_may_be_given_by_name() -> None:
+    config = from_node({"engine": "ddp", "precision": "16-mixed"})
+    assert (config.engine.name, config.precision.name) == ("ddp", "fp16")
+    with pytest.raises(ConfigError, match="precision=fp8: no such choice"):
+        from_node({"precision": "fp8"})
+
+
 def test_what_is_left_out_has_the_defaults_of_the_schema() -> None:
     assert from_node({}) == RunConfig()
 

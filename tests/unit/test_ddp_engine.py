@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,25 @@ def test_a_loaded_optimizer_keeps_this_runs_settings(gloo_world: World) -> None:
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.0005, 0.01, (0.9, 0.999))
     assert optimizer.state[model.weight]["step"].item() == 1
+
+
+def test_state_lies_where_this_runs_kernel_wants_it(gloo_world: World) -> None:
+    """torch reads in the groups that it is given whether a kernel is fused, which keeps ``step`` on the device."""
+    saved = DDPEngine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=False), gloo_world)
+    _window(saved, [torch.ones(1, 3)])
+    saved.step()
+    fresh = DDPEngine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=True), gloo_world)
+    given: list[object] = []
+    load = torch.optim.AdamW.load_state_dict
+
+    def note(optimizer: torch.optim.AdamW, state_dict: dict[str, Any]) -> None:
+        given.extend(group["fused"] for group in state_dict["param_groups"])
+        load(optimizer, state_dict)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "load_state_dict", note)
+        fresh.load_state(saved.state())
+    assert set(given) == {True}
 
 
 def test_a_compiled_model_with_a_patched_forward_and_a_hook_is_wrapped_as_it_is(gloo_world: World) -> None:

@@ -134,9 +134,10 @@ def test_after_200_overflows_a_good_window_trains(Scaler: Any, group: World) -> 
     for _ in range(200):
         _window(scaler, optimizer, parameter, gradient=INF)
     assert parameter.tolist() == [1.0, -2.0]
-    assert scaler.get_scale() == 1.0
+    scale = scaler.get_scale()
     _window(scaler, optimizer, parameter)
     assert parameter.tolist() == pytest.approx([0.9, -2.1])
+    assert scale == 1.0
 
 
 @both
@@ -365,7 +366,7 @@ def test_the_scale_moves_as_described_within_its_bounds_in_powers_of_two(seed: i
 def test_the_scale_moves_as_deepspeeds_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", exc_type=ImportError)
+        theirs = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
     monkeypatch.setattr(theirs.dist, "get_rank", lambda: 0)  # it asks who is to print
     settings, overflows = _drawn(seed)
     ours = LossScaler("cpu", max_scale=2.0**100, **settings)

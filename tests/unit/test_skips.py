@@ -29,7 +29,7 @@ class Square:
         return len(batch)
 
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = model(batch).square().sum()
+        total: Tensor = model(batch).float().square().sum()
         return total
 
 

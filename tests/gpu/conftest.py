@@ -1,0 +1,20 @@
+"""What tests on one GPU share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from distaccum.world import Ranks, World, open_world
+
+
+@pytest.fixture
+def gpu_world() -> Iterator[World]:
+    """A group of one on the first GPU, NCCL for its tensors and gloo for the host's; closed after the test."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    ranks = Ranks()
+    with open_world(ranks, ranks.store(), torch.device("cuda", 0)) as world:
+        yield world
