@@ -28,7 +28,7 @@ from distaccum.metrics.wandb_sink import WandbSink
 from distaccum.nodes import build
 from distaccum.optim import build_optimizer
 from distaccum.precision import hardware
-from distaccum.precision.placement import check_globs, check_parameters
+from distaccum.precision.modules import check_compiled, check_globs, check_parameters
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
 from distaccum.precision_config import PrecisionConfig, ScalerConfig
@@ -164,6 +164,7 @@ def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device)
     """Raises ConfigError where the model or the hardware cannot do what the policy asks for."""
     check_parameters(model)
     check_globs(model, policy)
+    check_compiled(model, policy)
     hardware.check(policy, device)
 
 

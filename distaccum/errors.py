@@ -50,7 +50,7 @@ class BatchStatisticsWarning(UserWarning):
 
 
 class PrecisionWarning(UserWarning):
-    """The hardware does what the precision policy says, and would be faster with another one."""
+    """The hardware would be faster with another precision policy, or a setting of it had no effect."""
 
 
 def near_misses(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from distaccum.batch_plan import Ids, Plan
 from distaccum.build import Parts
 from distaccum.clocks import Clocks
 from distaccum.data.loader import padding_share
-from distaccum.precision.placement import describe
+from distaccum.precision.modules import describe
 from distaccum.run_dir import RunDir
 from distaccum.stream_plan import StreamPlan
 from distaccum.world import World

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from distaccum.engines.base import EngineState, StepResult
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.reduction import average_in
 from distaccum.engines.update import Update, underflow_share, zero_in_place
+from distaccum.engines.use import Use
 from distaccum.errors import MisuseError
 from distaccum.host_copy import HostCopy
 from distaccum.precision.placement import place
@@ -74,7 +74,7 @@ class DDPEngine:
         self._update = Update(self._optimizers, trained, clip_norm=clip_norm, clip_value=clip_value)
         for group in self._groups():
             group.setdefault("initial_lr", group["lr"])
-        place(model, policy, world.device)
+        place(model, policy, world.device, tell=world.is_main)
         self._body = _Body(model)
         self._ddp = DistributedDataParallel(
             self._body,
@@ -87,7 +87,7 @@ class DDPEngine:
             self._ddp.register_comm_hook(None, average_in(policy.reduce_dtype, world.size))
         self.sync_buffers()
         self._guard = StepGuard(self._optimizers, (model, self._body, self._ddp))
-        self._use = _Use(self._parameters) if find_unused_parameters else None
+        self._use = Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
     @property
@@ -155,7 +155,8 @@ class DDPEngine:
         self._attempts += 1
         if not (self._scaler and self._underflow_every and self._attempts % self._underflow_every == 0):
             return None
-        return underflow_share([p.grad for p in self._parameters if p.grad is not None])
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return underflow_share(gradients) if gradients else None
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets."""
@@ -239,48 +240,8 @@ class _Body(nn.Module):
         if not self.zero:
             self.called = True
             return self.model(*args, **kwargs)
-        total = torch.zeros(())
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                total = total.to(parameter.device) + parameter.sum().float() * 0.0
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        total = torch.zeros((), device=trained[0].device)
+        for parameter in trained:
+            total = total.to(parameter.device) + parameter.sum().float() * 0.0
         return total
-
-
-class _Use:
-    """Which parameters any rank has used since the last step.
-
-    A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._used = [0] * len(parameters)
-        for i, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
-
-    def _mark(self, i: int, _: Tensor) -> None:
-        self._used[i] = 1
-
-    def reset(self) -> None:
-        self._used = [0] * len(self._parameters)
-
-    @contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """What a backward uses within the block does not count as used."""
-        used = list(self._used)
-        yield
-        self._used = used
-
-    @contextmanager
-    def only_used(self, world: World) -> Iterator[None]:
-        """Within the block parameters that no rank used have no gradient; one small host all-reduce."""
-        anywhere = world.max_counts(self._used)
-        unused = [(p, p.grad) for p, used in zip(self._parameters, anywhere, strict=True) if not used]
-        for parameter, _ in unused:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in unused:
-                parameter.grad = gradient
-            self.reset()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 def average_in(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
     """A hook for DDP that sends each bucket in ``dtype``, and puts the average back into it.
 
-    Torch's own ``fp16_compress_hook`` casts before it divides: on two ranks 80000 becomes infinite.
+    Torch's own ``fp16_compress_hook`` casts before it divides: of 80000 and 20000 it makes infinity, though fp16 holds
+    their average.
     """
 
     def average(whole: torch.Tensor) -> Any:

@@ -75,7 +75,8 @@ class Update:
         if not held <= self._known:
             raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        gradients = [_real(p.grad) for p in with_gradient.values() if p.grad is not None]
+        found = [p.grad for p in with_gradient.values() if p.grad is not None]
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]
         norms = _norms(gradients)
         norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
         norm = norm if scale is None else norm / scale
@@ -109,11 +110,6 @@ class Update:
             return None if scale is None else torch.ones_like(norm) * scale
         excess = ((norm + _CLIP_EPSILON) / self._clip_norm).clamp_(min=1.0)
         return excess if scale is None else excess * scale
-
-
-def _real(gradient: Tensor) -> Tensor:
-    """A view of a complex one as pairs."""
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:

@@ -1,125 +1,48 @@
-"""Which modules compute in what: ``precision.keep_fp32`` and ``precision.only``, by hooks on the modules they name."""
+"""``precision.keep_fp32`` and ``precision.only``: hooks on the modules they name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+import warnings
+from collections.abc import Callable, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from distaccum.errors import ConfigError, near_misses
+from distaccum.errors import PrecisionWarning
+from distaccum.precision.modules import SIXTEEN_BIT, listed, placement
 from distaccum.precision.policy import PrecisionPolicy
 
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-_KEY = "_distaccum_precision"
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+_KEY, _AWAITED = "_distaccum_precision", "_distaccum_precision_awaited"
 
 
-def check_parameters(model: nn.Module) -> None:
-    """What the optimizer steps must have fp32's resolution, whatever the forward computes in.
-
-    Raises:
-        ConfigError: a trainable parameter is float16.
-    """
-    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
-    if half:
-        more = f" and {len(half) - 1} more" if len(half) > 1 else ""
-        problem = f"trainable parameters are float16 ({half[0]}{more}), where small updates round to nothing"
-        remedy = "Load it in float32, as with model.float(): precision=fp16 computes in float16 from fp32 weights"
-        raise ConfigError("model", type(model).__name__, problem, remedy)
-
-
-def check_globs(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Every glob of the policy has to match a module.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    names = list(_modules(model))
-    for key, globs in (("precision.keep_fp32", policy.keep_fp32), ("precision.only", policy.only)):
-        for glob in globs:
-            if not any(fnmatchcase(name, glob) for name in names):
-                problem = f"matches no module of {type(model).__name__}{near_misses(glob, names)}"
-                outer = _listed([name for name, _ in model.named_children()], most=8)
-                remedy = f"Use names as of model.named_modules(), which begin with {outer}; * matches any part"
-                raise ConfigError(key, glob, problem, remedy)
-
-
-def place(model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
+def place(model: nn.Module, policy: PrecisionPolicy, device: torch.device, *, tell: bool = True) -> None:
     """Makes the modules of ``model`` compute in what the policy says, in place of what an earlier call said.
 
     A module of ``keep_fp32`` switches autocast off while it runs, and takes its 16-bit tensors in fp32; one of
     ``only`` switches autocast on while it runs, and gives its 16-bit tensors in fp32. Modules inside follow, but for
-    those of ``keep_fp32`` inside ``only``. Call the model within ``policy.autocast``.
+    those of ``keep_fp32`` inside ``only``; a ModuleList and the like, which are never called, stand for what they hold.
+    Call the model within ``policy.autocast``. After its first forward ``tell`` warns of what that did not call.
     """
     for module in model.modules():
-        placed = module.__dict__.pop(_KEY, None)
-        for handle in placed.handles if placed else ():
-            handle.remove()
-    kept, only = _placement(model, policy)
-    for module in kept.values():
-        _attach(module, _Placed(device.type, None))
-    for module in only.values():
-        _attach(module, _Placed(device.type, policy.compute_dtype))
-
-
-def describe(model: nn.Module, policy: PrecisionPolicy) -> str:
-    """What computes in what, and what gradients travel in if not in fp32: one line for people."""
-    kept, only = _placement(model, policy)
-    line = policy.name
-    if policy.name == "tf32":
-        line += " (matrix products and convolutions)"
-    if only:
-        line += f": {_listed(only)}"
-    if only or kept:
-        line += f"; fp32: {', '.join([*([_listed(kept)] if kept else []), *(['all else'] if only else [])])}"
-    if policy.reduce_dtype is not torch.float32:
-        line += f"; gradients reduced in {'fp16' if policy.reduce_dtype is torch.float16 else 'bf16'}"
-    return line
-
-
-def _listed(names: Iterable[str], most: int = 4) -> str:
-    shown = [name or "the whole model" for name in names]
-    more = len(shown) - most
-    return ", ".join(shown) if more <= 0 else f"{', '.join(shown[:most])} and {more} more"
-
-
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By every name that a module has: one that is used in two places can be named by either."""
-    return dict(model.named_modules(remove_duplicate=False))
-
-
-def _placement(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The modules to keep in fp32, and those to cover alone: the topmost of each kind, and none twice."""
-    if not policy.casts:
-        return {}, {}
-    modules = _modules(model)
-    kept = _topmost(modules, policy.keep_fp32, above={})
-    return kept, _topmost(modules, policy.only, above=kept)
-
-
-def _topmost(
-    modules: Mapping[str, nn.Module], globs: tuple[str, ...], above: Mapping[str, nn.Module]
-) -> dict[str, nn.Module]:
-    """Of the modules that match, those that lie neither inside another one nor inside one of ``above``."""
-    found: dict[str, nn.Module] = {}
-    seen = set(above.values())
-    for name, module in modules.items():  # a module comes before those inside it
-        inside = any(parent in found or parent in above for parent in _parents(name))
-        if not inside and module not in seen and any(fnmatchcase(name, glob) for glob in globs):
-            found[name] = module
-            seen.add(module)
-    return found
-
-
-def _parents(name: str) -> list[str]:
-    """The names of the modules that this one lies in, itself not included."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:depth]) for depth in range(len(parts))]
+        for attribute in (module.__dict__.pop(_KEY, None), module.__dict__.pop(_AWAITED, None)):
+            for handle in attribute.handles if attribute else ():
+                handle.remove()
+    kept, only = placement(model, policy)
+    awaited = _Awaited()
+    for key, globs, modules, dtype in (
+        ("keep_fp32", policy.keep_fp32, kept, None),
+        ("only", policy.only, only, policy.compute_dtype),
+    ):
+        placed = {name: _attach(module, _Placed(device.type, dtype)) for name, module in modules.items()}
+        awaited.settings[f"precision.{key}=[{','.join(globs)}]"] = placed
+    if tell and (kept or only):
+        awaited.handles.append(model.register_forward_hook(_tell_of_the_uncalled))
+        model.__dict__[_AWAITED] = awaited
 
 
 @dataclass
@@ -133,21 +56,38 @@ class _Placed:
     dtype: torch.dtype | None  # None: fp32
     handles: list[RemovableHandle] = field(default_factory=list)
     calls: list[tuple[bool, torch.dtype, bool]] = field(default_factory=list)  # the state before each
+    called: bool = False
 
 
-def _attach(module: nn.Module, placed: _Placed) -> None:
+@dataclass
+class _Awaited:
+    """An attribute of the model, until its first forward has ended: what was placed by which setting, by name."""
+
+    settings: dict[str, dict[str, _Placed]] = field(default_factory=dict)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
+def _attach(module: nn.Module, placed: _Placed) -> _Placed:
     """Ours are the outermost hooks: the first before the forward and the last after it, whatever the forward raises."""
     placed.handles += [
         module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(_leave, with_kwargs=True, always_call=True),
     ]
-    setattr(module, _KEY, placed)
+    module.__dict__[_KEY] = placed  # where a compiled module is asked for it, setattr would give it to the one inside
+    return placed
+
+
+def _untraced(hook: _Hook) -> _Hook:
+    """For torch.compile to leave out of its graphs: what a graph holds of such switches is their state when traced."""
+    return cast(_Hook, torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 # The state is set by hand, not by entering torch.autocast: that counts how deep it is nested, and after an interrupt
 # between the hooks it would never again come to the outermost exit, where it forgets the casts of old weights.
+@_untraced
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     placed: _Placed = module.__dict__[_KEY]
+    placed.called = True
     kind = placed.device_type
     state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
     placed.calls.append(state)
@@ -161,6 +101,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return None
 
 
+@_untraced
 def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     placed: _Placed = module.__dict__[_KEY]
     if placed.calls:  # or a hook before ours has raised
@@ -169,6 +110,22 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         torch.set_autocast_dtype(placed.device_type, dtype)
         torch.set_autocast_cache_enabled(cache)
     return None if placed.dtype is None else _in_fp32(output)
+
+
+@_untraced
+def _tell_of_the_uncalled(model: nn.Module, args: Any, output: Any) -> None:
+    """Hooks see calls alone: TransformerEncoderLayer, for one, reads the weights of its ``self_attn.out_proj``."""
+    awaited: _Awaited | None = model.__dict__.pop(_AWAITED, None)
+    if awaited is None:  # torch.compile calls hooks that it has met once, though they are removed
+        return
+    for handle in awaited.handles:
+        handle.remove()
+    for setting, placed in awaited.settings.items():
+        uncalled = [name for name, one in placed.items() if not one.called]
+        if uncalled:
+            verb, those = ("was", "it") if len(uncalled) == 1 else ("were", "them")
+            text = f"{verb} not called in the first forward, so the setting had no effect on {those}"
+            warnings.warn(f"{setting}: {listed(uncalled)} {text}", PrecisionWarning, stacklevel=2)
 
 
 def _in_a_context() -> bool:
@@ -181,7 +138,7 @@ def _in_a_context() -> bool:
 def _in_fp32(value: Any) -> Any:
     """``value`` with its 16-bit tensors in fp32, at any depth; the very same object where it holds none."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _SIXTEEN_BIT else value
+        return value.float() if value.dtype in SIXTEEN_BIT else value
     if isinstance(value, list | tuple):
         parts = [_in_fp32(part) for part in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):

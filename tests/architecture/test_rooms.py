@@ -111,7 +111,7 @@ def test_the_plan_is_pure() -> None:
 
 
 def test_engines_are_named_in_the_composition_root_only() -> None:
-    shared = {"base", "guard", "reduction", "update"}
+    shared = {"base", "guard", "reduction", "update", "use"}
     named = {
         _name(path)
         for path in FILES

@@ -38,9 +38,18 @@ def test_the_policy_and_the_optimizer_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_a_model_in_float16_is_refused_under_every_policy(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_16_bits_is_refused_under_every_policy(dtype: torch.dtype, name: str) -> None:
     with pytest.raises(ConfigError, match=r"model=Linear: .*float16.*Load it in float32"):
-        _assemble(nn.Linear(2, 1).half(), {"precision": {"name": name}})
+        _assemble(nn.Linear(2, 1).to(dtype), {"precision": {"name": name}})
+
+
+def test_a_compiled_model_and_modules_kept_in_fp32_are_refused_together() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model.compile(backend="eager")
+    with pytest.raises(ConfigError, match=r"precision\.keep_fp32=1: .*compiled"):
+        _assemble(model, {"precision": {"name": "bf16", "keep_fp32": ["1"]}})
+    assert _assemble(model, {"precision": {"name": "bf16"}}).policy.casts
 
 
 @pytest.mark.parametrize(

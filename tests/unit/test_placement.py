@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from copy import deepcopy
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from distaccum.errors import ConfigError
-from distaccum.precision.placement import check_globs, check_parameters, describe, place
+from distaccum.errors import ConfigError, PrecisionWarning
+from distaccum.precision.modules import check_compiled, check_globs, check_parameters, describe
+from distaccum.precision.placement import place
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision_config import PrecisionConfig
 
@@ -65,12 +67,19 @@ def _inputs() -> Tensor:
 
 
 def _hooks(model: nn.Module) -> list[str]:
-    """The modules that have hooks, once for each."""
+    """The modules that have hooks, once for each; but for the one that awaits the end of the first forward."""
     return [
         name
         for name, module in model.named_modules()
-        for _ in (*module._forward_pre_hooks, *module._forward_hooks)  # what is left over must be seen as well
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if getattr(hook, "__name__", "") != "_tell_of_the_uncalled"
     ]
+
+
+def _awaited(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()) - len(
+        _hooks(model)
+    )
 
 
 def _state() -> tuple[bool, torch.dtype, bool]:
@@ -167,8 +176,10 @@ def test_fp32_places_nothing_and_takes_away_what_was_placed(name: str) -> None:
     net = Net()
     place(net, _policy(keep_fp32=["head"], only=["blocks.0"]), CPU)
     assert sorted(set(_hooks(net))) == ["blocks.0", "head"]
+    assert _awaited(net) == 1
     place(net, _policy(name, keep_fp32=["head"], only=["blocks.0"]), CPU)
     assert _hooks(net) == []
+    assert not _awaited(net)
 
 
 def test_the_last_placement_counts() -> None:
@@ -485,14 +496,16 @@ def test_globs_that_match_are_none() -> None:
     assert not _hooks(net)
 
 
-def test_float16_weights_are_refused_if_they_are_to_be_trained() -> None:
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
+def test_16_bit_weights_are_refused_if_they_are_to_be_trained(dtype: torch.dtype, name: str) -> None:
     net = Net()
-    net.head.half()
-    with pytest.raises(ConfigError, match=r"model=Net: .*head\.weight and 1 more.*model\.float\(\)"):
+    net.head.to(dtype)
+    shown = str(dtype).removeprefix("torch.")
+    message = rf"model=Net: .*{shown} \(head\.weight and 1 more.*model\.float\(\).*precision={name}"
+    with pytest.raises(ConfigError, match=message):
         check_parameters(net)
     net.head.requires_grad_(False)
     check_parameters(net)
-    check_parameters(Net().bfloat16())
     check_parameters(Net().double())
 
 
@@ -506,6 +519,8 @@ def test_float16_weights_are_refused_if_they_are_to_be_trained() -> None:
         ({"name": "fp32", "reduce_dtype": "fp16"}, "fp32; gradients reduced in fp16"),
         ({"name": "fp16", "keep_fp32": ["head", "*.norm"]}, "fp16; fp32: blocks.0.norm, blocks.1.norm, head"),
         ({"only": ["blocks.*"]}, "bf16: blocks.0, blocks.1; fp32: all else"),
+        ({"only": ["blocks"]}, "bf16: blocks.0, blocks.1; fp32: all else"),
+        ({"keep_fp32": ["blocks*"]}, "bf16; fp32: blocks.0, blocks.1"),
         ({"only": ["blocks.1"], "keep_fp32": ["blocks.1.norm"]}, "bf16: blocks.1; fp32: blocks.1.norm, all else"),
         ({"keep_fp32": ["*"]}, "bf16; fp32: the whole model"),
         (
@@ -516,3 +531,223 @@ def test_float16_weights_are_refused_if_they_are_to_be_trained() -> None:
 )
 def test_one_line_says_what_computes_in_what(settings: dict[str, Any], line: str) -> None:
     assert describe(Net(), _policy(**settings)) == line
+
+
+class Nested(nn.Module):
+    """Lists of lists, and modules in a dictionary: none of these is ever called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 8)})
+        self.scales = nn.ParameterList([torch.ones(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for layer in stage:
+                x = layer(x)
+        return self.heads["a"](x) * self.scales[0]  # type: ignore[no-any-return]
+
+
+LAYERS = ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "in_bf16"),
+    [
+        ({"keep_fp32": ["stages"]}, LAYERS, ["heads.a"]),
+        ({"keep_fp32": ["stages*"]}, LAYERS, ["heads.a"]),
+        ({"keep_fp32": ["heads"]}, ["heads.a"], LAYERS),
+        ({"keep_fp32": ["*"]}, [""], []),
+        ({"only": ["stages.1"]}, LAYERS[2:], LAYERS[2:]),
+        ({"only": ["stages"], "keep_fp32": ["stages.0"]}, LAYERS, LAYERS[2:]),
+        ({"only": ["stages"], "keep_fp32": ["stages.0.1"]}, LAYERS, [LAYERS[0], *LAYERS[2:]]),
+    ],
+)
+def test_a_container_that_is_never_called_stands_for_what_it_holds(
+    settings: dict[str, list[str]], names: list[str], in_bf16: list[str]
+) -> None:
+    net, policy = Nested(), _policy(**settings)
+    check_globs(net, policy)
+    place(net, policy, CPU)
+    assert sorted(set(_hooks(net))) == names
+    types: dict[str, torch.dtype] = {}
+    for name in (*LAYERS, "heads.a"):
+        module: Any = net.get_submodule(name)
+        module.forward = _noting(types, name, module.forward)
+    with policy.autocast(CPU):
+        net(_inputs())
+    assert [name for name, dtype in types.items() if dtype is torch.bfloat16] == in_bf16
+    assert set(types.values()) <= {torch.bfloat16, torch.float32}
+
+
+def test_a_container_with_a_forward_of_its_own_is_a_module_like_others() -> None:
+    net, policy = Net(), _policy(keep_fp32=["blocks"])
+    net.blocks.forward = lambda x: net.blocks[1](net.blocks[0](x))
+    place(net, policy, CPU)
+    assert set(_hooks(net)) == {"blocks"}
+
+
+def test_parameters_in_a_list_are_not_what_a_glob_can_name() -> None:
+    net = Nested()
+    with pytest.raises(ConfigError, match=r"precision\.keep_fp32=scal\*: .*never called.*Name the module"):
+        check_globs(net, _policy(keep_fp32=["scal*"]))
+    check_globs(net, _policy(keep_fp32=["s*"]))  # it matches others too
+
+
+def _uncalled(model: nn.Module, policy: PrecisionPolicy, *args: Any) -> list[str]:
+    """What one forward warns of."""
+    with warnings.catch_warnings(record=True) as caught, policy.autocast(CPU):
+        warnings.simplefilter("always")
+        model(*args)
+    return [str(warning.message) for warning in caught if warning.category is PrecisionWarning]
+
+
+def test_a_module_whose_weights_are_read_without_calling_it_is_warned_of_once() -> None:
+    layer, x = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0), torch.randn(3, 1, 8)
+    policy = _policy(keep_fp32=["self_attn.out_proj", "linear1"])
+    place(layer, policy, CPU)
+    copied = deepcopy(layer)
+    [message] = _uncalled(layer, policy, x)
+    assert message == (
+        "precision.keep_fp32=[self_attn.out_proj,linear1]: self_attn.out_proj was not called in the first forward, "
+        "so the setting had no effect on it"
+    )
+    assert not _awaited(layer)
+    assert _uncalled(layer, policy, x) == []
+    assert _awaited(copied)  # a copy has not been called yet
+    assert _uncalled(copied, policy, x) == [message]
+    assert not _awaited(copied)
+
+
+def test_where_all_are_called_or_it_is_for_others_to_tell_nothing_is_said() -> None:
+    net, policy = Net(), _policy(keep_fp32=["head"], only=["blocks"])
+    place(net, policy, CPU)
+    assert _awaited(net)
+    assert _uncalled(net, policy, _inputs()) == []
+    assert not _awaited(net)
+    model = nn.TransformerEncoderLayer(8, 2, 8)
+    place(model, _policy(only=["self_attn.out_proj"]), CPU, tell=False)
+    assert _uncalled(model, _policy(only=["self_attn.out_proj"]), torch.randn(3, 1, 8)) == []
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for part in self.parts[:used]:
+            x = part(x)
+        if not used:
+            raise ValueError("nothing used")
+        return x
+
+
+def test_a_forward_that_raises_is_not_the_first_and_several_are_named_in_one_line() -> None:
+    net, policy = Skipping(), _policy(only=["parts"])
+    place(net, policy, CPU)
+    with pytest.raises(ValueError, match="nothing used"):
+        _uncalled(net, policy, _inputs(), 0)
+    [message] = _uncalled(net, policy, _inputs(), 1)
+    assert message.startswith("precision.only=[parts]: parts.1, parts.2 were not called in the first forward")
+    place(net, policy, CPU)
+    place(net, policy, CPU)
+    assert _awaited(net) == 1
+    assert len(_uncalled(net, policy, _inputs(), 2)) == 1
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """torch.compile without what an earlier test has compiled, and without torch's own warnings as errors."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", PrecisionWarning)
+        yield
+    torch._dynamo.reset()
+
+
+def _compiled_inside(net: nn.Module, how: str) -> nn.Module:
+    if how == "module":
+        return torch.compile(net, backend="eager")  # type: ignore[return-value]
+    if how == "in place":
+        net.compile(backend="eager")
+    elif how == "forward":
+        net.forward = torch.compile(net.forward, backend="eager")
+    else:
+        net.blocks[0] = torch.compile(net.blocks[0], backend="eager")  # type: ignore[index,operator]
+    return net
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("how", ["module", "in place", "forward", "a part"])
+@pytest.mark.parametrize("key", ["keep_fp32", "only"])
+def test_a_model_that_is_compiled_already_is_refused(how: str, key: str) -> None:
+    """It may have run: torch then goes on with what it compiled, whatever hooks there are by now."""
+    net = _compiled_inside(Net(), how)
+    with pytest.raises(ConfigError, match=rf"precision\.{key}=.*norm.*compiled.*\.compile\(\)"):
+        check_compiled(net, _policy(**{key: ["*blocks.0*norm"]}))
+    check_compiled(net, _policy())
+    check_compiled(net, _policy("fp32", **{key: ["*norm"]}))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_is_compiled_beside_or_inside_of_a_placed_module_is_none_of_its_business() -> None:
+    net, reference = Net(), Net()
+    net.blocks[0] = torch.compile(net.blocks[0], backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(_inputs())  # compiled under autocast, and run before it is placed
+    policy = _policy(keep_fp32=["blocks.0", "head"])
+    check_compiled(net, policy)
+    place(net, policy, CPU)
+    place(reference, policy, CPU)
+    with policy.autocast(CPU):
+        assert torch.equal(net(_inputs()), reference(_inputs()))
+    assert net.given == reference.given
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "settings", [{"keep_fp32": ["blocks.0", "head"]}, {"only": ["blocks.*"], "keep_fp32": ["*.0.norm"]}]
+)
+def test_a_model_that_is_compiled_afterwards_computes_as_it_is_told(
+    settings: dict[str, list[str]], backend: str, in_place: bool
+) -> None:
+    policy = _policy(**settings)
+    net, reference = _placed(Plain(), policy), _placed(Plain(), policy)
+    reference.load_state_dict(net.state_dict())
+    if in_place:
+        net.compile(backend=backend)
+    called = net if in_place else torch.compile(net, backend=backend)
+    before = _state()
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        with policy.autocast(CPU):
+            given, expected = called(x), reference(x)
+        assert _state() == before
+        assert given.dtype is expected.dtype
+        assert torch.equal(given, expected)
+        for model, output in ((net, given), (reference, expected)):
+            model.zero_grad()
+            output.float().square().sum().backward()
+        for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+        with torch.no_grad():
+            for parameter in (*net.parameters(), *reference.parameters()):
+                parameter.mul_(-1.5)
+    assert not _awaited(net)
