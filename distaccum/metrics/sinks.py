@@ -98,6 +98,10 @@ class ConsoleSink:
         )
         if record["loss_scale"] != 1.0:
             line += f"  loss scale {record['loss_scale']:.10g}"
+        if "underflow_share" in record:
+            line += f"  underflow {record['underflow_share']:.2%}"
+        if record["skipped"]:
+            line += f"  skipped {record['skipped']}"
         if not record["applied"]:
             line += "  SKIPPED: the gradient is NaN or infinite"
         evaluated = "".join(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.commands import metrics, run, status, succeed
+from tests.commands import ROOT, metrics, run, status, succeed
 
 # What a user types, and what the message must name: key, value, remedy.
 MISTAKES = {
@@ -110,13 +111,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, tuple[int, str]]:
+    """Exit code and stderr of each mistake."""
+    asked, answered = folder / "asked.json", folder / "answered.json"
+    quiet = {name: "metrics=jsonl" if "wandb" not in str(words) else "seed=0" for name, (words, _) in MISTAKES.items()}
+    asked.write_text(json.dumps({name: [*words, quiet[name]] for name, (words, _) in MISTAKES.items()}))
+    succeed(asked, answered, script=ROOT / "tests" / "forked.py", cwd=folder, PYTHONPATH=str(ROOT))
+    return {name: (code, said) for name, (code, said) in json.loads(answered.read_text()).items()}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, mistake: str) -> None:
-    overrides, named = MISTAKES[mistake]
-    finished = run(*overrides, "metrics=jsonl" if "wandb" not in str(overrides) else "seed=0", cwd=folder)
-    assert finished.returncode == 2, finished.stderr
-    lines = finished.stderr.strip().splitlines()
-    assert len(lines) == 1, finished.stderr
+def test_a_mistake_is_one_message_and_exit_code_2(answers: dict[str, tuple[int, str]], mistake: str) -> None:
+    (code, said), (_, named) = answers[mistake], MISTAKES[mistake]
+    assert code == 2, said
+    lines = said.strip().splitlines()
+    assert len(lines) == 1, said
     assert lines[0].startswith("distaccum: configuration error: ")
     missing = [word for word in named if word not in lines[0]]
     assert not missing, (lines[0], missing)

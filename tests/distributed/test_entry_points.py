@@ -24,6 +24,7 @@ METRICS = [
     "loss_scale",
     "applied",
     "skipped",
+    "nonfinite",
     "samples",
     "tokens",
     "samples_per_s",
@@ -40,9 +41,9 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     assert [list(record) for record in records[:3]] == [METRICS] * 3
     assert list(records[3]) == [*METRICS, "eval_loss", "eval_accuracy", "eval_bits_per_byte"]
     assert records[3]["eval_bits_per_byte"] == pytest.approx(records[3]["eval_loss"] / np.log(2))
-    last = {key: records[3][key] for key in METRICS[:3] + METRICS[6:11]}
+    last = {key: records[3][key] for key in METRICS[:3] + METRICS[6:12]}
     assert last == {
-        "step": 4, "window": 4, "epoch": 0, "loss_scale": 1.0, "applied": True, "skipped": 0,
+        "step": 4, "window": 4, "epoch": 0, "loss_scale": 1.0, "applied": True, "skipped": 0, "nonfinite": 0,
         "samples": 32, "tokens": 32 * 16,
     }  # fmt: skip
     assert status(tmp_path) == {"state": "done", "step": 4, "reason": ""}

@@ -10,7 +10,7 @@ from distaccum.metrics.sinks import ConsoleSink, JsonlSink, rewind_jsonl
 
 RECORD = {
     "step": 3, "loss": 0.1 + 0.2, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 5.0, "eval_bits_per_byte": 2.25,
-    "loss_scale": 1.0, "applied": True,
+    "loss_scale": 1.0, "applied": True, "skipped": 0,
 }  # fmt: skip
 
 
@@ -57,3 +57,10 @@ def test_a_live_line_on_a_terminal() -> None:
     sink.close(failed=False)
     assert "3/10" in out.getvalue()
     assert "loss 0.3000" in out.getvalue()
+
+
+def test_a_line_says_what_became_of_the_loss_scale() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(10, Console(file=out, width=300))
+    sink.log(RECORD | {"loss_scale": 65536.0, "underflow_share": 0.0123, "skipped": 2, "applied": False})
+    assert "loss scale 65536  underflow 1.23%  skipped 2  SKIPPED: the gradient is NaN or infinite" in out.getvalue()
