@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests import mutants, scaling_mutants
+
+pytestmark = pytest.mark.heavy
 
 
 def test_every_mutant_of_the_gradient_is_caught() -> None:

@@ -83,7 +83,7 @@ def test_the_contract_names_what_there_is() -> None:
     for group in ("engine", "precision", "data", "model", "optim", "schedule", "metrics"):
         (row,) = [line for line in contract.splitlines() if line.startswith(f"| `{group}` |")]
         choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
-        assert set(re.findall(r"`(\w+)`", row)) == {group} | choices
+        assert set(re.findall(r"`([\w-]+)`", row)) == {group} | choices
 
 
 def _diff() -> list[str]:

@@ -14,7 +14,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int) -> None:
     succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'whole'}", world=world)
     kill_when(tmp_path / "killed", 17, *SETTINGS, world=world)
