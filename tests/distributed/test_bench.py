@@ -10,7 +10,9 @@ import pytest
 from tests.commands import ROOT, succeed
 
 
-@pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (2, "fp32"), (1, "fp16")])
+@pytest.mark.parametrize(
+    ("world", "precision"), [(1, "fp32"), (2, "fp32"), pytest.param(1, "fp16", marks=pytest.mark.heavy)]
+)
 def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int, precision: str) -> None:
     finished = succeed(
         "bench.windows=10", "bench.pairs=1", f"batch.global_size={32 * world}", f"precision={precision}",

@@ -36,7 +36,7 @@ def test_three_levels_give_bitwise_the_same_weights(tmp_path: Path, world: int) 
     assert len({found[1] for found in weights if found}) == 1
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_text_classifier_learns(tmp_path: Path, world: int) -> None:
     printed = _run("text_classifier", world, tmp_path)
     accuracy = re.search(r"^  accuracy +([\d.]+)$", printed, re.MULTILINE)
@@ -45,7 +45,7 @@ def test_the_text_classifier_learns(tmp_path: Path, world: int) -> None:
     assert re.search(r"^pad +[\d.]+% of the tokens of a micro-batch are padding", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
     printed = _run("causal_lm", world, tmp_path)
     losses = [float(found) for found in re.findall(r"^step .* loss ([\d.]+)  grad", printed, re.MULTILINE)]

@@ -65,6 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return whole, parts
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_stream_goes_on_bitwise(folders: tuple[Path, Path], kind: str) -> None:
     whole, parts = (metrics(folder / kind) for folder in folders)
