@@ -43,7 +43,7 @@ def _everyone(launched: dict[int, Ranks], world: int, part: str, key: Any) -> li
 
 
 @classes
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_without_unscale_the_fused_path_decides_for_all_ranks(
     launched: dict[int, Ranks], scaler: str, world: int
 ) -> None:
@@ -55,7 +55,7 @@ def test_without_unscale_the_fused_path_decides_for_all_ranks(
 
 
 @classes
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_what_several_ranks_found_is_not_added_up(launched: dict[int, Ranks], scaler: str, world: int) -> None:
     """Torch's sum is 2.0, which a fused kernel, asked whether it is 1.0, takes for finite: it steps by infinity."""
     found = _everyone(launched, world, "scalers", f"{scaler}, {world} spoiled, unscale_, fused")
@@ -67,7 +67,7 @@ def test_what_several_ranks_found_is_not_added_up(launched: dict[int, Ranks], sc
         assert rank["scale"] == 8.0
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_every_way_to_call_it_is_one_decision(launched: dict[int, Ranks], world: int) -> None:
     ways = [key for key in launched[world][0]["scalers"] if key.startswith("ours")]
     assert len(ways) == 8
