@@ -289,3 +289,16 @@ def test_an_abandoned_window_of_a_stream_is_given_again(gloo_world: World) -> No
     run()
     assert seen == [0, 2, 4, 4, 6]  # the first of each window's micro-batches
     assert (acc.clocks.step, acc.clocks.window, acc.clocks.samples, acc.clocks.epoch) == (3, 4, 16, 1)
+
+
+def test_a_state_asked_for_on_one_rank_raises_without_the_others(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would wait for ranks that are elsewhere, and nobody would hear of the NaN."""
+    acc = _accumulator(gloo_world)
+    window = next(windows := acc.windows(_loader(_data({0}))))
+    acc.step(window, Squares())
+    monkeypatch.setattr(World, "union", lambda *_: pytest.fail("a collective"))
+    with pytest.raises(NonFiniteError, match=r"rank 0: 0, 1, 2, 3"):
+        acc.state_dict()
+    windows.close()

@@ -37,3 +37,24 @@ def test_ranks_reduce_one_format_whatever_their_own_sums_are_in(gloo_world: Worl
     for operations in (recorded, averaged):
         assert (operations.counts["other reductions"], operations.counts["other bytes"]) == (1, 2 * 8)
         assert operations.counts["gradient reductions"] == 0
+
+
+def test_a_late_skips_record_ends_with_its_window_and_the_interval_goes_on(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("distaccum.metrics.meter.perf_counter", lambda: now[0])
+    window = Window(epoch=0, samples=2, counts={"loss": 2.0}, micro_batches=[], data_wait_s=0.0)
+    skipped = Outcome(
+        loss_sums={"loss": torch.tensor(1.0)}, counts={"loss": 2.0}, grad_norm=torch.tensor(1.0), step=None
+    )
+    meter, clocks = Meter(gloo_world, Clocks()), Clocks().after(samples=2, tokens=2, applied=False)
+    now[0] = 1.0
+    meter.add(window, skipped)
+    now[0] = 1.75  # the next window is under way when somebody asks
+    first = meter.record(window, skipped, clocks, lr=0.1)
+    now[0] = 2.0
+    meter.add(window, skipped)
+    second = meter.record(window, skipped, clocks.after(samples=2, tokens=2, applied=False), lr=0.1)
+    assert [record["step_time_s"] for record in (first, second)] == [1.0, 1.0]
+    assert [record["samples_per_s"] for record in (first, second)] == [2.0, 2.0]

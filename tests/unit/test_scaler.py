@@ -6,6 +6,7 @@ torch that is installed has mended that defect. What needs two ranks is in ``tes
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -467,3 +468,18 @@ def test_a_shorter_interval_than_the_saved_row_still_grows(Scaler: Any, group: W
         _window(scaler, optimizer, parameter)
         scales.append(scaler.get_scale())
     assert scales == [32.0] * 4 + [64.0]
+
+
+def test_a_copys_state_is_its_own() -> None:
+    scaler = LossScaler("cpu", init_scale=8.0)
+    copied = copy.deepcopy(scaler)
+    copied.advance(torch.tensor(1.0))
+    assert (copied.get_scale(), copied.state_dict()["scale"], scaler.get_scale()) == (4.0, 4.0, 8.0)
+
+
+def test_a_scale_set_by_hand_stays_within_bounds() -> None:
+    scaler = LossScaler("cpu", min_scale=2.0, max_scale=16.0)
+    scaler.update(0.0)
+    assert scaler.get_scale() == 2.0
+    scaler.update(1024.0)
+    assert scaler.get_scale() == 16.0
