@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from distaccum.attempts import Attempt, Attempts
 from distaccum.batch_plan import check_sizes
 from distaccum.batch_statistics import warn_of_batch_statistics
+from distaccum.checkpoint.state import whole_state
 from distaccum.checks import require, require_choice, require_count
 from distaccum.clocks import Clocks
-from distaccum.config import NONFINITE, EngineConfig
+from distaccum.config import NONFINITE
 from distaccum.data.feeds import feed_of
 from distaccum.data.place import Place
 from distaccum.data.tally import Tally
+from distaccum.engine_config import EngineConfig, engine_config
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.guard import OwnedScheduler
 from distaccum.errors import DataError, NonFiniteError
@@ -32,6 +34,8 @@ from distaccum.prefetch import FEWEST
 from distaccum.schedule import Schedule
 from distaccum.window import LossSums, Outcome
 from distaccum.world import World
+
+_OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
 
 
 class Accumulator:
@@ -87,15 +91,16 @@ class Accumulator:
         require_count("max_skips", max_skips, least=1)
         remedy = "One is computed while one is on its way"
         require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
-        engine, precision = EngineConfig.of(engine), PrecisionConfig.of(precision)
+        engine, precision = engine_config(engine), PrecisionConfig.of(precision)
         if micro_size is not None:
             check_sizes(global_size, micro_size)
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
             warn_of_batch_statistics(model)
         self.engine: Engine = wrap(
-            model, optimizer, self.world, engine=engine, precision=precision, clip_norm=clip_norm, clip_value=clip_value
-        )
+            model, optimizer, self.world, engine=engine, precision=precision, clip_norm=clip_norm,
+            clip_value=clip_value, global_size=global_size, micro_size=micro_size, seed=seed,
+        )  # fmt: skip
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
         self.attempts = Attempts(
             self.engine, self.world, schedule=schedule, schedulers=self._schedulers, skips=nonfinite == "skip",
@@ -219,7 +224,7 @@ class Accumulator:
         return outcome
 
     def abandon(self) -> None:
-        """Drops the current window, on all ranks alike, as after an error that the loop goes on from."""
+        """Drops the current window, on all ranks alike, as after an error."""
         self.engine.zero_gradients()
         self._open = None
 
@@ -228,9 +233,8 @@ class Accumulator:
         return self.attempts.mean_loss()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that :meth:`load_state_dict` needs to go on from here: plain values and tensors, for each rank.
-
-        The states of random number generators are no part of it.
+        """All that :meth:`load_state_dict` needs to go on from here, for each rank but random generators;
+        a collective where the engine keeps a share of the state on each rank.
 
         Raises:
             MisuseError: in the middle of a window, whose gradients are no part of it.
@@ -238,12 +242,9 @@ class Accumulator:
         """
         self._expect_no_window("state_dict()")
         self.attempts.judge(together=False)
-        state = self.engine.state()
+        state = whole_state(self.engine, self.world)
         return {
-            "model": dict(state.model),
-            "optimizer": dict(state.optimizer),
-            "optimizer_values": dict(state.optimizer_values),
-            "scaler": dict(state.scaler),
+            **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
             "clocks": asdict(self.clocks),
             "per_sample": self._per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -253,8 +254,7 @@ class Accumulator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up :meth:`state_dict`; the next :meth:`windows` goes on with the window that would have followed."""
         self._expect_no_window("load_state_dict()")
-        parts = ("model", "optimizer", "optimizer_values", "scaler")
-        self.engine.load_state(EngineState(**{name: state[name] for name in parts}))
+        self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._per_sample = state["per_sample"]

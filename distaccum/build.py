@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from torch.optim import Optimizer
 
 from distaccum.batch_plan import Plan
 from distaccum.callbacks import Callback
-from distaccum.config import EngineConfig, Node, RunConfig
+from distaccum.checkpoint import weights
+from distaccum.config import Node, RunConfig
 from distaccum.data.adopt import as_source
 from distaccum.data.feeds import check_workers, make_plan
 from distaccum.data.source import Source
+from distaccum.engine_config import EngineConfig
 from distaccum.engines.base import Engine
-from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.entries import DEEPSPEED, OPTIMIZER_SHARDED, REPLICATED, SHARDED, EngineSettings
 from distaccum.errors import ConfigError
 from distaccum.evaluate import EvaluationMetric
 from distaccum.loss import Loss
@@ -30,14 +34,13 @@ from distaccum.optim import build_optimizer
 from distaccum.precision import hardware
 from distaccum.precision.modules import check_compiled, check_globs, check_parameters
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
+from distaccum.precision_config import PrecisionConfig
 from distaccum.run_dir import RunDir
 from distaccum.schedule import Schedule
 from distaccum.stream_plan import StreamPlan
 from distaccum.world import World
 
-_ENGINES = {"ddp": DDPEngine}
+_ENGINES = {"ddp": REPLICATED, "zero1": OPTIMIZER_SHARDED, "fsdp2": SHARDED, "deepspeed": DEEPSPEED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +65,9 @@ def build_parts(config: RunConfig, *, world_size: int, device: torch.device) -> 
     """Raises ConfigError for whatever in the configuration cannot be built on this machine."""
     source = as_source_node(config.data)
     torch.manual_seed(config.seed)
-    return assemble(
-        config, source, build("model", config.model), build("loss", config.loss), world_size=world_size, device=device
-    )
+    with torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext():
+        model = build("model", config.model)
+    return assemble(config, source, model, build("loss", config.loss), world_size=world_size, device=device)
 
 
 def assemble(
@@ -96,8 +99,14 @@ def assemble(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
     policy = PrecisionPolicy.of(config.precision)
-    check_model(model, policy, device)
-    model.to(device)
+    settings = EngineSettings(
+        engine=config.engine, precision=config.precision, clip_norm=config.optim.clip_norm,
+        clip_value=config.optim.clip_value, global_size=batch.global_size, micro_size=batch.micro_size,
+        world_size=world_size,
+    )  # fmt: skip
+    check_model(model, policy, device, settings)
+    if config.init_from is not None:
+        weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
     return Parts(
         config=config,
@@ -105,7 +114,7 @@ def assemble(
         plan=plan,
         model=model,
         loss=loss,
-        optimizers=optimizers or [build_optimizer(config.optim, model)],
+        optimizers=optimizers or [build_optimizer(config.optim, model, device)],
         schedule=build("schedule", config.schedule, total_steps=total_steps),
         callbacks=[*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())],
         metrics=metrics or {},
@@ -117,14 +126,41 @@ def assemble(
 
 def wrap(
     model: nn.Module, optimizers: Sequence[Optimizer], world: World, engine: EngineConfig, precision: PrecisionConfig,
-    *, clip_norm: float | None, clip_value: float | None,
+    *, clip_norm: float | None, clip_value: float | None, global_size: int | None = None,
+    micro_size: int | None = None, seed: int = 0,
 ) -> Engine:  # fmt: skip
-    """The engine that trains ``model``, which is moved to this rank's device; a collective.
+    """The engine that trains ``model``, which moves to this rank's device; a collective.
+
+    Args:
+        model: with every trained parameter in fp32, or on the meta device where the engine can make weights.
+        optimizers: over its parameters.
+        world: this rank.
+        engine: which one, and its settings.
+        precision: the policy's settings.
+        clip_norm, clip_value: of the global gradient.
+        global_size, micro_size: where they are known, for engines that want to be told.
+        seed: of weights that the engine makes.
 
     Raises:
         ConfigError: an optimizer holds parameters that are not the model's, whose gradients nobody would reduce, or
-            another optimizer's; or the model or the hardware cannot do what the precision asks for.
+            another optimizer's; or the model or the hardware cannot do what engine and precision ask for.
     """
+    _check_optimizers(model, optimizers)
+    if clip_norm is not None and clip_value is not None:
+        raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
+    policy = PrecisionPolicy.of(precision)
+    settings = EngineSettings(
+        engine=engine, precision=precision, clip_norm=clip_norm, clip_value=clip_value, global_size=global_size,
+        micro_size=micro_size, world_size=world.size, seed=seed,
+    )  # fmt: skip
+    check_model(model, policy, world.device, settings)
+    if world.is_main:
+        hardware.warn(policy, world.device)
+    hardware.configure(policy, world.device)
+    return _ENGINES[engine.name].make(model, optimizers, world, policy, settings)
+
+
+def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     free = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         closure = signature(type(optimizer).step).parameters.get("closure")
@@ -138,34 +174,20 @@ def wrap(
             remedy = "Make it from model.parameters(), each in one; join several models in one nn.Module"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
         free -= set(held)
-    if clip_norm is not None and clip_value is not None:
-        raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
-    policy = PrecisionPolicy.of(precision)
-    check_model(model, policy, world.device)
-    if world.is_main:
-        hardware.warn(policy, world.device)
-    hardware.configure(policy, world.device)
-    options = asdict(engine)
-    return _ENGINES[options.pop("name")](
-        model.to(world.device), optimizers, world, clip_norm=clip_norm, clip_value=clip_value, policy=policy,
-        scaler=_scaler(precision.scaler, world.device) if policy.scales_loss else None,
-        underflow_every=precision.underflow_every, **options,
-    )  # fmt: skip
 
 
-def _scaler(config: ScalerConfig, device: torch.device) -> LossScaler:
-    options = asdict(config)
-    del options["initial_scale_power"]
-    static = options.pop("static_scale")
-    return LossScaler(device, init_scale=config.initial_scale, dynamic=static is None, **options)
-
-
-def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
-    """Raises ConfigError where the model or the hardware cannot do what the policy asks for."""
+def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device, settings: EngineSettings) -> None:
+    """Raises ConfigError where the model, the hardware or the engine cannot do what is asked for."""
     check_parameters(model)
     check_globs(model, policy)
     check_compiled(model, policy)
     hardware.check(policy, device)
+    engine = _ENGINES[settings.engine.name]
+    if any(parameter.is_meta for parameter in model.parameters()) and not engine.makes_weights:
+        able = ", ".join(name for name, entry in _ENGINES.items() if entry.makes_weights)
+        remedy = f"Use engine={able}, or build the model where it has memory"
+        raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
+    engine.check(settings)
 
 
 def build_sinks(

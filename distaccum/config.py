@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
 from distaccum.checks import require, require_choice, require_count, require_positive
+from distaccum.engine_config import DDPConfig, settings_of
 from distaccum.errors import ConfigError, near_misses
 from distaccum.precision_config import PrecisionConfig
 
 Node = dict[str, Any]
-ENGINES = ("ddp",)
 NONFINITE = ("stop", "skip")
 WANDB_MODES = ("offline", "online", "disabled")
 
@@ -50,27 +50,6 @@ class BatchConfig:
     tokens: Optional[int] = None  # noqa: UP045
     micro_size: int = 8
     group_by_length: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Who owns the wrapped parameters, the gradient reduction and the step.
-
-    ``bucket_cap_mb`` (MiB) bounds one reduction; ``find_unused_parameters`` lets parts of the model sit a step out.
-    """
-
-    name: str = "ddp"
-    bucket_cap_mb: float = 25.0
-    find_unused_parameters: bool = False
-
-    def __post_init__(self) -> None:
-        require_choice("engine", self.name, ENGINES)
-        require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
-
-    @classmethod
-    def of(cls, engine: str | EngineConfig) -> EngineConfig:
-        """The settings of an engine that is given by name, or as they are."""
-        return cls(name=engine) if isinstance(engine, str) else engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +141,16 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything one run is told. ``resume`` is ``never``, ``auto`` or a checkpoint's path."""
+    """Everything one run is told. ``resume`` is ``never``, ``auto`` or a checkpoint's path.
+
+    ``init_from``: weights to start from, a safetensors file or a folder with one; optimizer and clocks begin at zero.
+    """
 
     seed: int = 0
     resume: str = "never"
+    init_from: Optional[str] = None  # noqa: UP045
     batch: BatchConfig = field(default_factory=BatchConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: Any = field(default_factory=DDPConfig)  # an EngineConfig: OmegaConf has no union of dataclasses
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     model: Node = field(default_factory=dict)
     data: Node = field(default_factory=dict)
@@ -225,17 +208,23 @@ def from_node(node: Mapping[str, Any]) -> RunConfig:
     """
     named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
     node = {**node, **named}
+    engine = node.get("engine")
+    engine_schema = settings_of(engine.get("name", "ddp") if isinstance(engine, Mapping) else engine or "ddp")
     try:
         schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
-        typed = OmegaConf.merge(schema, node)
+        OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
+        typed = OmegaConf.merge(_writable(schema), node)
     except oc.OmegaConfBaseException as error:
         raise translate(error, node) from error
-    return cast(RunConfig, _construct(RunConfig, OmegaConf.to_container(typed)))
+    return cast(RunConfig, _construct(RunConfig, OmegaConf.to_container(typed), engine=engine_schema))
 
 
-def _construct(schema: type, values: Any) -> Any:
-    """The frozen dataclass of plain values. (OmegaConf's own way loses the errors that ``__post_init__`` raises.)"""
-    hints = get_type_hints(schema)
+def _construct(schema: type, values: Any, **chosen: type) -> Any:
+    """The frozen dataclass of plain values, with some fields' types ``chosen``.
+
+    (OmegaConf's own way loses the errors that ``__post_init__`` raises.)
+    """
+    hints = get_type_hints(schema) | chosen
     return schema(**{k: _construct(hints[k], v) if is_dataclass(hints[k]) else v for k, v in values.items()})
 
 

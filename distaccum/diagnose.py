@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.engines.base import Engine
+from distaccum.engines.shards import local
 from distaccum.loss import Loss
 from distaccum.normaliser import SINGLE, Total, as_totals, weigh
 from distaccum.prefetch import map_tensors, to_device
@@ -111,6 +112,9 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
     found: NonFinite | None = None
     usual: set[tuple[Stage, str]] = set()
     with _left_as_it_was(engine), _watching(engine.bare_model) as watch:
+        engine.keep_pace(len(window.micro_batches))
+        if not window.micro_batches:
+            engine.stand_in(sync=False)
         for i, micro in enumerate(window.micro_batches):
             batch = to_device(micro.batch, engine.device)
             watch.before_forward(batch)
@@ -222,7 +226,7 @@ def _floating(value: Any) -> list[Tensor]:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    return tensor.detach().isfinite().all()
+    return local(tensor.detach()).isfinite().all()
 
 
 def _plain(name: str) -> str:

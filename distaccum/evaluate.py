@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -60,16 +60,18 @@ def evaluate(
     model.eval()
     sums: dict[str, Tensor] = {}
     counted: dict[str, float] = {}
-    for batch in _batches(source, world, micro_size):
-        for name, count in as_counts(loss.count(batch)).items():
-            counted[name] = counted.get(name, 0.0) + count
+    for batch, is_own in _batches(engine, source, world, micro_size):
         moved = to_device(batch, engine.device)
         with engine.autocast():
             found = scores(loss, model, moved)
             if metrics:
                 predictions = cast(Predictor, loss).predictions(model, moved)
-            for metric in metrics.values():
+            for metric in metrics.values() if is_own else ():
                 metric.update(*predictions)
+        if not is_own:
+            continue
+        for name, count in as_counts(loss.count(batch)).items():
+            counted[name] = counted.get(name, 0.0) + count
         for name, value in found.items():
             # fp64: a held-out set may hold more tokens than fp32 can count
             sums[name] = sums.get(name, 0.0) + value.double()
@@ -83,13 +85,18 @@ def evaluate(
     return result
 
 
-def _batches(source: Source, world: World, micro_size: int) -> DataLoader[Any]:
+def _batches(engine: Engine, source: Source, world: World, micro_size: int) -> Iterator[tuple[Any, bool]]:
+    """This rank's batches, and, where a forward communicates, as many for nothing as other ranks have more."""
     assert source.held_out is not None
     samples = len(source.held_out)
     plan = BatchPlan(samples=samples, global_size=micro_size * world.size, micro_size=micro_size, world_size=world.size)
-    return DataLoader(
-        cast("Dataset[Any]", source.held_out), batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=source.collate
-    )
+    held_out, own = cast("Dataset[Any]", source.held_out), 0
+    for batch in DataLoader(held_out, batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=source.collate):
+        own += 1
+        yield batch, True
+    if engine.forward_communicates:
+        for batch in DataLoader(held_out, sampler=[0] * (plan.windows_per_epoch - own), collate_fn=source.collate):
+            yield batch, False
 
 
 def _means(

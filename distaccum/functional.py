@@ -5,6 +5,7 @@
     windows = plan_windows(dataset, world, global_size=64, micro_size=8, count=count)   # plan a window
     engine = wrap(model, optimizer, world, precision="fp16", clip_norm=1.0)
     for window in windows(epoch):
+        engine.keep_pace(len(window.micro_batches))     # for engines whose ranks have to run alike many
         for i, micro in enumerate(window.micro_batches):
             with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
                 with engine.autocast():
@@ -23,9 +24,9 @@ from torch.optim import Optimizer
 
 from distaccum import build
 from distaccum.batch_plan import BatchPlan
-from distaccum.config import EngineConfig
 from distaccum.data.feeds import feed_of
 from distaccum.data.tally import Tally
+from distaccum.engine_config import EngineConfig, engine_config
 from distaccum.engines.base import Engine, StepResult
 from distaccum.loss import count_labels, cross_entropy, from_mean
 from distaccum.normaliser import Count, weigh
@@ -51,6 +52,7 @@ __all__ = [
 def wrap(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World, *, engine: str | EngineConfig = "ddp",
     precision: str | PrecisionConfig = "fp32", clip_norm: float | None = None, clip_value: float | None = None,
+    global_size: int | None = None, micro_size: int | None = None, seed: int = 0,
 ) -> Engine:  # fmt: skip
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
@@ -62,14 +64,16 @@ def wrap(
         precision: the policy, by name or with settings; ``engine.autocast()`` goes around forward and loss.
         clip_norm: largest norm of the global gradient.
         clip_value: instead, largest absolute value of its elements.
+        global_size, micro_size: for engines that want to be told.
+        seed: of the weights of a model on the meta device.
 
     Raises:
         ConfigError: no such engine or policy, or an optimizer over other parameters than the model's.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return build.wrap(
-        model, optimizers, world, EngineConfig.of(engine), PrecisionConfig.of(precision), clip_norm=clip_norm,
-        clip_value=clip_value,
+        model, optimizers, world, engine_config(engine), PrecisionConfig.of(precision), clip_norm=clip_norm,
+        clip_value=clip_value, global_size=global_size, micro_size=micro_size, seed=seed,
     )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class OpenWindow:
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches; a rank without any takes part in the reduction when they are asked for."""
         self.expect(Phase.OPEN, "iterating over a window", "take its micro-batches once")
+        self._engine.keep_pace(len(self.plain.micro_batches))
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch

@@ -14,8 +14,10 @@ from distaccum.errors import ConfigError
 from distaccum.nodes import build, signature_of, target_of
 
 
-def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
+def build_optimizer(config: OptimConfig, model: nn.Module, device: torch.device) -> Optimizer:
     """The optimizer over the model's parameters, with its fused kernel as ``optim.fused`` and its own node say.
+
+    The model may still be elsewhere than on ``device``, where it is going to be trained.
 
     Raises:
         ConfigError: it cannot be built, or has no fused kernel and must.
@@ -35,7 +37,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     if config.fused is False:
         return make(model.parameters(), fused=False)
     try:
-        _try_fused(make, model)
+        _try_fused(make, model, device)
     except Exception as error:  # whatever it says, and the build below complains of what is not about fusing
         optimizer = make(model.parameters())
         if config.fused is True:
@@ -45,10 +47,10 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     return make(model.parameters(), fused=True)
 
 
-def _try_fused(make: Callable[..., Optimizer], model: nn.Module) -> None:
+def _try_fused(make: Callable[..., Optimizer], model: nn.Module, device: torch.device) -> None:
     """A step on one zero of each kind that the model trains: some of torch's optimizers refuse only then."""
-    kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
-    zeros = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in kinds]
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    zeros = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for dtype in kinds]
     for zero in zeros:
         zero.grad = torch.zeros_like(zero)
     make(zeros, fused=True).step()

@@ -10,19 +10,20 @@ from distaccum.batch_plan import Ids, Plan
 from distaccum.build import Parts
 from distaccum.clocks import Clocks
 from distaccum.data.loader import padding_share
+from distaccum.engines.base import Engine
 from distaccum.precision.modules import describe
 from distaccum.run_dir import RunDir
 from distaccum.stream_plan import StreamPlan
-from distaccum.world import World
 
 
-def introduce(parts: Parts, world: World, run_dir: RunDir, note: str, console: Console) -> None:
+def introduce(parts: Parts, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
     """Prints what is about to be trained, and the whole batch plan."""
     plan, config = parts.plan, parts.config
     size = sum(p.numel() for p in parts.model.parameters())
     lines = {
         "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
-        "world": f"{world.size} x {world.device.type}, engine {config.engine.name}",
+        "world": f"{plan.world_size} x {engine.device.type}",
+        "engine": f"{config.engine.name}: {engine.describe()}",
         "precision": describe(parts.model, parts.policy),
         "data": parts.source.description,
         "model": f"{type(parts.model).__name__}, {size:,} parameters",

@@ -11,12 +11,15 @@ from distaccum.errors import CheckpointError, ConfigError
 from distaccum.run_dir import RunDir
 
 
-def find_start(resume: str, run_dir: RunDir, store: CheckpointStore, position: Mapping[str, int]) -> Path | None:
+def find_start(
+    resume: str, run_dir: RunDir, store: CheckpointStore, position: Mapping[str, int], optimizer_format: str
+) -> Path | None:
     """The verified checkpoint that ``resume`` (``never``, ``auto`` or a path) asks for; None to start at zero.
 
     Raises:
         ConfigError: the named checkpoint is damaged, the data position means something else in this run, or a new run
-            would be mixed into the results of an old one.
+            would be mixed into the results of an old one; or the optimizer state of what ``auto`` found is in another
+            than the engine's ``optimizer_format``.
     """
     if resume == "auto":
         path = store.newest_valid()
@@ -25,7 +28,12 @@ def find_start(resume: str, run_dir: RunDir, store: CheckpointStore, position: M
         path = None if resume == "never" else _named(resume)
     if path is None:
         return None
-    saved = checkpoint.read(path).position
+    run = checkpoint.read(path)
+    if resume == "auto" and run.optimizer_format != optimizer_format:
+        problem = f"but the optimizer state of {path} is {run.optimizer_format}, and this run's {optimizer_format}"
+        remedy = f"Continue with that, or start another run from its weights alone with resume={path}"
+        raise ConfigError("engine", None, problem, remedy)
+    saved = run.position
     for key, value in position.items():
         if saved.get(key) != value:
             problem = f"but {path} counts its windows with {key}={saved.get(key)}"

@@ -58,7 +58,8 @@ def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Path | Non
     if ranks.rank != 0:
         return parts, None, store
     run_dir.make()
-    return parts, find_start(config.resume, run_dir, store, parts.plan.position), store
+    start = find_start(config.resume, run_dir, store, parts.plan.position, config.engine.optimizer_format(ranks.size))
+    return parts, start, store
 
 
 def _agree_on_parts(

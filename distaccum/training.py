@@ -17,12 +17,12 @@ from rich.console import Console
 from distaccum.accumulator import Accumulator
 from distaccum.build import Parts, build_sinks
 from distaccum.callbacks import named
-from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.feeds import make_feed
 from distaccum.data.loader import Feed
 from distaccum.loop import Loop
 from distaccum.metrics.sinks import Sink, rewind_jsonl
+from distaccum.origin import Origin
 from distaccum.report import introduce, summarise
 from distaccum.run_dir import RunDir, State
 from distaccum.world import World
@@ -33,10 +33,12 @@ def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: Run
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
     checkpoint_path = world.text_from_main(str(start or ""))
+    origin = Origin.of(checkpoint_path, parts, world)
+    origin.fill_model()
     accumulator, feed = _accumulator_of(parts, world)
-    wandb_id, note = token_hex(4), ""
-    if checkpoint_path:
-        wandb_id, note = _resume(Path(checkpoint_path), parts, accumulator, feed, wandb_id)
+    wandb_id, note = token_hex(4), origin.init(accumulator.engine)
+    if origin.path is not None:
+        wandb_id, note = _resume(origin, parts, accumulator, feed, wandb_id)
     console = Console()
     with ExitStack() as closing:
         sinks: list[Sink] = []
@@ -45,7 +47,8 @@ def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: Run
             plan = parts.plan.as_dict() | {"total_steps": parts.total_steps}
             run_dir.write_plan(plan)
             about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
-            introduce(parts, world, run_dir, note, console)
+            introduce(parts, accumulator.engine, run_dir, note, console)
+            run_dir.write_documents(accumulator.engine.documents)
             sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
             for sink in sinks:
                 closing.push(partial(_close, sink))
@@ -73,17 +76,19 @@ def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
     return accumulator, feed
 
 
-def _resume(path: Path, parts: Parts, accumulator: Accumulator, feed: Feed, wandb_id: str) -> tuple[str, str]:
+def _resume(origin: Origin, parts: Parts, accumulator: Accumulator, feed: Feed, wandb_id: str) -> tuple[str, str]:
     """Takes up a checkpoint; returns the W&B run's id and a line for the report."""
-    run = checkpoint.read(path)
+    run, continued, data = origin.take_up(accumulator)
     if parts.config.resume == "auto":  # a run started from a named checkpoint is another run
         wandb_id = run.wandb_id
-    continued, data = checkpoint.load(path, accumulator.engine, accumulator.world)
     accumulator.go_on_from(run.clocks, run.position, data)
     for name, callback in named(parts.callbacks).items():
         if name in run.callbacks:
             callback.load_state_dict(run.callbacks[name])
-    note = f"resuming {path} at step {run.clocks.step}"
+    note = f"resuming {origin.path} at step {run.clocks.step}"
+    if not origin.carries_optimizer:
+        begins_anew = f"optimizer state ({run.optimizer_format}) and loss scale do not"
+        note += f"; weights, clocks and data carry over, {begins_anew}"
     return wandb_id, note + ("" if continued else "; another world size, so dropout draws fresh random numbers")
 
 

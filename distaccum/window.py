@@ -107,6 +107,7 @@ def run_window(
     the engine's own averaging. Only a rank's last micro-step, the boundary, communicates gradients.
     """
     sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
+    engine.keep_pace(len(window.micro_batches))
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):
         with engine.micro_step(sync=i == boundary):

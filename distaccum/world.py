@@ -134,9 +134,13 @@ class World:
 
     def union(self, names: Sequence[str]) -> tuple[str, ...]:
         """The names that any rank gives, sorted; the same on every rank."""
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, list(names), group=self.host_group)
-        return tuple(sorted({name for given in everyone for name in given}))
+        return tuple(sorted({name for given in self.everyone(list(names)) for name in given}))
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Each rank's ``value``, a plain one, by rank; the same on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor of any shape over the ranks, in place, where it lies."""

@@ -1,10 +1,14 @@
-"""What a checkpoint holds: tensors as safetensors, everything else as JSON. Loading executes no code.
+"""What a checkpoint holds: tensors as safetensors, everything else as JSON. Loading these executes no code.
+
+Tensors are whole, whatever engine held them, and each is in one file: any engine on any number of ranks reads what it
+needs. An engine whose optimizer state is in a format of its own keeps that beside, for itself alone.
 
 ::
 
-    model.safetensors       parameters and buffers by name
-    optimizer.safetensors   optimizer tensors by parameter name
-    state.json              version, clocks, position, optimizer values, scaler, W&B run, config, callbacks, world size
+    model.safetensors       parameters and buffers by name; model-R.safetensors where several ranks write some each
+    optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors
+    state.json              version, clocks, position, optimizer values, scaler, W&B run, config, callbacks, world size,
+                            and in what format the optimizer state is
     random-R.json           random number generators of rank R
     data-R.pt               where rank R's stream stands, if its data is one; read with ``weights_only``
     manifest.json           SHA-256 of the files above
@@ -16,22 +20,22 @@ import base64
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from distaccum.checkpoint import tensors
 from distaccum.clocks import Clocks
-from distaccum.engines.base import Engine, EngineState
-from distaccum.errors import CheckpointError
+from distaccum.engine_config import BY_PARAMETER
+from distaccum.engines.base import Engine, EngineState, Keeps
+from distaccum.errors import CheckpointError, MisuseError
 from distaccum.world import World
 
-VERSION = 2
+VERSION = 3
+_READ = (2, 3)  # 2 had one file of each kind, written by rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class RunState:
     """The part of a checkpoint that is not the engine's.
 
     ``position`` are the plan's numbers that give ``clocks.window`` its meaning: a checkpoint is only good for a run in
-    which they are the same.
+    which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
     """
 
     clocks: Clocks
@@ -47,6 +51,7 @@ class RunState:
     wandb_id: str
     config: Mapping[str, Any]
     callbacks: Mapping[str, Mapping[str, Any]]
+    optimizer_format: str = BY_PARAMETER
 
 
 def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
@@ -60,20 +65,44 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         world: this rank.
     """
     state = engine.state()
+    shared = engine.keeps is Keeps.SHARE
+    tensors.write(folder, "model", state.model, world, shared=shared)
+    tensors.write(folder, "optimizer", state.optimizer, world, shared=shared)
+    values = _merged(state.optimizer_values, world) if shared else state.optimizer_values
+    engine.save_files(folder)
     if world.is_main:
-        save_file(_storable(state.model), folder / "model.safetensors")
-        save_file(_storable(state.optimizer), folder / "optimizer.safetensors")
         record = {
             "version": VERSION,
             "world_size": world.size,
             **asdict(run),
             "scaler": state.scaler,
-            "optimizer_values": state.optimizer_values,
+            "optimizer_values": values,
         }
         (folder / "state.json").write_text(json.dumps(record, indent=2))
     (folder / f"random-{world.rank}.json").write_text(json.dumps(_random_state()))
     if data is not None:
         torch.save(data, folder / f"data-{world.rank}.pt")
+
+
+def whole_state(engine: Engine, world: World) -> EngineState:
+    """The state on every rank, whichever had it; a collective where the engine keeps a share on each.
+
+    Raises:
+        MisuseError: it goes to files only.
+    """
+    state = engine.state()
+    if engine.keeps is Keeps.WHOLE:
+        return state
+    if engine.keeps is Keeps.FILES:
+        raise MisuseError("this engine's state is only kept in files: save with the Trainer, which resumes from them")
+    return replace(
+        state, model=tensors.gathered(state.model, world), optimizer=tensors.gathered(state.optimizer, world),
+        optimizer_values=_merged(state.optimizer_values, world),
+    )  # fmt: skip
+
+
+def _merged(values: Mapping[str, Any], world: World) -> dict[str, Any]:
+    return {name: value for given in world.everyone(dict(values)) for name, value in given.items()}
 
 
 def read(folder: Path) -> RunState:
@@ -83,29 +112,39 @@ def read(folder: Path) -> RunState:
         CheckpointError: it is of another version, or a part is missing.
     """
     record = _record(folder)
-    fields = ("position", "wandb_id", "config", "callbacks")
+    fields = ("position", "wandb_id", "config", "callbacks", "optimizer_format")
     return RunState(clocks=Clocks(**record["clocks"]), **{name: record[name] for name in fields})
 
 
-def load(folder: Path, engine: Engine, world: World) -> tuple[bool, Any]:
+def load(
+    folder: Path, engine: Engine, world: World, *, with_model: bool = True, with_optimizer: bool = True
+) -> tuple[bool, Any]:
     """Takes up a verified checkpoint; returns whether the random number generators continue too, and the feed's state.
 
     They do at the same world size. At another one there is no state to continue, and they keep the run's fresh seeds.
+
+    Args:
+        folder: of the checkpoint.
+        engine: takes up its state.
+        world: this rank.
+        with_model: False where the engine has the weights already.
+        with_optimizer: False where its optimizer state is in a format that the engine cannot read; without it the loss
+            scale begins anew as well.
 
     Raises:
         CheckpointError: it belongs to another model or optimizer.
     """
     record = _record(folder)
+    state = EngineState(model=tensors.TensorFiles(folder, "model"), optimizer={}, optimizer_values={})
+    if with_optimizer:
+        optimizer, values = tensors.TensorFiles(folder, "optimizer"), record["optimizer_values"]
+        state = replace(state, optimizer=optimizer, optimizer_values=values, scaler=record["scaler"] or {})
     try:
-        engine.load_state(
-            EngineState(
-                model=load_file(folder / "model.safetensors"),
-                optimizer=load_file(folder / "optimizer.safetensors"),
-                optimizer_values=record["optimizer_values"],
-                scaler=record["scaler"] or {},
-            )
-        )
-    except (RuntimeError, KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+        if with_model:
+            engine.load_state(state)
+        if with_optimizer:
+            engine.load_files(folder)
+    except (RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
     if record["world_size"] != world.size:
         return False, None
@@ -119,21 +158,10 @@ def _record(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
-    if record.get("version") != VERSION:
+    if record.get("version") not in _READ:
         raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
-    return record
-
-
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory, as safetensors wants them: a tied weight is stored under each name."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().contiguous()
-        pointer = plain.untyped_storage().data_ptr()
-        result[name] = plain.clone() if pointer in seen else plain
-        seen.add(pointer)
-    return result
+    of_parameters = {name: value for name, value in record["optimizer_values"].items() if name.startswith("state.")}
+    return {"optimizer_format": BY_PARAMETER} | record | {"optimizer_values": of_parameters}
 
 
 def _random_state() -> dict[str, Any]:

@@ -101,15 +101,18 @@ def verify(path: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    for file in folder.iterdir():
+    for file in folder.rglob("*"):
         sync(file)
     write_json(folder / MANIFEST, _digests(folder))  # syncs the folder too
 
 
 def _digests(folder: Path) -> dict[str, str]:
     digests = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != MANIFEST:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            digests[f"{name}/"] = ""
+        elif name != MANIFEST:
             with path.open("rb") as file:
-                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +52,17 @@ class EngineState:
     scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
+NO_DOCUMENTS: Mapping[str, Mapping[str, Any]] = {}
+
+
+class Keeps(Enum):
+    """What ``Engine.state`` gives on a rank."""
+
+    WHOLE = "the whole state"
+    SHARE = "its share of the state"
+    FILES = "the weights; optimizer state goes to files"
+
+
 class Engine(Protocol):
     """Owner of parameters, gradients and optimizer state on one rank."""
 
@@ -58,6 +71,11 @@ class Engine(Protocol):
     """By what the engine itself divides the summed gradient: the world size where it averages, 1 where it sums."""
     min_loss_scale: float | None
     """Where the loss scale cannot fall any further; None where there is no scale that could."""
+    forward_communicates: bool
+    """Whether a forward is a collective, so that all ranks have to run as many, also in an evaluation."""
+    keeps: Keeps
+    documents: Mapping[str, Mapping[str, Any]]
+    """By file name: what the run directory keeps of how the engine was set up, as JSON."""
 
     @property
     def model(self) -> nn.Module:
@@ -65,10 +83,20 @@ class Engine(Protocol):
 
     @property
     def bare_model(self) -> nn.Module:
-        """The user's model, for evaluation: its forward communicates nothing."""
+        """The user's model, for evaluation: its forward communicates nothing, unless :attr:`forward_communicates`."""
+
+    def describe(self) -> str:
+        """One line for people: what a rank holds, and what a window sends."""
 
     def sync_buffers(self) -> None:
         """Sets buffers (running statistics) to rank 0's, so that all ranks evaluate one model; a collective."""
+
+    def keep_pace(self, micro_steps: int) -> None:
+        """Before a window's first micro-step, given how many this rank has in it.
+
+        Where a forward communicates, a rank that has fewer than another one now runs the missing ones on an earlier
+        input, for nothing: what they accumulate is zero. A collective there; nothing elsewhere.
+        """
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Around one forward and backward. With ``sync`` the backward reduces all that the window accumulated."""
@@ -86,8 +114,11 @@ class Engine(Protocol):
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's learning rate to ``factor`` times the one it was built with."""
 
-    def stand_in(self) -> None:
-        """The boundary of a rank that has no micro-batch in a window: it takes part, and adds nothing."""
+    def stand_in(self, *, sync: bool = True) -> None:
+        """The boundary of a rank that has no micro-batch in a window: it takes part, and adds nothing.
+
+        Without ``sync`` only in what other ranks' forwards and backwards communicate.
+        """
 
     def step(self, *, divisor: float = 1.0) -> StepResult:
         """After the boundary, one transaction over all ranks and optimizers: unscale, clip, step or skip, move the loss
@@ -101,7 +132,16 @@ class Engine(Protocol):
         """Zeroes in place, for a window that is not applied."""
 
     def state(self) -> EngineState:
-        """The state to save; a collective where state is sharded."""
+        """This rank's part of the state to save; a collective where state is sharded.
+
+        Tensors are whole. Each is given by one rank at least; where by several, they give the same.
+        """
 
     def load_state(self, state: EngineState) -> None:
-        """Takes up a saved state, before the first window."""
+        """Takes up the whole of a saved state, of which it reads what this rank holds, before the first window."""
+
+    def save_files(self, folder: Path) -> None:
+        """Writes what the engine keeps in a format of its own into ``folder``; a collective. Most write nothing."""
+
+    def load_files(self, folder: Path) -> None:
+        """Takes up what :meth:`save_files` wrote, before the first window; a collective."""

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distaccum.engines.base import EngineState, StepResult
-from distaccum.engines.guard import StepGuard
+from distaccum.engines.base import NO_DOCUMENTS, EngineState, Keeps, StepResult
+from distaccum.engines.boundary import Boundary, trained
+from distaccum.engines.optimizer_shards import OptimizerShards
 from distaccum.engines.reduction import average_in
-from distaccum.engines.update import Update, underflow_share, zero_in_place
+from distaccum.engines.shards import mebibytes
+from distaccum.engines.update import zero_in_place
 from distaccum.engines.use import Use
 from distaccum.errors import MisuseError
-from distaccum.host_copy import HostCopy
 from distaccum.precision.placement import place
 from distaccum.precision.policy import FP32, PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
@@ -33,7 +29,6 @@ from distaccum.world import World
 
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
 _renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 
 
@@ -44,7 +39,7 @@ class DDPEngine:
     backward on, and are zeroed in place, so the window accumulates where the reduction reads.
 
     Args:
-        model: on ``world.device`` already; every rank's copy is set to rank 0's.
+        model: moved to ``world.device``; every rank's copy is set to rank 0's.
         optimizer: over the model's parameters; or several, over disjoint sets of them.
         world: this rank.
         clip_norm: largest norm of the global gradient; None: no clipping by norm.
@@ -54,27 +49,24 @@ class DDPEngine:
         policy: what forwards compute in, and what gradients travel in between ranks.
         bucket_cap_mb: MiB of one reduction.
         find_unused_parameters: allow parameters that a window does not use; they are left out of its step.
+        shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World, *,
         clip_norm: float | None = None, clip_value: float | None = None, scaler: LossScaler | None = None,
         underflow_every: int = 0, policy: PrecisionPolicy = FP32, bucket_cap_mb: float = 25.0,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool = False, shards: OptimizerShards | None = None,
     ) -> None:  # fmt: skip
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
         self.device, self.averages_over = world.device, 1 if scaler else world.size
-        self.min_loss_scale = scaler.min_scale if scaler and scaler.dynamic else None
-        self._world, self._scaler, self._policy = world, scaler, policy
-        self._underflow_every, self._attempts = underflow_every, 0
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._parameters = list(trained.values())
-        self._update = Update(self._optimizers, trained, clip_norm=clip_norm, clip_value=clip_value)
-        for group in self._groups():
-            group.setdefault("initial_lr", group["lr"])
-        place(model, policy, world.device, tell=world.is_main)
+        self.forward_communicates, self.documents = False, NO_DOCUMENTS
+        self.keeps = Keeps.WHOLE if shards is None else Keeps.SHARE
+        self._world, self._policy, self._shards = world, policy, shards
+        self._sums_to = world.size if scaler else 1  # by what the reduced gradient is yet to be multiplied
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        place(model.to(world.device), policy, world.device, tell=world.is_main)
         self._body = _Body(model)
         self._ddp = DistributedDataParallel(
             self._body,
@@ -86,7 +78,14 @@ class DDPEngine:
         if policy.reduce_dtype is not torch.float32:
             self._ddp.register_comm_hook(None, average_in(policy.reduce_dtype, world.size))
         self.sync_buffers()
-        self._guard = StepGuard(self._optimizers, (model, self._body, self._ddp))
+        self._boundary = Boundary(
+            optimizers, trained(model), (model, self._body, self._ddp), clip_norm=clip_norm, clip_value=clip_value,
+            scaler=scaler, underflow_every=underflow_every,
+        )  # fmt: skip
+        self.min_loss_scale = self._boundary.min_loss_scale
+        self._parameters = list(self._boundary.parameters.values())
+        if shards is not None:
+            shards.take(optimizers)
         self._use = Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
@@ -99,6 +98,15 @@ class DDPEngine:
     def bare_model(self) -> nn.Module:
         """The model inside the wrapper."""
         return self._body.model
+
+    def describe(self) -> str:
+        """See :class:`Engine`."""
+        elements = sum(p.numel() for p in self._parameters)
+        sent = mebibytes(elements * self._policy.reduce_dtype.itemsize)
+        line = f"parameters and gradients whole on every rank; {sent} of gradients all-reduced a window"
+        if self._shards is None:
+            return line
+        return f"{line}; optimizer state on one rank each, {mebibytes(4 * elements)} of parameters broadcast a window"
 
     def sync_buffers(self) -> None:
         """One broadcast a buffer: done for evaluations, not for every window."""
@@ -119,44 +127,29 @@ class DDPEngine:
         if not self._body.called:
             problem = "the forward went past the engine, so gradients would not be reduced"
             raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
-        scaled: Tensor = self._scaler.scale(loss) if self._scaler else loss
-        scaled.backward()  # type: ignore[no-untyped-call]
+        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
-    def stand_in(self) -> None:
+    def keep_pace(self, micro_steps: int) -> None:
+        """Nothing: ranks may have different numbers of micro-steps."""
+
+    def stand_in(self, *, sync: bool = True) -> None:
         """A backward from a zero that depends on every parameter: its hooks fire, the user's forward does not run."""
-        with nullcontext() if self._use is None else self._use.left_alone():
-            self._zero_backward()
+        if sync:
+            with nullcontext() if self._use is None else self._use.left_alone():
+                self._zero_backward()
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
-        for group in self._groups():
-            group["lr"] = group["initial_lr"] * factor
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._optimizers:
-            yield from optimizer.param_groups
+        self._boundary.set_lr_factor(factor)
 
     def step(self, *, divisor: float = 1.0) -> StepResult:
         """One transaction on the reduced gradients: every rank holds the same ones, bit by bit, so all decide alike."""
-        scale: float | Tensor | None = None if divisor == 1.0 else divisor
-        if self._scaler:
-            scale = self._scaler.current * (divisor / self._world.size)
-        with self._guard, nullcontext() if self._use is None else self._use.only_used(self._world):
-            found = self._update.step(scale)
-        underflow = self._sample_underflow()
+        among = None if self._use is None else self._use.only_used(self._world)
+        result = self._boundary.step(divisor / self._sums_to, among=among)
+        if self._shards is not None:
+            self._shards.spread()
         self.zero_gradients()
-        loss_scale = self._scaler.current if self._scaler else torch.ones_like(found.applied)
-        told = HostCopy(torch.stack((found.applied, loss_scale.to(found.applied.dtype))))
-        if self._scaler:
-            self._scaler.advance(1.0 - found.applied)
-        return StepResult(grad_norm=found.grad_norm, told=told, nonfinite=found.nonfinite, underflow=underflow)
-
-    def _sample_underflow(self) -> Tensor | None:
-        self._attempts += 1
-        if not (self._scaler and self._underflow_every and self._attempts % self._underflow_every == 0):
-            return None
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return underflow_share(gradients) if gradients else None
+        return result
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets."""
@@ -165,43 +158,20 @@ class DDPEngine:
             self._use.reset()
 
     def state(self) -> EngineState:
-        """The model's and the optimizer's state by parameter name; the same on every rank."""
-        optimizer = self._optimizer_state()
-        return EngineState(
-            model=cast(dict[str, Tensor], get_model_state_dict(self.bare_model)),
-            optimizer={name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
-            optimizer_values={name: value for name, value in optimizer.items() if not isinstance(value, Tensor)},
-            scaler=self._scaler.state_dict() if self._scaler else {},
-        )
+        """Each rank gives the model, and the optimizers' state as far as it holds it."""
+        model: Any = get_model_state_dict(self.bare_model)
+        return self._boundary.state(model, gives=lambda _: True)
 
     def load_state(self, state: EngineState) -> None:
         """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
-        self._drop_gradients()  # torch leaves an optimizer's state out, silently, where gradients are there already
         set_model_state_dict(self.bare_model, dict(state.model))
-        settings = [dict(group) for group in self._groups()]
-        fresh = self._optimizer_state()  # stands in where the saved run had never used a parameter
-        # The groups' settings are this run's: torch reads there on which device a fused kernel wants its state.
-        kept = {**state.optimizer, **state.optimizer_values}.items()
-        saved = cast(Any, {**fresh, **{name: value for name, value in kept if not name.startswith("param_groups.")}})
-        with self._guard:  # torch makes the state to fill by a step without a rate
-            set_optimizer_state_dict(self.bare_model, self._optimizers, saved, options=_FLAT)
-        self._forget_unused(state.optimizer)
-        for group, setting in zip(self._groups(), settings, strict=True):
-            group.update(setting)  # the rate, decay and so on are this run's, not the saved one's
-        self._update.forget()
-        if self._scaler and state.scaler:
-            self._scaler.load_state_dict(dict(state.scaler))
-        self._place_gradients_in_buckets()
+        self._boundary.load_state(state)
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        with self._guard:
-            return get_optimizer_state_dict(self.bare_model, self._optimizers, options=_FLAT)
+    def save_files(self, folder: Path) -> None:
+        """Nothing."""
 
-    def _forget_unused(self, saved: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.bare_model.named_parameters():
-            if not any(key.startswith(f"state.{name}.") for key in saved):
-                for optimizer in self._optimizers:
-                    optimizer.state.pop(parameter, None)
+    def load_files(self, folder: Path) -> None:
+        """Nothing."""
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def average_in(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
@@ -22,3 +23,24 @@ def average_in(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
         return reduced.then(lambda done: whole.copy_(done.value()[0]))
 
     return lambda _, bucket: average(bucket.buffer())  # DDP accepts its own annotations, as types, or none
+
+
+class ReduceScatterIn:
+    """For FSDP2: sums in ``dtype`` what is accumulated, and given back, in a wider one; divided before it is cast."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2's memory for the two ends."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Fills ``output_tensor`` with this rank's part of the sum."""
+        assert not async_op
+        sent = (input_tensor / group.size()).to(self._dtype)
+        received = torch.empty_like(output_tensor, dtype=self._dtype)
+        dist.reduce_scatter_tensor(received, sent, op=op, group=group)
+        output_tensor.copy_(received).mul_(group.size())

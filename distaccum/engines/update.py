@@ -8,7 +8,7 @@ Here the norm is read once, and is the overflow check too; an optimizer with a f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.engines.shards import local
 from distaccum.errors import MisuseError
 from distaccum.host_copy import HostCopy
 
@@ -46,13 +47,14 @@ class Update:
         parameters: those whose gradients make up the global one, by name.
         clip_norm: largest norm of the global gradient; None: no clipping by norm.
         clip_value: largest absolute value of an element; None: no clipping by value.
+        add_up: sums a tensor in place over the ranks that hold the gradient's shards; None where it is whole.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter], *, clip_norm: float | None,
-        clip_value: float | None,
+        clip_value: float | None, add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self._optimizers, self._parameters = optimizers, parameters
+        self._optimizers, self._parameters, self._add_up = optimizers, parameters, add_up
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._known = frozenset(map(id, parameters.values()))
         self._begun: set[int] = set()
@@ -75,9 +77,11 @@ class Update:
         if not held <= self._known:
             raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        found = [p.grad for p in with_gradient.values() if p.grad is not None]
+        found = [local(p.grad) for p in with_gradient.values() if p.grad is not None]
         gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]
         norms = _norms(gradients)
+        if self._add_up is not None:  # in fp64: squares leave fp32's range where the norms do not
+            norms = self._add_up(norms.double().square()).sqrt().to(norms.dtype)
         norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
         norm = norm if scale is None else norm / scale
         applied = (norm < math.inf).to(norm.dtype)  # NaN is not less
@@ -148,7 +152,7 @@ def _divide(gradients: list[Tensor], divisor: Tensor | None) -> None:
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return [p.grad for p in parameters if p.grad is not None]
+    return [local(p.grad) for p in parameters if p.grad is not None]
 
 
 def zero_in_place(parameters: Sequence[nn.Parameter]) -> None:
@@ -156,11 +160,12 @@ def zero_in_place(parameters: Sequence[nn.Parameter]) -> None:
     torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
 
 
-def underflow_share(gradients: Sequence[Tensor]) -> Tensor:
+def underflow_share(gradients: Sequence[Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Which share of the elements is 0.0, rows that are 0.0 as a whole left out: 0-dim; one read of each gradient.
 
     Of gradients that came through fp16 these are the ones too small for it at the loss scale of the window, since
-    others are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur.
+    others are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur. ``add_up`` as
+    :class:`Update` takes it.
     """
     zeros = looked_at = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for gradient in gradients:
@@ -169,4 +174,7 @@ def underflow_share(gradients: Sequence[Tensor]) -> Tensor:
         elements = (nonzero > 0).sum() * rows.shape[1]
         looked_at = looked_at + elements
         zeros = zeros + elements - nonzero.sum()
-    return zeros / looked_at.clamp(min=1)
+    both = torch.stack((zeros, looked_at))
+    zeros, looked_at = both if add_up is None else add_up(both)
+    share: Tensor = zeros / looked_at.clamp(min=1)
+    return share

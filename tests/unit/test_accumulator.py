@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum import Accumulator
-from distaccum.config import EngineConfig
+from distaccum.engine_config import DDPConfig
 from distaccum.errors import BatchStatisticsWarning, CheckpointError, ConfigError, DataError, MisuseError
 from distaccum.prefetch import on_device
 from distaccum.world import World
@@ -507,7 +507,7 @@ class Branches(nn.Module):
 def test_what_only_a_skipped_window_used_is_left_alone(gloo_world: World) -> None:
     model = Branches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    engine = EngineConfig(find_unused_parameters=True)
+    engine = DDPConfig(find_unused_parameters=True)
     acc = Accumulator(model, optimizer, global_size=4, micro_size=2, engine=engine, world=gloo_world)
     before = model.second.weight.detach().clone()
     for batch in acc.batches(DataLoader(DATA, batch_size=2)):

@@ -176,7 +176,7 @@ def test_another_version_is_refused(gloo_world: World, tmp_path: Path) -> None:
     path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
     record = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(record | {"version": 999}))
-    with pytest.raises(CheckpointError, match="format 999, this distaccum reads 2"):
+    with pytest.raises(CheckpointError, match="format 999, this distaccum reads 3"):
         state.read(path)
 
 

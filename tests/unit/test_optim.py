@@ -12,9 +12,11 @@ from distaccum.config import OptimConfig
 from distaccum.errors import ConfigError
 from distaccum.optim import build_optimizer
 
+CPU = torch.device("cpu")
+
 
 def _built(setting: object, target: str = "torch.optim.AdamW", **arguments: Any) -> Optimizer:
-    return build_optimizer(OptimConfig(fused=setting, optimizer={"_target_": target} | arguments), nn.Linear(2, 1))
+    return build_optimizer(OptimConfig(fused=setting, optimizer={"_target_": target} | arguments), nn.Linear(2, 1), CPU)
 
 
 def test_an_optimizer_with_a_fused_kernel_uses_it_unless_told_otherwise() -> None:
@@ -69,7 +71,7 @@ def test_to_try_the_kernel_changes_nothing() -> None:
     model = nn.Linear(2, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    optimizer = build_optimizer(OptimConfig(), model)
+    optimizer = build_optimizer(OptimConfig(), model, CPU)
     assert not optimizer.state
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -8,7 +8,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distaccum.build import assemble
+from distaccum.build import assemble, wrap
 from distaccum.config import from_node
 from distaccum.data.adopt import as_source
 from distaccum.loss import CrossEntropy
@@ -24,8 +24,12 @@ def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path
     model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
     parts = assemble(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
     text = StringIO()
-    introduce(parts, gloo_world, RunDir(tmp_path), "", Console(file=text, width=80))
+    engine = wrap(
+        model, parts.optimizers, gloo_world, config.engine, config.precision, clip_norm=None, clip_value=None
+    )
+    introduce(parts, engine, RunDir(tmp_path), "", Console(file=text, width=80))
     lines = dict(line.split(maxsplit=1) for line in text.getvalue().splitlines())
     assert lines["precision"] == "bf16; fp32: 1; gradients reduced in bf16"
-    assert lines["world"] == "1 x cpu, engine ddp"
+    assert lines["world"] == "1 x cpu"
+    assert lines["engine"].startswith("ddp: parameters and gradients whole on every rank; ")
     assert len({line.index(lines[name]) for name, line in zip(lines, text.getvalue().splitlines(), strict=True)}) == 1

@@ -1,0 +1,118 @@
+"""How each engine is made of the settings, and what can be checked of these before there is a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distaccum.engine_config import EngineConfig
+from distaccum.engines import fsdp2
+from distaccum.engines.base import Engine
+from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.optimizer_shards import OptimizerShards
+from distaccum.precision.policy import PrecisionPolicy
+from distaccum.precision.scaler import LossScaler
+from distaccum.precision_config import PrecisionConfig
+from distaccum.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine may want to know of a run."""
+
+    engine: EngineConfig
+    precision: PrecisionConfig
+    clip_norm: float | None
+    clip_value: float | None
+    global_size: int | None
+    micro_size: int | None
+    world_size: int
+    seed: int = 0  # of weights that the engine makes
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The engine's own."""
+        options = asdict(self.engine)
+        del options["name"]
+        return options
+
+    @property
+    def micro_steps(self) -> int | None:
+        """Of a full window, where the sizes are known: ranks' shares differ by one sample at most."""
+        if self.global_size is None or self.micro_size is None:
+            return None
+        return ceil(ceil(self.global_size / self.world_size) / self.micro_size)
+
+    def common(self, policy: PrecisionPolicy, device: torch.device) -> dict[str, Any]:
+        """What the engines of our own take besides."""
+        scaler = _scaler(self.precision, device) if policy.scales_loss else None
+        return {
+            "policy": policy,
+            "scaler": scaler,
+            "underflow_every": self.precision.underflow_every,
+            "clip_norm": self.clip_norm,
+            "clip_value": self.clip_value,
+        }
+
+
+Make = Callable[[nn.Module, Sequence[Optimizer], World, PrecisionPolicy, EngineSettings], Engine]
+
+
+def _anything(settings: EngineSettings) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One engine: ``make`` is a collective; ``check`` raises ConfigError for what ``make`` would fail on."""
+
+    make: Make
+    check: Callable[[EngineSettings], None] = _anything
+    makes_weights: bool = False  # of a model on the meta device
+
+
+def _scaler(precision: PrecisionConfig, device: torch.device) -> LossScaler:
+    config = precision.scaler
+    options = asdict(config)
+    del options["initial_scale_power"]
+    static = options.pop("static_scale")
+    return LossScaler(device, init_scale=config.initial_scale, dynamic=static is None, **options)
+
+
+def _replicated(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+) -> Engine:  # fmt: skip
+    return DDPEngine(model, optimizers, world, **settings.common(policy, world.device), **settings.options)
+
+
+def _optimizer_sharded(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+) -> Engine:  # fmt: skip
+    shards = OptimizerShards(world)
+    options = settings.common(policy, world.device) | settings.options
+    return DDPEngine(model, optimizers, world, shards=shards, **options)
+
+
+def _sharded(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+) -> Engine:  # fmt: skip
+    options = settings.common(policy, world.device) | settings.options
+    del options["meta_init"]  # is for whoever builds the model
+    return fsdp2.FSDP2Engine(model, optimizers, world, seed=settings.seed, **options)
+
+
+def _check_sharded(settings: EngineSettings) -> None:
+    policy = PrecisionPolicy.of(settings.precision)
+    fsdp2.check(settings.world_size, replicas=settings.options["replicas"], reduce_dtype=policy.reduce_dtype)
+
+
+REPLICATED = Entry(make=_replicated)
+OPTIMIZER_SHARDED = Entry(make=_optimizer_sharded)
+SHARDED = Entry(make=_sharded, check=_check_sharded, makes_weights=True)
+DEEPSPEED = Entry(make=_replicated)

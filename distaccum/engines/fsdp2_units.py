@@ -1,0 +1,125 @@
+"""What FSDP2 shards one by one, and how each unit comes to its device: from the CPU, from rank 0, or from nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from distaccum.errors import ConfigError, near_misses
+
+_aten = torch.ops.aten
+# What a selective checkpoint keeps: what takes long to compute and little memory to hold.
+_KEPT = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+    """The modules to shard one by one: those the globs name; by default a transformer's layers, as it lists them.
+
+    Those are of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each outermost
+    ``ModuleList``.
+
+    Raises:
+        ConfigError: a glob matches nothing.
+    """
+    modules = dict(model.named_modules())
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in modules):
+            problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
+            raise ConfigError("engine.blocks", glob, problem, "Use names as of model.named_modules()")
+    if globs:
+        chosen = [m for name, m in modules.items() if name and any(fnmatchcase(name, glob) for glob in globs)]
+    else:
+        unsplit = set(getattr(model, "_no_split_modules", None) or ())
+        chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
+    return [module for module in chosen if any(p.requires_grad for p in module.parameters())]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _listed(child)
+
+
+def settle(unit: nn.Module, device: torch.device, fill: Callable[[Tensor], None]) -> None:
+    """Brings what is not sharded yet to ``device``, and has ``fill`` overwrite it by rank 0's."""
+    for module in unit.modules():
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    tensor.data = tensor.data.to(device)
+                    fill(tensor.data)
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether some weight of it is on the meta device: it has a shape, and no memory."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def materialise(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
+    """Gives what is on the meta device memory on the CPU, and initial weights by each module's ``reset_parameters``.
+
+    The random numbers of a module depend on ``seed`` and its name: every rank makes the same weights, however many
+    there are.
+
+    Raises:
+        ConfigError: a module with weights of its own has no ``reset_parameters``.
+    """
+    made: dict[int, Any] = {}  # tied weights stay tied
+    for module in unit.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    empty: Any = torch.empty_like(tensor, device="cpu")
+                    trains = tensor.requires_grad
+                    made[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
+                tensors[name] = made[id(tensor)]
+    fresh = set(map(id, made.values()))
+    for module in unit.modules():
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(id(tensor) in fresh for tensor in own):
+            _initialise(module, names.get(module, ""), seed)
+
+
+def _initialise(module: nn.Module, name: str, seed: int) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        problem = f"{name or 'the model'} ({type(module).__name__}) has no reset_parameters() to make its weights with"
+        raise ConfigError("engine.meta_init", True, problem, "Give it one, that sets its own parameters and buffers")
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest))
+        reset()
+
+
+def checkpoint_activations(blocks: Sequence[nn.Module], *, selective: bool) -> None:
+    """Has each block forget what it computes inside, and compute it once more in the backward.
+
+    ``selective`` keeps the matrix products and attention.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, **options)  # the innermost: FSDP2's hooks go around it
+
+
+def _keeps(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
