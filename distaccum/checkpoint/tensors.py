@@ -80,10 +80,15 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """All of them in one file, which is there whole or not at all."""
-    temporary = file.with_name(f".{file.name}.partial")
-    save_file(_storable(tensors), temporary, metadata={"format": "pt"})
-    temporary.replace(file)
+    """All of them in one file, which is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        save_file(_storable(tensors), file, metadata={"format": "pt"})  # writes elsewhere first, and renames
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written ({error})") from error
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

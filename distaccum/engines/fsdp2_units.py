@@ -74,11 +74,11 @@ def is_meta(module: nn.Module) -> bool:
 def materialise(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
     """Gives what is on the meta device memory on the CPU, and initial weights by each module's ``reset_parameters``.
 
-    The random numbers of a module depend on ``seed`` and its name: every rank makes the same weights, however many
-    there are.
+    A module that holds others is asked after these, unless some of them are sharded already. The random numbers of a
+    module depend on ``seed`` and its name: every rank makes the same weights, however many there are.
 
     Raises:
-        ConfigError: a module with weights of its own has no ``reset_parameters``.
+        ConfigError: a module with weights or buffers of its own has no ``reset_parameters``.
     """
     made: dict[int, Any] = {}  # tied weights stay tied
     for module in unit.modules():
@@ -92,9 +92,11 @@ def materialise(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None
                     made[id(tensor)] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
                 tensors[name] = made[id(tensor)]
     fresh = set(map(id, made.values()))
-    for module in unit.modules():
+    for module in reversed(list(unit.modules())):  # what is inside comes before what holds it
         own = (*module._parameters.values(), *module._buffers.values())
-        if any(id(tensor) in fresh for tensor in own):
+        inside = list(module.parameters())
+        all_fresh = bool(inside) and all(id(tensor) in fresh for tensor in inside)
+        if any(id(tensor) in fresh for tensor in own) or (all_fresh and hasattr(module, "reset_parameters")):
             _initialise(module, names.get(module, ""), seed)
 
 

@@ -44,15 +44,15 @@ class GPT(nn.Module):
         if not 0 <= dropout < 1:
             raise ConfigError("model.dropout", dropout, "not in [0, 1)", "Give the share of activations to drop")
         self.seq_len = seq_len
-        self.tokens = nn.Embedding(vocab_size, n_embd)
+        self.tokens = TokenEmbedding(vocab_size, n_embd)
         self.rotation = Rotation(seq_len, n_embd // n_head)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        blocks = [Block(n_embd, n_head, dropout, depth=n_layer) for _ in range(n_layer)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.apply(_initialise)
-        for block in self.blocks:
-            for projection in (block.attention.project, block.contract):  # type: ignore[union-attr]
-                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * n_layer))  # type: ignore[union-attr, arg-type]
+        for block in blocks:
+            block.scale_residuals()
 
     def forward(self, ids: Tensor) -> Tensor:
         """Raises ValueError if the sequence is longer than ``seq_len``."""
@@ -67,6 +67,13 @@ class GPT(nn.Module):
         return logits
 
 
+class TokenEmbedding(nn.Embedding):
+    """With small initial weights, as they are the output's too."""
+
+    def reset_parameters(self) -> None:
+        _initialise(self)
+
+
 Angles = tuple[Tensor, Tensor]
 
 
@@ -78,10 +85,18 @@ class Rotation(nn.Module):
 
     def __init__(self, seq_len: int, head_width: int) -> None:
         super().__init__()
-        frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
-        angles = torch.outer(torch.arange(seq_len), frequencies)
-        self.register_buffer("cosine", angles.cos(), persistent=False)
-        self.register_buffer("sine", angles.sin(), persistent=False)
+        self._sizes = seq_len, head_width
+        for name in ("cosine", "sine"):
+            self.register_buffer(name, torch.empty(seq_len, head_width // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Computes the buffers, also after the meta device."""
+        seq_len, head_width = self._sizes
+        device = self.cosine.device
+        frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
+        angles = torch.outer(torch.arange(seq_len, device=device), frequencies)
+        self.cosine, self.sine = angles.cos(), angles.sin()
 
     def forward(self, length: int) -> Angles:
         return self.cosine[:length], self.sine[:length]
@@ -97,14 +112,25 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 class Block(nn.Module):
     """Attention and a feed-forward layer, each on a normalised residual; ``(B, T, C)`` to the same."""
 
-    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+    def __init__(self, n_embd: int, n_head: int, dropout: float, *, depth: int) -> None:
         super().__init__()
+        self._depth = depth
         self.attention_norm = nn.LayerNorm(n_embd, bias=False)
         self.attention = Attention(n_embd, n_head, dropout)
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.expand = nn.Linear(n_embd, 4 * n_embd, bias=False)
         self.contract = nn.Linear(4 * n_embd, n_embd, bias=False)
         self.dropout = nn.Dropout(dropout)
+
+    def reset_parameters(self) -> None:
+        """Makes the weights of all that is inside, after the meta device."""
+        self.apply(_initialise)
+        self.scale_residuals()
+
+    def scale_residuals(self) -> None:
+        """Draws what is added to the residual stream once more, the smaller the deeper the model."""
+        for projection in (self.attention.project, self.contract):
+            nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self._depth))
 
     def forward(self, x: Tensor, angles: Angles) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)

@@ -19,7 +19,7 @@ FLOORS = (
     {"run_job"},
     {"trainer"},
     {"training"},
-    {"loop", "report", "resume", "origin"},
+    {"loop", "report", "resume", "origin", "export"},
     {"accumulator"},
     {"functional"},
     {"build"},
