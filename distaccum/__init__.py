@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distaccum.accumulator import Accumulator as Accumulator
     from distaccum.data.source import Source as Source
+    from distaccum.deepspeed_json.read import from_deepspeed_json as from_deepspeed_json
     from distaccum.trainer import Trainer as Trainer
     from distaccum.world import World as World
 
@@ -19,6 +20,7 @@ _HOMES = {
     "Source": "distaccum.data.source",
     "Trainer": "distaccum.trainer",
     "World": "distaccum.world",
+    "from_deepspeed_json": "distaccum.deepspeed_json.read",
 }
 
 

@@ -102,7 +102,7 @@ def assemble(
     settings = EngineSettings(
         engine=config.engine, precision=config.precision, clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value, global_size=batch.global_size, micro_size=batch.micro_size,
-        world_size=world_size,
+        world_size=world_size, device=device,
     )  # fmt: skip
     check_model(model, policy, device, settings)
     if config.init_from is not None:
@@ -151,7 +151,7 @@ def wrap(
     policy = PrecisionPolicy.of(precision)
     settings = EngineSettings(
         engine=engine, precision=precision, clip_norm=clip_norm, clip_value=clip_value, global_size=global_size,
-        micro_size=micro_size, world_size=world.size, seed=seed,
+        micro_size=micro_size, world_size=world.size, device=world.device, seed=seed,
     )  # fmt: skip
     check_model(model, policy, world.device, settings)
     if world.is_main:

@@ -4,6 +4,7 @@
 time is counted, and does not depend on how busy the machine is; times are paired, the loops in turn.
 ``exactness=true`` compares gradients instead: distaccum's and other frameworks' with that of the global batch.
 ``boundary=true`` measures what follows the last backward alone: unscaling, clipping and the step.
+``engines=true`` measures what a rank holds and sends with each engine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from time import perf_counter
 from typing import Any
 
 import boundary
+import engine_tables
+import engines
 import exactness
 import hydra
 import torch
@@ -268,6 +271,7 @@ def run(node: DictConfig) -> None:
     """One benchmark, on this rank."""
     values = plain(node)
     options, compares, at_boundary = values.pop("bench"), values.pop("exactness"), values.pop("boundary")
+    all_engines = values.pop("engines")
     sizes = options.pop("boundary_sizes")
     config, ranks = from_node(values), Ranks.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
@@ -275,6 +279,8 @@ def run(node: DictConfig) -> None:
             figures = exactness.compare(world)
         elif at_boundary:
             figures = boundary.compare(world, sizes, pairs=options["pairs"])
+        elif all_engines:
+            figures = engines.compare(config, world)
         else:
             figures = measure(config, world, **options)
         if world.is_main:
@@ -282,6 +288,8 @@ def run(node: DictConfig) -> None:
                 exactness.show(figures, world)
             elif at_boundary:
                 boundary.show(figures, world.device)
+            elif all_engines:
+                engine_tables.show(figures, Path(HydraConfig.get().runtime.output_dir) / "engines.md")
             else:
                 show(figures, f"accumulation {figures['accumulation']}, {world.size} ranks")
             (Path(HydraConfig.get().runtime.output_dir) / "bench.json").write_text(json.dumps(figures, indent=2))

@@ -91,8 +91,13 @@ class Held:
 class _MallocInfo(ctypes.Structure):
     """The ``struct mallinfo2`` of glibc."""
 
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in _names]
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
 
 
 def allocated(device: torch.device) -> int:

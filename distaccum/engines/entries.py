@@ -11,10 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.engine_config import EngineConfig
+from distaccum.deepspeed_json.generate import generate
+from distaccum.engine_config import DeepSpeedConfig, EngineConfig
 from distaccum.engines import fsdp2
 from distaccum.engines.base import Engine
 from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.deepspeed import DeepSpeedEngine
+from distaccum.engines.deepspeed_install import check_fp16, load_deepspeed, refuse_faulty
 from distaccum.engines.optimizer_shards import OptimizerShards
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
@@ -33,6 +36,7 @@ class EngineSettings:
     global_size: int | None
     micro_size: int | None
     world_size: int
+    device: torch.device
     seed: int = 0  # of weights that the engine makes
 
     @property
@@ -112,7 +116,31 @@ def _check_sharded(settings: EngineSettings) -> None:
     fsdp2.check(settings.world_size, replicas=settings.options["replicas"], reduce_dtype=policy.reduce_dtype)
 
 
+def _deepspeed_json(settings: EngineSettings) -> dict[str, Any]:
+    assert isinstance(settings.engine, DeepSpeedConfig)
+    return generate(
+        settings.engine, settings.precision, clip_norm=settings.clip_norm, clip_value=settings.clip_value,
+        global_size=settings.global_size, micro_size=settings.micro_size, micro_steps=settings.micro_steps,
+        world_size=settings.world_size,
+    )  # fmt: skip
+
+
+def _check_deepspeed(settings: EngineSettings) -> None:
+    found, policy = _deepspeed_json(settings), PrecisionPolicy.of(settings.precision)
+    deepspeed = load_deepspeed(settings.device)
+    refuse_faulty(found, deepspeed.__version__, settings.device.type)
+    if policy.compute_dtype is torch.float16:
+        check_fp16(deepspeed, settings.device)
+
+
+def _deepspeed(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+) -> Engine:
+    scaler = _scaler(settings.precision, world.device) if policy.scales_loss else None
+    return DeepSpeedEngine(model, optimizers, world, settings=_deepspeed_json(settings), policy=policy, scaler=scaler)
+
+
 REPLICATED = Entry(make=_replicated)
 OPTIMIZER_SHARDED = Entry(make=_optimizer_sharded)
 SHARDED = Entry(make=_sharded, check=_check_sharded, makes_weights=True)
-DEEPSPEED = Entry(make=_replicated)
+DEEPSPEED = Entry(make=_deepspeed, check=_check_deepspeed)

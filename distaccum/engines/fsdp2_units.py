@@ -48,7 +48,8 @@ def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     else:
         unsplit = set(getattr(model, "_no_split_modules", None) or ())
         chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
-    return [module for module in chosen if any(p.requires_grad for p in module.parameters())]
+    # A module comes before what it holds, which has to be sharded first.
+    return [module for module in reversed(chosen) if any(p.requires_grad for p in module.parameters())]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:

@@ -65,6 +65,7 @@ class Pace:
         assert self._remembered is not None, "no rank has a micro-batch"
         args, kwargs = self._remembered
         self._replays = True
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]  # statistics: an input counts once
         try:
             with autocast():
                 outputs, _ = tree_flatten(self._model(*args, **kwargs))
@@ -72,3 +73,6 @@ class Pace:
             torch.autograd.backward(grown, [torch.zeros_like(output) for output in grown])
         finally:
             self._replays = False
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

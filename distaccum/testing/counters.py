@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -35,3 +36,57 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
             self.counts["aten ops"] += 1
             self.counts["device reads"] += name.startswith("aten._local_scalar_dense")
         return function(*args, **(kwargs or {}))
+
+
+class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Adds up what collectives this thread calls within the ``with`` block, whoever calls them, by kind.
+
+    ``calls`` and ``payload`` (bytes of the whole tensor: what goes into a reduction, what comes out of a gather) are
+    per kind: ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``broadcast``. Messages below ``SMALL``
+    bytes are ``control``: counts, norms and decisions. A collective of any other name is counted under its own.
+    """
+
+    SMALL = 4096
+    # by name: the kind, and which argument holds the whole tensor
+    _KINDS: ClassVar = {
+        "allreduce_": ("all-reduce", 0),
+        "allreduce_coalesced_": ("all-reduce", 0),
+        "reduce_": ("reduce", 0),
+        "_reduce_scatter_base_": ("reduce-scatter", 1),
+        "reduce_scatter_": ("reduce-scatter", 1),
+        "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+        "_allgather_base_": ("all-gather", 0),
+        "allgather_": ("all-gather", 0),
+        "allgather_into_tensor_coalesced_": ("all-gather", 0),
+        "broadcast_": ("broadcast", 0),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.payload: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts, then runs the operator."""
+        namespace, name, *_ = str(function).split(".")
+        if namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            kind, whole = self._KINDS.get(name, (name, 0)) if namespace == "c10d" else (name, 0)
+            tensors = [part for part in tree_leaves(args[whole]) if isinstance(part, Tensor)] if args else []
+            payload = sum(tensor.nbytes for tensor in tensors)
+            kind = "control" if kind != name and payload < self.SMALL else kind
+            self.calls[kind] += 1
+            self.payload[kind] += payload
+        return function(*args, **(kwargs or {}))
+
+
+def ring_bytes(kind: str, payload: float, ranks: int) -> float:
+    """What one of ``ranks`` sends in a ring collective of ``payload`` bytes, on average over the ranks.
+
+    Of N parts a rank passes on N - 1 in a reduce-scatter, and as many in an all-gather; an all-reduce is both, one
+    after the other. In a broadcast or a reduction to one rank all but one of the ranks pass the whole on.
+
+    Raises:
+        KeyError: of a kind that has no ring.
+    """
+    rounds = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1, "reduce": 1}
+    return rounds[kind] * payload * (ranks - 1) / ranks

@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 
 from distaccum.batch_plan import BatchPlan
 from distaccum.config import from_node
-from distaccum.deepspeed_import import from_deepspeed_json
-from distaccum.deepspeed_json import generate
-from distaccum.deepspeed_keys import HELD, KINDS, REFUSED
+from distaccum.deepspeed_json.generate import generate
+from distaccum.deepspeed_json.keys import HELD, KINDS, REFUSED
+from distaccum.deepspeed_json.read import from_deepspeed_json
 from distaccum.engine_config import DeepSpeedConfig
 from distaccum.errors import ConfigError
 from distaccum.nodes import build
@@ -383,7 +383,7 @@ def test_one_thing_under_two_names(twice: dict[str, Any]) -> None:
 
 def test_neither_torch_nor_deepspeed_is_imported() -> None:
     code = (
-        "import sys, distaccum.deepspeed_json, distaccum.deepspeed_import;"
+        "import sys, distaccum.deepspeed_json.read;"
         "assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distaccum.checks import require
-from distaccum.deepspeed_merge import Owned, check, held, merged, needs, put, read, shown
+from distaccum.deepspeed_json.merge import Owned, check, held, merged, needs, put, read, shown
 from distaccum.engine_config import DeepSpeedConfig
 from distaccum.errors import ConfigError
 from distaccum.precision_config import PrecisionConfig

@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from distaccum.deepspeed_keys import CLOSED, HELD, KINDS, REFUSED
+from distaccum.deepspeed_json.keys import CLOSED, HELD, KINDS, REFUSED
 from distaccum.engine_config import STAGES
 from distaccum.errors import ConfigError, near_misses
 

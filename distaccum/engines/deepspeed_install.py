@@ -1,0 +1,104 @@
+"""Importing DeepSpeed: when it is needed, quietly, and not in a combination with a fault that nobody would notice."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from distaccum.errors import ConfigError
+from distaccum.precision.policy import PrecisionPolicy
+
+_BEFORE_MENDED = (0, 19, 8)
+_ZERO_KEY = "engine.json.zero_optimization"
+# Said at the import and at each skipped window. That there is no GPU is known; skips are logged by distaccum.
+_KNOWN = ("Setting accelerator to CPU", "[deepspeed] OVERFLOW!", "You are using ZeRO with an untested optimizer")
+
+
+def check(optimizers: Sequence[Optimizer], policy: PrecisionPolicy) -> None:
+    """Raises ConfigError for what DeepSpeed cannot do, before it is imported."""
+    if len(optimizers) != 1:
+        raise ConfigError("engine", "deepspeed", f"steps one optimizer, not {len(optimizers)}", "Join them in one")
+    for key in ("keep_fp32", "only"):
+        globs = list(getattr(policy, key))
+        if globs and policy.casts:
+            remedy = "Leave it empty, or use engine=ddp"
+            raise ConfigError(f"precision.{key}", globs, "DeepSpeed casts the model as a whole", remedy)
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The module ``deepspeed``, set to ``device``'s kind of accelerator.
+
+    Its logger, which writes to stdout, keeps warnings but for those that say nothing new.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be imported.
+    """
+    # It calls torch by names that torch is about to give up.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logger = logging.getLogger("DeepSpeed")
+    if _says_something_new not in logger.filters:
+        logger.addFilter(_says_something_new)
+    try:
+        deepspeed: Any = import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
+        raise ConfigError("engine", "deepspeed", problem, "Run pip install 'distaccum[deepspeed]'") from error
+    if not {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ):
+        problem = "DeepSpeed reads LOCAL_RANK, which a launcher sets"
+        raise ConfigError("engine", "deepspeed", problem, "Start with torchrun, with one process too")
+    if device.type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
+        cpu = import_module("deepspeed.accelerator.cpu_accelerator")
+        deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
+    return deepspeed
+
+
+def quiet() -> AbstractContextManager[object]:
+    """Around what DeepSpeed prints about; its logger, whose warnings count, is not affected."""
+    return redirect_stdout(io.StringIO())
+
+
+def _says_something_new(record: logging.LogRecord) -> bool:
+    return not any(known in record.getMessage() for known in _KNOWN)
+
+
+def check_fp16(deepspeed: Any, device: torch.device) -> None:
+    """Raises ConfigError where DeepSpeed's fp16 does not run on ``device``."""
+    if not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+        problem = f"DeepSpeed does not compute in fp16 on this {device.type}"
+        raise ConfigError("precision", "fp16", problem, "Use precision=bf16, engine=ddp, or a GPU")
+
+
+def refuse_faulty(settings: Mapping[str, Any], version: str, device: str) -> None:
+    """Refuses settings with which ``version`` of DeepSpeed trains wrongly on ``device`` (its type), and says nothing.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    zero = settings.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if settings.get("torch_autocast", {}).get("enabled") and settings["torch_autocast"].get("dtype") == "float16":
+        problem = f"DeepSpeed {version} clips by the scaled norm there, and never lowers the scale"
+        raise ConfigError(
+            "engine.json.torch_autocast", "float16", problem, "Use precision=fp16, without torch_autocast"
+        )
+    if zero.get("round_robin_gradients"):
+        problem = f"DeepSpeed {version} mixes its fp32 weights up there when they are asked for by name"
+        raise ConfigError(f"{_ZERO_KEY}.round_robin_gradients", True, problem, "Leave it false")
+    if tuple(map(int, version.split("+", maxsplit=1)[0].split(".")[:3])) >= _BEFORE_MENDED:
+        return
+    remedy = f"Leave it true, or install deepspeed>={'.'.join(map(str, _BEFORE_MENDED))}"
+    if stage in (1, 2) and device == "cpu" and zero.get("contiguous_gradients") is False:
+        problem = f"DeepSpeed {version} leaves gradients on the CPU unreduced there"
+        raise ConfigError(f"{_ZERO_KEY}.contiguous_gradients", False, problem, remedy)
+    if stage in (1, 2) and zero.get("reduce_scatter") is False:
+        problem = f"DeepSpeed {version} loses reduced gradients there"
+        raise ConfigError(f"{_ZERO_KEY}.reduce_scatter", False, problem, remedy)

@@ -1,0 +1,104 @@
+"""The fp32 weights that DeepSpeed steps: kept from its rounding at the start, and gathered for an export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """The weights of a model from before DeepSpeed wraps it.
+
+    DeepSpeed casts a model to 16 bits first, and makes its fp32 weights of what is left. At stage 0 it then lets the
+    optimizer step on zeros, which counts as a step of Adam and decays the weights.
+
+    Args:
+        deepspeed: the module.
+        model: in fp32.
+        casts: whether DeepSpeed will.
+    """
+
+    def __init__(self, deepspeed: Any, model: nn.Module, *, casts: bool) -> None:
+        self._deepspeed, self._model = deepspeed, model
+        # A cast makes new memory, and this stays as it is.
+        self._before = {name: p.data for name, p in model.named_parameters() if casts and p.requires_grad}
+
+    def restore(self, engine: Any) -> None:
+        """Undoes both, once the model is wrapped; rank 0's weights are everyone's."""
+        before, self._before = self._before, {}
+        copies, parameters = _copies(engine.optimizer), dict(self._model.named_parameters())
+        for name, kept in before.items():
+            value = kept.float()
+            torch.distributed.broadcast(value, src=0)
+            self._set(parameters[name], value, copies)
+        if copies:
+            engine.optimizer.optimizer.state.clear()
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, copies: Mapping[int, Tensor]) -> None:
+        if id(parameter) in copies:
+            copies[id(parameter)].data.copy_(value)
+        elif hasattr(parameter, "ds_tensor"):
+            self._deepspeed.utils.safe_set_local_fp32_param(parameter, _shard(value, parameter))
+        else:
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+
+    def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up weights and buffers, in fp32 and in what the model computes in.
+
+        Raises:
+            KeyError: one is missing.
+            RuntimeError: one has another shape, or no place in the model.
+        """
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        strangers = set(tensors) - set(own) - set(buffers)
+        if strangers:
+            raise RuntimeError(f"no such weight in this model: {', '.join(sorted(strangers))}")
+        copies = _copies(engine.optimizer)
+        for name, parameter in own.items():
+            value, shape = tensors[name].to(engine.device), getattr(parameter, "ds_shape", parameter.shape)
+            if value.shape != shape:
+                raise RuntimeError(f"{name} has shape {tuple(value.shape)}, in this model {tuple(shape)}")
+            if parameter.requires_grad:
+                self._set(parameter, value.float(), copies)
+            if hasattr(parameter, "ds_tensor"):
+                parameter.ds_tensor.data.copy_(_shard(value, parameter))
+            if parameter.data.shape == shape:  # else its memory is given back until the next forward
+                parameter.data.copy_(value)
+        for name in set(buffers) & set(tensors):
+            buffers[name].copy_(tensors[name])
+
+    def whole(self, engine: Any, *, keep: bool) -> dict[str, Tensor]:
+        """All weights in fp32, and the buffers, on the host; nothing where not to ``keep``. A collective."""
+        copies, found = _copies(engine.optimizer), {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            value = copies.get(id(parameter))
+            if value is None and parameter.requires_grad:
+                value = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if value is None:
+                with self._deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                    value = parameter.detach().clone()
+            if keep:
+                found[name] = value.detach().float().to("cpu", copy=True)
+        if keep:
+            kept = set(self._model.state_dict())  # not all buffers are persistent
+            buffers = self._model.named_buffers(remove_duplicate=False)
+            found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers if name in kept}
+        return found
+
+
+def _shard(value: Tensor, parameter: Any) -> Tensor:
+    """This rank's of as many equal parts as there are ranks; of all of it DeepSpeed would take one that is too long."""
+    size, rank = int(parameter.ds_tensor.ds_numel), torch.distributed.get_rank()
+    return nn.functional.pad(value.flatten(), (0, size * (rank + 1)))[size * rank : size * (rank + 1)]
+
+
+def _copies(optimizer: Any) -> dict[int, Tensor]:
+    """By parameter: the fp32 weights that stage 0 keeps beside 16-bit ones."""
+    if not (hasattr(optimizer, "fp16_groups") and hasattr(optimizer, "fp32_groups")):
+        return {}
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {id(p): copy for group, copies in groups for p, copy in zip(group, copies, strict=True)}

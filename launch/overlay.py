@@ -1,0 +1,159 @@
+"""The main job once on each engine, and what they learned side by side: a table, and a plot of all their curves.
+
+``python launch/overlay.py`` or, with some of its keys, ``python launch/overlay.py engines=[ddp,fsdp2/sync=every]
+steps=20``. An engine may be given with settings of its own: ``deepspeed/stage=3``. The first one is what the others are
+compared with. Every run is the default one (``launch/train.py``), with its loss logged at every update and evaluated at
+its end; one of fewer than 300 steps has a warm-up and a decay as much shorter, so that its curve is one of its own.
+Runs go to ``out``/ENGINE, the table to ``out``/overlay.md, the plot to ``plot``. ``train=false`` draws what is there
+already. It exits with 1 where an engine ends farther from the first one than ``within``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+WARM_UP, STEPS = 60, 300  # of the default run
+NEEDS = {"deepspeed": "deepspeed"}  # packages, by engine
+Records = list[dict[str, Any]]
+
+
+@dataclass
+class Options:
+    """The keys of the command line."""
+
+    engines: list[str] = field(default_factory=lambda: ["ddp", "zero1", "fsdp2", "deepspeed"])
+    steps: int = STEPS
+    ranks: int = 2
+    out: Path = Path("runs/overlay")
+    plot: Path | None = None  # by default in ``out``
+    train: bool = True
+    within: float = 0.005
+    overrides: list[str] = field(default_factory=list)  # of every run
+
+
+def folder_of(options: Options, engine: str) -> Path:
+    """Where an engine's run is."""
+    return options.out / engine.replace("/", "-").replace("=", "-")
+
+
+def train(options: Options, engine: str) -> int:
+    """Runs the main job on it, and gives its exit code; what it says goes to the console."""
+    name, *settings = engine.split("/")
+    arguments = [
+        f"engine={name}",
+        *(f"engine.{setting}" for setting in settings),
+        f"trainer.max_steps={options.steps}",
+        "trainer.log_every=1",
+        f"trainer.eval_every={options.steps}",
+        f"schedule.warmup_steps={min(WARM_UP, options.steps * WARM_UP // STEPS)}",
+        "checkpoint.every=0",
+        "metrics=jsonl",
+        *options.overrides,
+        f"hydra.run.dir={folder_of(options, engine)}",
+    ]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks))}
+    command = [*start, "-m", "distaccum.train", *arguments]
+    return subprocess.run(command, check=False, env=threads | dict(os.environ)).returncode  # noqa: S603  as the user asks
+
+
+def losses(records: Records) -> dict[int, float]:
+    """The training loss by update."""
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def held_out(records: Records) -> float:
+    """Bits per byte of the last evaluation."""
+    return float([r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r][-1])
+
+
+def relative(ours: dict[int, float], first: dict[int, float]) -> dict[int, float]:
+    """How far a curve is from the first one, relative to that, by update."""
+    return {step: abs(loss / first[step] - 1) for step, loss in ours.items() if step in first}
+
+
+def table(runs: dict[str, Records], absent: list[str]) -> str:
+    """Markdown: where each engine ended, and how far from the first one it was at most."""
+    first, *_ = runs
+    curve, end = losses(runs[first]), held_out(runs[first])
+    lines = [
+        f"| engine | updates | held-out bits per byte | relative to {first} | a window's loss, at most |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, records in runs.items():
+        found, worst = held_out(records), max(relative(losses(records), curve).values())
+        beside = "-" if name == first else f"{found / end - 1:+.1e}"
+        lines.append(f"| {name} | {max(losses(records))} | {found:.4f} | {beside} | {worst:.1e} |")
+    lines += [f"| {name} | not installed | | | |" for name in absent]
+    return "\n".join(lines) + "\n"
+
+
+def far_off(runs: dict[str, Records], within: float) -> list[str]:
+    """The engines that end farther than ``within`` from the first one, relative to it."""
+    end, *_ = (held_out(records) for records in runs.values())
+    return [name for name, records in runs.items() if not abs(held_out(records) / end - 1) <= within]
+
+
+def draw(runs: dict[str, Records], path: Path) -> None:
+    """All losses over each other, and below them the distances to the first one; a PNG."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+
+    first, *others = runs
+    curve = losses(runs[first])
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    upper.plot(curve.keys(), curve.values(), label=first, color="0.75", linewidth=5)
+    for i, name in enumerate(others):
+        own = losses(runs[name])
+        dashes = (i * 3, (3, 3 * len(others) - 3)) if len(others) > 1 else "-"  # each shows where others leave gaps
+        (line,) = upper.plot(own.keys(), own.values(), label=name, linewidth=1.5, linestyle=dashes)
+        off = {step: distance for step, distance in relative(own, curve).items() if distance}
+        lower.plot(off.keys(), off.values(), color=line.get_color(), linewidth=0.8)
+    upper.set_ylabel("training loss")
+    upper.legend(frameon=False)
+    lower.set_yscale("log")
+    lower.set_ylabel(f"|loss / {first} - 1|")
+    lower.set_xlabel("update")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def main() -> int:
+    """The exit code."""
+    options = cast(Options, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_cli())))
+    if find_spec("matplotlib") is None:
+        print("overlay: the plot needs matplotlib: pip install 'distaccum[plot]'", file=sys.stderr)  # noqa: T201
+        return 2
+    needed = {engine: NEEDS.get(engine.split("/")[0]) for engine in options.engines}
+    absent = [engine for engine, package in needed.items() if package and find_spec(package) is None]
+    present = [engine for engine in options.engines if engine not in absent]
+    if options.train:
+        for engine in present:
+            if train(options, engine):
+                print(f"overlay: engine={engine} failed; see above", file=sys.stderr)  # noqa: T201
+                return 1
+    runs = {
+        engine: [json.loads(line) for line in (folder_of(options, engine) / "metrics.jsonl").read_text().splitlines()]
+        for engine in present
+    }
+    text = table(runs, absent)
+    (options.out / "overlay.md").write_text(text)
+    draw(runs, options.plot or options.out / "overlay.png")
+    print(text)  # noqa: T201
+    off = far_off(runs, options.within)
+    if off:
+        print(f"overlay: farther than {options.within:.1%} from {present[0]}: {', '.join(off)}", file=sys.stderr)  # noqa: T201
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The real DeepSpeed on gloo, beside one fp64 process on whole batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distaccum.engines.deepspeed_install import refuse_faulty
+from distaccum.errors import ConfigError
+from tests.commands import ROOT
+from tests.commands import run as run_script
+
+pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
+
+WORKER = ROOT / "tests" / "distributed" / "deepspeed_worker.py"
+# Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.
+TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
+UPDATED = {"fp32": 1e-6, "bf16": 6e-3, "fp16": 3e-4}  # of the weights after 20 updates
+PARTS = (
+    "exact", "variants", "offload", "older", "adamw", "accumulation", "overflow", "nonfinite", "given_up", "reductions",
+    "resume", "weights", "refusals",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What two ranks found, all in one launch."""
+    return launch(2, tmp_path_factory.mktemp("deepspeed"), *PARTS)
+
+
+def launch(world: int, folder: Path, *parts: str) -> Mapping[str, Any]:
+    """Runs the worker under torchrun, with one process too, as DeepSpeed wants it."""
+    result = folder / "result.json"
+    arguments = ("--standalone", f"--nproc-per-node={world}", WORKER, result, *parts)
+    finished = run_script(*arguments, script=TORCHRUN, timeout=280, PYTHONPATH=str(ROOT))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    noise = [line for line in (finished.stdout + finished.stderr).splitlines() if "OMP_NUM_THREADS" not in line]
+    assert not [line for line in noise if "DeepSpeed" in line or "Warning" in line], noise
+    values: Mapping[str, Any] = json.loads(result.read_text())
+    for part in parts:
+        print(part, f"{values[f'{part} seconds']:.0f} s", values[part])
+    return values
+
+
+TORCHRUN = Path(__import__("torch.distributed.run", fromlist=["run"]).__file__)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("part", ["exact", "variants", "offload"])
+def test_a_window_is_the_whole_batchs_gradient(found: Mapping[str, Any], part: str) -> None:
+    for cell, errors in found[part].items():
+        bound = TOLERANCE[cell.split()[1]]
+        assert errors["gradient"] <= bound, cell
+        assert errors["norm"] <= bound, cell
+
+
+@pytest.mark.heavy
+def test_one_rank_is_exact_too(tmp_path: Path) -> None:
+    found = launch(1, tmp_path, "exact")
+    for cell, errors in found["exact"].items():
+        assert errors["gradient"] <= TOLERANCE[cell.split()[1]], cell
+
+
+@pytest.mark.heavy
+def test_twenty_updates_follow_textbook_adamw(found: Mapping[str, Any]) -> None:
+    assert len(found["adamw"]) == 12
+    for cell, error in found["adamw"].items():
+        assert error <= UPDATED[cell.split()[1]], cell
+
+
+@pytest.mark.heavy
+def test_gradients_add_up_in_fp32(found: Mapping[str, Any]) -> None:
+    """ZeRO-2 rounds once, where it fills its buckets."""
+    errors = found["accumulation"]
+    assert max(errors[stage] for stage in "013") <= 1e-6
+    assert errors["2"] <= 2.0**-9
+
+
+@pytest.mark.heavy
+def test_overflows_skip_and_scale_by_our_rule(found: Mapping[str, Any]) -> None:
+    for stage, seen in found["overflow"].items():
+        assert seen["as the rule"], seen["seen"]
+        assert seen["scale after"], stage
+        assert seen["floor"] == 2.0**8
+        assert seen["worst"] <= TOLERANCE["fp16"], stage  # DeepSpeed's own scaler halves where the scale grows
+
+
+@pytest.mark.heavy
+def test_nan_touches_nothing(found: Mapping[str, Any]) -> None:
+    assert len(found["nonfinite"]) == 8
+    assert all(all(seen.values()) for seen in found["nonfinite"].values()), found["nonfinite"]
+
+
+@pytest.mark.heavy
+def test_a_window_that_is_given_up_leaves_nothing(found: Mapping[str, Any]) -> None:
+    assert len(found["given_up"]) == 16
+    assert all(found["given_up"].values()), found["given_up"]
+
+
+@pytest.mark.heavy
+def test_one_reduction_a_window(found: Mapping[str, Any]) -> None:
+    assert len(found["reductions"]) == 24
+    assert {tuple(counts) for counts in found["reductions"].values()} == {(0, 0, 0, 1, 1)}
+
+
+@pytest.mark.heavy
+def test_an_older_deepspeed_reduces_more_often_and_says_so(found: Mapping[str, Any]) -> None:
+    seen = found["older"]
+    for stage in "123":
+        assert seen[stage]["gradient"] <= TOLERANCE["fp32"]
+    assert "one reduction per window" in seen["describe 1"]
+    assert "one reduction per micro-step" in seen["describe 2"]
+    assert "1 micro-steps on one rank and 0 on another" in seen["unequal"]
+    assert seen["none"] == "went through"
+
+
+@pytest.mark.heavy
+def test_resumes_bitwise(found: Mapping[str, Any]) -> None:
+    said = dict(found["resume"])
+    for name in ("stage 0 (now 1)", "precision fp32 (now bf16)"):
+        assert name in said.pop(name)
+    assert len(said) == 12
+    assert all(said.values()), said
+
+
+@pytest.mark.heavy
+def test_weights_move_between_stages(found: Mapping[str, Any]) -> None:
+    assert len(found["weights"]) == 12
+    assert all(found["weights"].values()), found["weights"]
+
+
+@pytest.mark.heavy
+def test_mistakes_are_refused_by_name(found: Mapping[str, Any]) -> None:
+    said = found["refusals"]
+    for name in ("step", "backward", "optimizer", "zero_grad"):
+        assert "was called by hand" in said[name]
+    assert "the forward went past the engine" in said["past"]
+    assert said["fp16"].startswith("precision=fp16: DeepSpeed does not compute in fp16 on this cpu. Use precision=bf16")
+    assert said["describe"].startswith("deepspeed ZeRO-2: optimizer state and reduced gradients sharded")
+    assert said["documents"] == ["deepspeed.json"]
+
+
+def test_silent_faults_are_refused_by_version() -> None:
+    def refused(version: str, device: str = "cpu", **zero: Any) -> str:
+        try:
+            refuse_faulty({"zero_optimization": {"stage": 2} | zero}, version, device)
+        except ConfigError as error:
+            return error.key.rsplit(".", 1)[1]
+        return ""
+
+    assert refused("0.19.7", contiguous_gradients=False) == "contiguous_gradients"
+    assert not refused("0.19.7", "cuda", contiguous_gradients=False)
+    assert refused("0.18.2+cpu", "cuda", reduce_scatter=False) == "reduce_scatter"
+    assert not refused("0.19.8", contiguous_gradients=False, reduce_scatter=False)
+    assert refused("0.19.8", round_robin_gradients=True) == "round_robin_gradients"
+    with pytest.raises(ConfigError, match="never lowers the scale"):
+        refuse_faulty({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "0.19.8", "cuda")

@@ -1,0 +1,58 @@
+"""The same step on every engine: whatever the world, the number format, the data and the optimizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests import engine_mutants
+from tests.commands import ROOT, succeed
+from tests.engine_matrix import AXES, ENGINES, PRECISIONS, WORLDS, Cell, covering_set, every_cell
+
+WORKER = Path(__file__).parent / "engine_matrix_worker.py"
+
+
+def _errors(folder: Path, cells: Sequence[Cell], world: int, timeout: float) -> dict[Cell, float]:
+    chosen = [cell for cell in cells if cell.world == world]
+    asked, answered = folder / f"cells-{world}.json", folder / f"errors-{world}.json"
+    asked.write_text(json.dumps([asdict(cell) for cell in chosen]))
+    succeed(answered, asked, world=world, script=WORKER, timeout=timeout, PYTHONPATH=str(ROOT))
+    return dict(zip(chosen, json.loads(answered.read_text()), strict=True))
+
+
+def _wrong(errors: dict[Cell, float]) -> dict[Cell, float]:
+    """The cells that are too far off; prints the largest error of each engine, precision and optimizer."""
+    columns = [(precision, update) for precision in PRECISIONS for update in AXES["update"]]
+    print("".join([f"{'':16}", *(f"{f'{precision} {update}':>12}" for precision, update in columns)]))
+    for engine in ENGINES:
+        largest = []
+        for column in columns:
+            found = [e for cell, e in errors.items() if (cell.engine, cell.precision, cell.update) == (engine, *column)]
+            largest.append(f"{max(found):12.1e}" if found else f"{'':12}")
+        print(f"{engine:16}{''.join(largest)}")
+    return {cell: error for cell, error in errors.items() if not error <= cell.tolerance}
+
+
+def test_a_covering_set_of_cells(tmp_path: Path) -> None:
+    assert not _wrong(_errors(tmp_path, covering_set(), 2, timeout=150))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(2400)
+def test_every_cell(tmp_path: Path) -> None:
+    cells = every_cell()
+    assert len(cells) == len(ENGINES) * 3 * 3 * 3 * 2
+    errors: dict[Cell, float] = {}
+    for world in WORLDS:
+        errors |= _errors(tmp_path, cells, world, timeout=1200)
+    assert not _wrong(errors)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_every_mutant_is_caught() -> None:
+    assert engine_mutants.main() == 0
