@@ -12,7 +12,7 @@ SYNCS = ("boundary", "every")
 ACTIVATION_CHECKPOINTS = ("none", "blocks", "selective")
 GATHER_DTYPES = ("compute", "fp32")
 STAGES = (0, 1, 2, 3)
-BY_PARAMETER = "by parameter"
+BY_PARAMETER = "kept by parameter name"
 """The format of optimizer state that all engines but DeepSpeed read and write, at any world size."""
 
 
@@ -96,7 +96,7 @@ class DeepSpeedConfig:
 
     def optimizer_format(self, world_size: int) -> str:
         """See ``DDPConfig``: DeepSpeed's own, cut for a stage and a number of ranks."""
-        return f"DeepSpeed's at ZeRO stage {self.stage} on {world_size} ranks"
+        return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks"
 
 
 EngineConfig = DDPConfig | Zero1Config | FSDP2Config | DeepSpeedConfig

@@ -19,14 +19,13 @@ from distaccum.stream_plan import StreamPlan
 def introduce(parts: Parts, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
     """Prints what is about to be trained, and the whole batch plan."""
     plan, config = parts.plan, parts.config
-    size = sum(p.numel() for p in parts.model.parameters())
     lines = {
         "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
         "world": f"{plan.world_size} x {engine.device.type}",
         "engine": f"{config.engine.name}: {engine.describe()}",
         "precision": describe(parts.model, parts.policy),
         "data": parts.source.description,
-        "model": f"{type(parts.model).__name__}, {size:,} parameters",
+        "model": parts.model_summary,
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {parts.total_steps} updates to make",
     }

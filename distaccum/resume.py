@@ -30,9 +30,9 @@ def find_start(
         return None
     run = checkpoint.read(path)
     if resume == "auto" and run.optimizer_format != optimizer_format:
-        problem = f"but the optimizer state of {path} is {run.optimizer_format}, and this run's {optimizer_format}"
-        remedy = f"Continue with that, or start another run from its weights alone with resume={path}"
-        raise ConfigError("engine", None, problem, remedy)
+        problem = f"cannot go on from {path}: its optimizer state is {run.optimizer_format}, this run's would be "
+        remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
+        raise ConfigError("engine", None, problem + optimizer_format, remedy)
     saved = run.position
     for key, value in position.items():
         if saved.get(key) != value:

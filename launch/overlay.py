@@ -11,6 +11,7 @@ already. It exits with 1 where an engine ends farther from the first one than ``
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -72,8 +73,8 @@ def losses(records: Records) -> dict[int, float]:
 
 
 def held_out(records: Records) -> float:
-    """Bits per byte of the last evaluation."""
-    return float([r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r][-1])
+    """Bits per byte of the last evaluation; NaN where the run did not come to one."""
+    return float([math.nan, *(r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r)][-1])
 
 
 def relative(ours: dict[int, float], first: dict[int, float]) -> dict[int, float]:

@@ -133,7 +133,7 @@ class DeepSpeedEngine:
             held = f"one reduction per micro-step: DeepSpeed {self._deepspeed.__version__} has no coalesced one"
         elif self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
-        return f"deepspeed ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
+        return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
 
     def sync_buffers(self) -> None:
         """One broadcast a buffer: done for evaluations, not for every window."""

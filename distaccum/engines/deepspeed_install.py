@@ -6,8 +6,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from typing import Any
 
@@ -48,7 +48,8 @@ def load_deepspeed(device: torch.device) -> Any:
     if _says_something_new not in logger.filters:
         logger.addFilter(_says_something_new)
     try:
-        deepspeed: Any = import_module("deepspeed")
+        with quiet():
+            deepspeed: Any = import_module("deepspeed")
     except ModuleNotFoundError as error:
         problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
         raise ConfigError("engine", "deepspeed", problem, "Run pip install 'distaccum[deepspeed]'") from error
@@ -61,9 +62,17 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def quiet() -> AbstractContextManager[object]:
-    """Around what DeepSpeed prints about; its logger, whose warnings count, is not affected."""
-    return redirect_stdout(io.StringIO())
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Around what DeepSpeed prints, and has setuptools log; its own logger, whose warnings count, is not affected."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        root.setLevel(level)
 
 
 def _says_something_new(record: logging.LogRecord) -> bool:

@@ -25,11 +25,11 @@ from tests.engine_matrix import ENGINES
 
 RANKS, MICRO_SIZE, MICRO_STEPS, FEATURES, ROWS = 2, 2, 2, 4, 4  # all powers of two
 GLOBAL_SIZE = RANKS * MICRO_SIZE * MICRO_STEPS
-LR, MOMENTUM, CLIP_NORM, GROWTH_INTERVAL, MIN_SCALE, MAX_SCALE, POWER = 0.25, 0.5, 1.5, 3, 2.0**-3, 2.0**6, 3
+LR, MOMENTUM, CLIP_NORM, GROWTH_INTERVAL, MIN_SCALE, MAX_SCALE, POWER = 0.25, 0.5, 1.5, 3, 1.0, 2.0**6, 3
 BAD_SAMPLE = GLOBAL_SIZE - MICRO_SIZE - 1  # on the last rank, before the boundary
 MARK = 256
 # "." a good window, "x" one with a gradient that cannot be held at any scale. At last the scale meets its floor.
-WINDOWS = ".x....xx.....x.x." + 14 * "x" + ".."
+WINDOWS = ".x....xx.....x.x." + 8 * "x" + ".."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,5 +51,5 @@ def test_the_pattern_goes_through_every_kind_of_change() -> None:
     for one in scales[:2]:
         steps = {after / before for before, after in pairwise(one)}
         assert steps == {0.5, 1.0, 2.0}
-        assert one[-1] == min(one) == 2.0**-3
+        assert one[-1] == min(one) == 1.0
     assert scales[0] != scales[1]

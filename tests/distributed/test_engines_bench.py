@@ -205,5 +205,6 @@ def test_the_overlay_shows_who_is_off(tmp_path: Path) -> None:
     assert lines[5].startswith("| gone | not installed |")
     assert far_off(runs, 0.005) == ["far"]
     assert far_off({"ddp": _run([1.0], 2.0), "broken": _run([1.0], float("nan"))}, 0.005) == ["broken"]
+    assert far_off({"ddp": _run([1.0], 2.0), "unfinished": _run([1.0], 2.0)[:1]}, 0.005) == ["unfinished"]
     draw(runs, tmp_path / "new" / "plot.png")
     assert (tmp_path / "new" / "plot.png").exists()

@@ -57,6 +57,15 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"trainer": {"prefetch": 1}}, "trainer.prefetch", 1),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),
         ({"engine": {"bucket_cap_mb": 0}}, "engine.bucket_cap_mb", 0),
+        ({"engine": "horovod"}, "engine", "horovod"),
+        ({"engine": 3}, "engine", 3),
+        ({"engine": {"name": "fsdp2", "sync": "never"}}, "engine.sync", "never"),
+        ({"engine": {"name": "fsdp2", "gather_dtype": "bf16"}}, "engine.gather_dtype", "bf16"),
+        ({"engine": {"name": "fsdp2", "activation_checkpoint": True}}, "engine.activation_checkpoint", "True"),
+        ({"engine": {"name": "fsdp2", "replicas": 0}}, "engine.replicas", 0),
+        ({"engine": {"name": "fsdp2", "stage": 3}}, "engine.stage", 3),
+        ({"engine": {"name": "ddp", "sync": "every"}}, "engine.sync", "every"),
+        ({"engine": {"name": "deepspeed", "stage": 4}}, "engine.stage", 4),
         ({"precision": {"name": "fp8"}}, "precision", "fp8"),
         ({"precision": {"reduce_dtype": "fp64"}}, "precision.reduce_dtype", "fp64"),
         ({"precision": {"underflow_every": -1}}, "precision.underflow_every", -1),
@@ -168,10 +177,12 @@ def test_a_target_that_cannot_be_called_is_explained(node: dict[str, object], me
 @pytest.mark.parametrize(
     ("group", "file"),
     [
-        ("batch", "samples"), ("engine", "ddp"), ("precision", "fp32"), ("trainer", "default"),
+        ("batch", "samples"), ("engine", "ddp"), ("engine", "zero1"), ("engine", "fsdp2"), ("engine", "deepspeed"),
+        ("precision", "fp32"), ("trainer", "default"),
         ("callbacks", "none"), ("checkpoint", "default"), ("metrics", "wandb"), ("optim", "adamw"),
     ],
 )  # fmt: skip
 def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) -> None:
     node = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{file}.yaml"))
-    assert getattr(from_node({group: node}), group) == getattr(RunConfig(), group)
+    defaults = from_node({"engine": file}) if group == "engine" else RunConfig()
+    assert getattr(from_node({group: node}), group) == getattr(defaults, group)
