@@ -130,7 +130,7 @@ class Loop:
         self._unlogged = (window, outcome)
         for callback in self._parts.callbacks:
             callback.on_update(self, outcome)
-        evaluates = self._evaluates and step % trainer.eval_every == 0
+        evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._parts.total_steps)
         if evaluates or step % trainer.log_every == 0:
             self._log(window, outcome, clocks, evaluates=evaluates)
             self._unlogged = None

@@ -56,6 +56,8 @@ def load_deepspeed(device: torch.device) -> Any:
     if not {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ):
         problem = "DeepSpeed reads LOCAL_RANK, which a launcher sets"
         raise ConfigError("engine", "deepspeed", problem, "Start with torchrun, with one process too")
+    if device.type == "cpu":  # what it would compile at its first use, for inference alone, which takes a compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device.type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         cpu = import_module("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())

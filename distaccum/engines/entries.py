@@ -24,6 +24,8 @@ from distaccum.precision.scaler import LossScaler
 from distaccum.precision_config import PrecisionConfig
 from distaccum.world import World
 
+_LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
@@ -137,7 +139,11 @@ def _deepspeed(
     model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
 ) -> Engine:
     scaler = _scaler(settings.precision, world.device) if policy.scales_loss else None
-    return DeepSpeedEngine(model, optimizers, world, settings=_deepspeed_json(settings), policy=policy, scaler=scaler)
+    found = _deepspeed_json(settings)
+    # By default 500 million elements, which stage 3 sets aside, however small the model.
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    found["zero_optimization"].setdefault("reduce_bucket_size", min(_LARGEST_BUCKET, elements))
+    return DeepSpeedEngine(model, optimizers, world, settings=found, policy=policy, scaler=scaler)
 
 
 REPLICATED = Entry(make=_replicated)

@@ -25,6 +25,10 @@ def average_in(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
     return lambda _, bucket: average(bucket.buffer())  # DDP accepts its own annotations, as types, or none
 
 
+# torch 2.13 gave it a new name, and warns of the old one.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class ReduceScatterIn:
     """For FSDP2: sums in ``dtype`` what is accumulated, and given back, in a wider one; divided before it is cast."""
 
@@ -42,5 +46,5 @@ class ReduceScatterIn:
         assert not async_op
         sent = (input_tensor / group.size()).to(self._dtype)
         received = torch.empty_like(output_tensor, dtype=self._dtype)
-        dist.reduce_scatter_tensor(received, sent, op=op, group=group)
+        _reduce_scatter(received, sent, op=op, group=group)
         output_tensor.copy_(received).mul_(group.size())
