@@ -26,6 +26,7 @@ windows = da.plan_windows(loader, world, global_size=64, micro_size=8, count=lam
 engine = da.wrap(model, optimizer, world, clip_norm=1.0)
 
 for step, window in enumerate(windows(0), start=1):
+    engine.keep_pace(len(window.micro_batches))  # for engines whose ranks have to run alike many
     for i, micro in enumerate(window.micro_batches):
         with engine.micro_step(sync=i == len(window.micro_batches) - 1):
             inputs, labels = da.to_device(micro.batch, world.device)

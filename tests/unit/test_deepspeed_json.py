@@ -382,10 +382,7 @@ def test_one_thing_under_two_names(twice: dict[str, Any]) -> None:
 
 
 def test_neither_torch_nor_deepspeed_is_imported() -> None:
-    code = (
-        "import sys, distaccum.deepspeed_json.read;"
-        "assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
-    )
+    code = "import sys, distaccum.deepspeed_json.read;assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

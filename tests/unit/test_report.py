@@ -24,9 +24,7 @@ def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path
     model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
     parts = assemble(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
     text = StringIO()
-    engine = wrap(
-        model, parts.optimizers, gloo_world, config.engine, config.precision, clip_norm=None, clip_value=None
-    )
+    engine = wrap(model, parts.optimizers, gloo_world, config.engine, config.precision, clip_norm=None, clip_value=None)
     introduce(parts, engine, RunDir(tmp_path), "", Console(file=text, width=80))
     lines = dict(line.split(maxsplit=1) for line in text.getvalue().splitlines())
     assert lines["precision"] == "bf16; fp32: 1; gradients reduced in bf16"
