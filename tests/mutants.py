@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "a leaked tail",
-        (("engines/ddp.py", "        self.zero_gradients()\n        loss_scale = ", "        loss_scale = "),),
+        (("engines/ddp.py", "        self.zero_gradients()\n        return result", "        return result"),),
     ),
 )
 

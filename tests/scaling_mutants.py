@@ -18,14 +18,15 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        scaled.backward()  # type: ignore[no-untyped-call]",
+                "        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]",
                 (
+                    "        scaled, scaler = self._boundary.scaled(loss), self._boundary._scaler\n"
                     "        scaled.backward()\n"
-                    "        if self._scaler:\n"
-                    "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())"
+                    "        if scaler:\n"
+                    "            scaler.advance(1.0 - torch.isfinite(scaled).float())"
                 ),
             ),
-            ("engines/ddp.py", "            self._scaler.advance(1.0 - found.applied)", "            pass"),
+            ("engines/boundary.py", "            self._scaler.advance(1.0 - found.applied)", "            pass"),
         ),
     ),
     Mutant(
@@ -43,12 +44,13 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        scaled.backward()  # type: ignore[no-untyped-call]",
+                "        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]",
                 (
+                    "        scaled, update = self._boundary.scaled(loss), self._boundary._update\n"
                     "        with self._ddp.no_sync():\n"
                     "            own = torch.autograd.grad(scaled, self._parameters, retain_graph=True)\n"
                     "        finite = all(bool(one.isfinite().all()) for one in own)\n"
-                    "        self._update.own = getattr(self._update, 'own', True) and finite\n"
+                    "        update.own = getattr(update, 'own', True) and finite\n"
                     "        scaled.backward()"
                 ),
             ),
