@@ -44,7 +44,7 @@ def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: Run
         sinks: list[Sink] = []
         if world.is_main:
             rewind_jsonl(run_dir.metrics, accumulator.clocks.window)
-            plan = parts.plan.as_dict() | {"total_steps": parts.total_steps}
+            plan = parts.plan.as_dict() | {"total_steps": parts.total_steps, "engine": accumulator.engine.describe()}
             run_dir.write_plan(plan)
             about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
             introduce(parts, accumulator.engine, run_dir, note, console)

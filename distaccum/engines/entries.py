@@ -108,7 +108,9 @@ def _optimizer_sharded(
 def _sharded(
     model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
 ) -> Engine:  # fmt: skip
-    options = settings.common(policy, world.device) | settings.options
+    # Where shards are kept on the CPU, so are their gradients, and what decides about these.
+    device = torch.device("cpu") if settings.options["offload"] else world.device
+    options = settings.common(policy, device) | settings.options
     del options["meta_init"]  # is for whoever builds the model
     return fsdp2.FSDP2Engine(model, optimizers, world, seed=settings.seed, **options)
 

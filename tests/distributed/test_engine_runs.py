@@ -1,0 +1,58 @@
+"""The main job on engines other than the default, from the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, environment, metrics, run, status, succeed
+
+SMALL = (
+    "data=lines", "model.n_layer=1", "model.n_embd=16", "model.n_head=2", "batch.micro_size=4", "metrics=jsonl",
+    "trainer.log_every=1", "trainer.eval_every=0",
+)  # fmt: skip
+
+
+def test_deepspeed_then_fsdp2_from_its_weights_then_a_refusal(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    first, second = tmp_path / "first", tmp_path / "second"
+    succeed(
+        *SMALL, "engine=deepspeed", "engine.stage=3", "trainer.max_steps=3", "checkpoint.every=2",
+        f"hydra.run.dir={first}", world=2,
+    )  # fmt: skip
+    assert json.loads((first / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
+    assert "ZeRO-3" in json.loads((first / "plan.json").read_text())["engine"]
+    went_on = succeed(
+        *SMALL, "engine=fsdp2", "trainer.max_steps=3", f"resume={first}/checkpoints/step-2", f"hydra.run.dir={second}",
+        world=2,
+    )  # fmt: skip
+    text = " ".join(went_on.stdout.split())
+    assert "weights, clocks and data carry over, optimizer state (in DeepSpeed's files, for ZeRO stage 3 on 2" in text
+    (again,) = metrics(second)
+    assert again["loss"] == pytest.approx(metrics(first)[2]["loss"], rel=1e-6)
+
+    refused = run(*SMALL, "engine=fsdp2", "resume=auto", "trainer.max_steps=4", f"hydra.run.dir={first}")
+    assert refused.returncode == 2
+    assert "step-3: its optimizer state is in DeepSpeed's files" in refused.stderr
+    assert status(first)["state"] == "done"
+
+    file = tmp_path / "weights.safetensors"
+    succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "export.py")
+    third = tmp_path / "third"
+    succeed(*SMALL, f"init_from={file}", "trainer.max_steps=1", f"hydra.run.dir={third}")
+    assert metrics(third)[0]["step"] == 1
+
+
+@pytest.mark.heavy
+def test_deepspeeds_own_launcher(tmp_path: Path) -> None:
+    launcher = shutil.which("deepspeed")
+    if launcher is None:
+        pytest.skip("no DeepSpeed")
+    command = [launcher, "--no_local_rank", "--num_gpus", "2", str(ROOT / "launch" / "train.py"), *SMALL]
+    command += ["engine=deepspeed", "trainer.max_steps=2", f"hydra.run.dir={tmp_path}"]
+    subprocess.run(command, check=True, env=environment(DS_ACCELERATOR="cpu"), timeout=120, cwd=tmp_path)
+    assert status(tmp_path)["step"] == 2
