@@ -18,7 +18,7 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]",
+                "        (loss if self._scale is None else self._scale(loss)).backward()",
                 (
                     "        scaled, scaler = self._boundary.scaled(loss), self._boundary._scaler\n"
                     "        scaled.backward()\n"
@@ -44,7 +44,7 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]",
+                "        (loss if self._scale is None else self._scale(loss)).backward()",
                 (
                     "        scaled, update = self._boundary.scaled(loss), self._boundary._update\n"
                     "        with self._ddp.no_sync():\n"

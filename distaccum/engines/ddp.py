@@ -82,7 +82,7 @@ class DDPEngine:
             optimizers, trained(model), (model, self._body, self._ddp), clip_norm=clip_norm, clip_value=clip_value,
             scaler=scaler, underflow_every=underflow_every,
         )  # fmt: skip
-        self.min_loss_scale = self._boundary.min_loss_scale
+        self.min_loss_scale, self._scale = self._boundary.min_loss_scale, scaler.scale if scaler else None
         self._parameters = list(self._boundary.parameters.values())
         if shards is not None:
             shards.take(optimizers)
@@ -127,7 +127,7 @@ class DDPEngine:
         if not self._body.called:
             problem = "the forward went past the engine, so gradients would not be reduced"
             raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
-        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]
+        (loss if self._scale is None else self._scale(loss)).backward()
 
     def keep_pace(self, micro_steps: int) -> None:
         """Nothing: ranks may have different numbers of micro-steps."""

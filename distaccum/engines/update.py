@@ -77,7 +77,9 @@ class Update:
         if not held <= self._known:
             raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        found = [local(p.grad) for p in with_gradient.values() if p.grad is not None]
+        found = [p.grad for p in with_gradient.values() if p.grad is not None]
+        if self._add_up is not None:
+            found = [local(gradient) for gradient in found]
         gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]
         norms = _norms(gradients)
         if self._add_up is not None:  # in fp64: squares leave fp32's range where the norms do not
