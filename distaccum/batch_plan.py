@@ -221,5 +221,4 @@ class _Sizes(Protocol):
 
 def describe_steps(plan: _Sizes, steps: int) -> str:
     """How an update is made, in words."""
-    steps_of = f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_size}"
-    return f"{steps_of}; one gradient reduction per update"
+    return f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_size}"

@@ -62,19 +62,23 @@ class Parts:
     total_steps: int
 
 
-def build_parts(config: RunConfig, *, world_size: int, device: torch.device) -> Parts:
-    """Raises ConfigError for whatever in the configuration cannot be built on this machine."""
+def build_parts(config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False) -> Parts:
+    """Raises ConfigError for whatever in the configuration cannot be built on this machine.
+
+    ``planned``: the processes are yet to be launched.
+    """
     source = as_source_node(config.data)
     torch.manual_seed(config.seed)
     with torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext():
         model = build("model", config.model)
-    return assemble(config, source, model, build("loss", config.loss), world_size=world_size, device=device)
+    loss = build("loss", config.loss)
+    return assemble(config, source, model, loss, world_size=world_size, device=device, planned=planned)
 
 
 def assemble(
     config: RunConfig, source: Source, model: nn.Module, loss: Loss, *, world_size: int, device: torch.device,
     optimizers: Sequence[Optimizer] = (), callbacks: Sequence[Callback] = (),
-    metrics: Mapping[str, EvaluationMetric] | None = None,
+    metrics: Mapping[str, EvaluationMetric] | None = None, planned: bool = False,
 ) -> Parts:  # fmt: skip
     """The parts around a model, a loss and data that are there already; the rest is the configuration's.
 
@@ -103,7 +107,7 @@ def assemble(
     settings = EngineSettings(
         engine=config.engine, precision=config.precision, clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value, global_size=batch.global_size, micro_size=batch.micro_size,
-        world_size=world_size, device=device,
+        world_size=world_size, device=device, planned=planned,
     )  # fmt: skip
     check_model(model, policy, device, settings)
     if config.init_from is not None:
@@ -189,7 +193,7 @@ def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device,
         able = ", ".join(name for name, entry in _ENGINES.items() if entry.makes_weights)
         remedy = f"Use engine={able}, or build the model where it has memory"
         raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
-    engine.check(settings)
+    engine.check(settings, model)
 
 
 def build_sinks(

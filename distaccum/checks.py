@@ -13,6 +13,17 @@ def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> 
         raise ConfigError(key, value, problem, remedy)
 
 
+def require_types(key: str, settings: object, **kinds: type | tuple[type, ...]) -> None:
+    """Attributes of these types; true and false are no numbers, and a whole number is a float too."""
+    for name, kind in kinds.items():
+        value, known = getattr(settings, name), kind if isinstance(kind, tuple) else (kind,)
+        holds = isinstance(value, (*known, int) if float in known else known)
+        if isinstance(value, bool) and bool not in known:
+            holds = False
+        wanted = " or ".join(one.__name__ for one in known)
+        require(holds, f"{key}.{name}", value, f"not of type {wanted}", "Give a value of the type named")
+
+
 def require_count(key: str, value: int | None, *, least: int = 0, off: str = "") -> None:
     """A whole number from ``least`` on, or None; ``off`` says what 0 is for."""
     remedy = f"Use a whole number from {least}{f', or {off}' if off else ''}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from distaccum.config import translate, unknown_key
+from distaccum.config import RunConfig, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses
 
 
@@ -23,7 +23,7 @@ def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
         return ConfigError("command line", error.override, message.splitlines()[0], remedy)
     if found := re.match(r"Could not override '([^']+)'", message):
         key = found[1].split("@")[0]
-        return unknown_key(key, given.get(key))
+        return unknown_key(key, given.get(key), given.get("engine", RunConfig().engine.name))
     for cause in (error, error.__cause__):
         if isinstance(cause, OmegaConfBaseException):
             return translate(cause)
@@ -31,6 +31,14 @@ def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
         path = error.filename or given.get("hydra.run.dir")
         return ConfigError("hydra.run.dir", path, f"cannot be written ({error.strerror})", "Choose a writable folder")
     return ConfigError("command line", None, message.replace("\n", " "), "Correct the overrides")
+
+
+def check_overrides(overrides: Sequence[str], engine: str) -> None:
+    """Raises ConfigError where one of them would make the group ``engine`` another than was chosen."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "engine.name" and value != engine:
+            raise ConfigError(key, value, "engine=... chooses its settings too", f"Write engine={value}")
 
 
 def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:

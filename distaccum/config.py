@@ -7,7 +7,7 @@ a ``_target_``; everything else is typed here and checked in ``__post_init__``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Optional, cast, get_type_hints
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
 from distaccum.checks import require, require_choice, require_count, require_positive
-from distaccum.engine_config import DDPConfig, settings_of
+from distaccum.engine_config import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.errors import ConfigError, near_misses
 from distaccum.precision_config import PrecisionConfig
 
@@ -144,6 +144,7 @@ class RunConfig:
     """Everything one run is told. ``resume`` is ``never``, ``auto`` or a checkpoint's path.
 
     ``init_from``: weights to start from, a safetensors file or a folder with one; optimizer and clocks begin at zero.
+    With ``resume=auto`` it is for the first start alone, when there is no checkpoint yet.
     """
 
     seed: int = 0
@@ -167,6 +168,12 @@ class RunConfig:
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()
             require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
+            problem = f"and resume={self.resume} has weights too"
+            require(self.init_from is None, "init_from", self.init_from, problem, "Leave one of them out")
+
+    def optimizer_format(self, world_size: int) -> str:
+        """Which checkpoints' optimizer state this run's engine can go on from."""
+        return str(self.engine.optimizer_format(world_size, self.precision.name))
 
 
 def _writable(node: Any) -> Any:
@@ -208,8 +215,9 @@ def from_node(node: Mapping[str, Any]) -> RunConfig:
     """
     named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
     node = {**node, **named}
-    engine = node.get("engine")
-    engine_schema = settings_of(engine.get("name", "ddp") if isinstance(engine, Mapping) else engine or "ddp")
+    if is_dataclass(node.get("engine", "")) and not isinstance(node["engine"], type):
+        node["engine"] = asdict(engine_config(node["engine"]))
+    engine_schema = settings_of(_name_of(node))
     try:
         schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
         OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
@@ -217,6 +225,12 @@ def from_node(node: Mapping[str, Any]) -> RunConfig:
     except oc.OmegaConfBaseException as error:
         raise translate(error, node) from error
     return cast(RunConfig, _construct(RunConfig, OmegaConf.to_container(typed), engine=engine_schema))
+
+
+def _name_of(node: Mapping[str, Any]) -> Any:
+    """Which engine it means."""
+    engine = node.get("engine", "ddp")
+    return engine.get("name", "ddp") if isinstance(engine, Mapping) else engine
 
 
 def _construct(schema: type, values: Any, **chosen: type) -> Any:
@@ -238,7 +252,7 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
             key = key or first_line.rsplit(" ", 1)[-1]
             return ConfigError(key, "???", "is required and was not given", f"Add {key}=... to the command line")
         case oc.ConfigKeyError() | oc.ConfigAttributeError():
-            return unknown_key(key, value)
+            return unknown_key(key, value, _name_of(node or {}))
         case oc.InterpolationResolutionError():
             return ConfigError(key, value, first_line, "Choose groups that go together, or state the value yourself")
         case oc.ValidationError():
@@ -247,8 +261,11 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
             return ConfigError(key or "configuration", value, first_line, "Correct this value")
 
 
-def unknown_key(key: str, value: object) -> ConfigError:
-    """For a setting that does not exist, with those that are spelled nearly so."""
+def unknown_key(key: str, value: object, engine: str) -> ConfigError:
+    """For a setting that does not exist on ``engine``, with those that are spelled nearly so."""
+    group, _, setting = key.partition(".")
+    if group == "engine" and setting:
+        return unknown_setting(engine, setting, value)
     hint = near_misses(key, _known_keys())
     return ConfigError(key, value, f"no such setting{hint}", "`--cfg job` prints all settings there are")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -111,7 +111,8 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
     counts = window.counts or {SINGLE: float(window.samples)}  # where they are known at the end of the window only
     found: NonFinite | None = None
     usual: set[tuple[Stage, str]] = set()
-    with _left_as_it_was(engine), _watching(engine.bare_model) as watch:
+    unreduced = engine.unreduced() if engine.unreduced else nullcontext(dict)
+    with _left_as_it_was(engine), unreduced as accumulated, _watching(engine.bare_model) as watch:
         engine.keep_pace(len(window.micro_batches))
         if not window.micro_batches:
             engine.stand_in(sync=False)
@@ -123,6 +124,7 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
                     total = loss(engine.model, batch)
                 watch.after_forward(total)
                 engine.backward(weigh(total, counts, averages_over=engine.averages_over))
+            watch.after_backward(accumulated())
             # The rest of the window runs after a finding too: the forwards of all ranks stay in step, should the model
             # itself communicate in them, as SyncBatchNorm does.
             if found is not None:
@@ -166,6 +168,10 @@ class _Watch:
     def after_forward(self, total: Total) -> None:
         """Between the loss and its backward."""
         self._met += [(Stage.LOSS, "", _finite(part)) for part in as_totals(total).values()]
+
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> None:
+        """With what hooks do not see."""
+        self._met += [(Stage.BACKWARD, name, _finite(gradient)) for name, gradient in gradients.items()]
 
     def on_gradient(self, name: str, parameter: Tensor) -> None:
         """A hook after the accumulation of a parameter's gradient."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from distaccum.checks import require, require_choice, require_count, require_positive
-from distaccum.errors import ConfigError
+from distaccum.checks import require, require_choice, require_count, require_positive, require_types
+from distaccum.errors import ConfigError, near_misses
 
 SYNCS = ("boundary", "every")
 ACTIVATION_CHECKPOINTS = ("none", "blocks", "selective")
@@ -28,10 +28,12 @@ class DDPConfig:
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
+        _require_own_name(self)
+        require_types("engine", self, bucket_cap_mb=float, find_unused_parameters=bool)
         require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
 
-    def optimizer_format(self, _: int) -> str:
-        """Which checkpoints' optimizer state the engine can go on from, on so many ranks."""
+    def optimizer_format(self, _: int, __: str) -> str:
+        """Which checkpoints' optimizer state the engine can go on from, on so many ranks in that precision."""
         return BY_PARAMETER
 
 
@@ -67,12 +69,17 @@ class FSDP2Config:
     meta_init: bool = False
 
     def __post_init__(self) -> None:
+        _require_own_name(self)
+        flags = dict.fromkeys(("reshard_after_forward", "offload", "meta_init"), bool)
+        require_types("engine", self, replicas=int, blocks=(list, tuple), **flags)
+        texts = all(isinstance(glob, str) for glob in self.blocks)
+        require(texts, "engine.blocks", self.blocks, "not a list of texts", "Give globs of module names")
         require_choice("engine.sync", self.sync, SYNCS)
         require_choice("engine.gather_dtype", self.gather_dtype, GATHER_DTYPES)
         require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
         require_count("engine.replicas", self.replicas, least=1)
 
-    def optimizer_format(self, _: int) -> str:
+    def optimizer_format(self, _: int, __: str) -> str:
         """See ``DDPConfig``."""
         return BY_PARAMETER
 
@@ -92,11 +99,13 @@ class DeepSpeedConfig:
     json: Any = None
 
     def __post_init__(self) -> None:
+        _require_own_name(self)
+        require_types("engine", self, stage=int, offload_optimizer=bool, offload_parameters=bool)
         require(self.stage in STAGES, "engine.stage", self.stage, "no such ZeRO stage", "Use 0, 1, 2 or 3")
 
-    def optimizer_format(self, world_size: int) -> str:
-        """See ``DDPConfig``: DeepSpeed's own, cut for a stage and a number of ranks."""
-        return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks"
+    def optimizer_format(self, world_size: int, precision: str) -> str:
+        """See ``DDPConfig``: DeepSpeed's own, cut for a stage, a precision and a number of ranks."""
+        return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
 
 
 EngineConfig = DDPConfig | Zero1Config | FSDP2Config | DeepSpeedConfig
@@ -108,13 +117,39 @@ ENGINES: dict[str, type[EngineConfig]] = {
 }
 
 
-def engine_config(engine: str | EngineConfig) -> EngineConfig:
+def _require_own_name(settings: EngineConfig) -> None:
+    own = next((name for name, kind in ENGINES.items() if type(settings) is kind), settings.name)
+    require(settings.name == own, "engine.name", settings.name, f"this is {type(settings).__name__}", "Leave it out")
+
+
+def engine_config(engine: object) -> EngineConfig:
     """The settings of an engine that is given by name, or as they are.
 
     Raises:
-        ConfigError: no engine has that name.
+        ConfigError: it is neither, or no engine has that name.
     """
-    return settings_of(engine)() if isinstance(engine, str) else engine
+    if isinstance(engine, DDPConfig | FSDP2Config | DeepSpeedConfig):
+        return engine
+    if isinstance(engine, str):
+        return settings_of(engine)()
+    kinds = ", ".join(kind.__name__ for kind in ENGINES.values())
+    remedy = f"Use one of {', '.join(ENGINES)}, or settings: {kinds} of distaccum.engine_config, called"
+    raise ConfigError("engine", engine, f"neither a name nor settings but {type(engine).__name__}", remedy)
+
+
+def unknown_setting(engine: str, path: str, value: object) -> ConfigError:
+    """For ``engine.PATH``, which ``engine`` has not: with the engines that have it, or those spelled nearly so."""
+    key, head = f"engine.{path}", path.split(".", maxsplit=1)[0]
+    known = {name: [one.name for one in fields(ENGINES[name]) if one.name != "name"] for name in ENGINES}
+    own = known.get(engine, [])
+    others = " or ".join(name for name, names in known.items() if head in names)
+    if head in own:
+        return ConfigError(key, value, f"engine.{head} is one value", f"Give all of it as engine.{head}=...")
+    if others:
+        problem = f"a setting of engine={others}, not of engine={engine}"
+        return ConfigError(key, value, problem, f"Use engine={others}, or leave it out")
+    problem = f"no such setting of engine={engine}{near_misses(head, own)}"
+    return ConfigError(key, value, problem, f"It takes {', '.join(own)}")
 
 
 def settings_of(name: object) -> type[EngineConfig]:

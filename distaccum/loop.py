@@ -171,7 +171,7 @@ class Loop:
             wandb_id=self._wandb_id,
             config=asdict(self._parts.config),
             callbacks={name: callback.state_dict() for name, callback in named(self._parts.callbacks).items()},
-            optimizer_format=self._parts.config.engine.optimizer_format(self._world.size),
+            optimizer_format=self._parts.config.optimizer_format(self._world.size),
         )
         engine, data = self._accumulator.engine, self._feed.state()
         path = self._store.save(

@@ -36,7 +36,7 @@ class Origin:
     def of(cls, checkpoint_path: str, parts: Parts, world: World) -> Origin:
         """For a verified checkpoint's path, or none."""
         path, config = Path(checkpoint_path) if checkpoint_path else None, parts.config
-        own_format = config.engine.optimizer_format(world.size)
+        own_format = config.optimizer_format(world.size)
         return cls(
             path=path,
             carries_optimizer=path is not None and checkpoint.read(path).optimizer_format == own_format,
@@ -58,6 +58,12 @@ class Origin:
         if not self.fills_model:
             engine.load_state(EngineState(model=TensorFiles(self.init_from), optimizer={}, optimizer_values={}))
         return f"weights of {self.init_from}"
+
+    def saved_by(self, run: checkpoint.RunState) -> str:
+        """Which engine wrote the checkpoint, on how many ranks."""
+        assert self.path is not None
+        ranks = len(list(self.path.glob("random-*.json")))
+        return f"saved by engine {run.config['engine']['name']} on {ranks} rank{'s' if ranks > 1 else ''}"
 
     def take_up(self, accumulator: Accumulator) -> tuple[checkpoint.RunState, bool, Any]:
         """The checkpoint's run, whether random numbers go on, and the state of this rank's data.

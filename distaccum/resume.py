@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
+
 from distaccum.checkpoint import state as checkpoint
+from distaccum.checkpoint import weights
 from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.config import RunConfig
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.run_dir import RunDir
 
 
 def find_start(
-    resume: str, run_dir: RunDir, store: CheckpointStore, position: Mapping[str, int], optimizer_format: str
-) -> Path | None:
+    config: RunConfig, run_dir: RunDir, store: CheckpointStore, position: Mapping[str, int], *,
+    model: nn.Module, world_size: int,
+) -> Path | None:  # fmt: skip
     """The verified checkpoint that ``resume`` (``never``, ``auto`` or a path) asks for; None to start at zero.
 
     Raises:
-        ConfigError: the named checkpoint is damaged, the data position means something else in this run, or a new run
-            would be mixed into the results of an old one; or the optimizer state of what ``auto`` found is in another
-            than the engine's ``optimizer_format``.
+        ConfigError: the named checkpoint is damaged or another model's, the data position means something else in this
+            run, or a new run would be mixed into the results of an old one; or the optimizer state of what ``auto``
+            found is not in the format that this run's engine keeps.
     """
+    resume, optimizer_format = config.resume, config.optimizer_format(world_size)
     if resume == "auto":
         path = store.newest_valid()
     else:
@@ -39,6 +45,7 @@ def find_start(
             problem = f"but {path} counts its windows with {key}={saved.get(key)}"
             remedy = f"Continue with {key}={saved.get(key)}, or start anew in another hydra.run.dir"
             raise ConfigError(key, value, problem, remedy)
+    weights.check(model, path, key="resume")
     return path.resolve()
 
 

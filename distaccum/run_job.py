@@ -39,7 +39,7 @@ def run_job(job: Job, ranks: Ranks, agreement: Agreement, *, accepted: Callable[
 
 
 def check_job(job: Job, ranks: Ranks) -> None:
-    """Builds all that can be built before a process group, and leaves nothing behind.
+    """Builds all that can be built before a process group, and leaves nothing behind; ``ranks`` may be planned only.
 
     Raises:
         RefusedError: if the configuration cannot run.
@@ -53,12 +53,12 @@ def check_job(job: Job, ranks: Ranks) -> None:
 
 def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Path | None, CheckpointStore]:
     config = from_node(job.config)
-    parts = build_parts(config, world_size=ranks.size, device=ranks.device())
+    parts = build_parts(config, world_size=ranks.size, device=ranks.device(), planned=ranks.planned)
     store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
     if ranks.rank != 0:
         return parts, None, store
     run_dir.make()
-    start = find_start(config.resume, run_dir, store, parts.plan.position, config.engine.optimizer_format(ranks.size))
+    start = find_start(config, run_dir, store, parts.plan.position, model=parts.model, world_size=ranks.size)
     return parts, start, store
 
 

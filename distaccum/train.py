@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.agreement import Agreement, Job, RefusedError
-from distaccum.compose_errors import from_hydra
+from distaccum.compose_errors import check_overrides, from_hydra
 from distaccum.config import conf_dir, plain
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.files import write_text
@@ -50,9 +50,7 @@ def main() -> None:
 
 def _lead(ranks: Ranks, agreement: Agreement) -> int:
     """Rank 0: Hydra reads the command line and calls back for every job."""
-    check_only = "--check" in sys.argv
-    if check_only:
-        sys.argv.remove("--check")
+    planned = _take_check(ranks)
     jobs = 0
     exit_code = 1
     # Hydra prints its own errors and exits with 1. Until it has composed a job, keep them and say it in our words.
@@ -67,9 +65,10 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
         composed = True
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
         try:
+            check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
             job = Job(number=jobs, run_dir=str(run_dir.path), config=plain(node))
-            if check_only:
-                check_job(job, ranks)
+            if planned is not None:
+                check_job(job, planned)
                 run_dir.remove_if_empty()
                 return
             jobs += 1
@@ -101,6 +100,21 @@ def _lead(ranks: Ranks, agreement: Agreement) -> int:
         composing.close()
         agreement.dismiss(jobs, exit_code)
     return exit_code
+
+
+def _take_check(ranks: Ranks) -> Ranks | None:
+    """Takes ``--check``, or ``--check=N`` for N processes that torchrun is to start, off the command line."""
+    asked = [argument for argument in sys.argv[1:] if argument.partition("=")[0] == "--check"]
+    if not asked:
+        return None
+    sys.argv = [argument for argument in sys.argv if argument not in asked]
+    processes = asked[-1].partition("=")[2]
+    if not processes:
+        return ranks
+    if not processes.isdecimal() or processes == "0":
+        error = ConfigError("--check", processes, "not a number of processes", "Use --check, or --check=2 for two")
+        sys.exit(_complain(error))
+    return Ranks(size=int(processes), planned=True)
 
 
 def _exit_code(stop: SystemExit) -> int:

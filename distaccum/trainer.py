@@ -85,8 +85,10 @@ class Trainer:
         if self._ranks.rank == 0:
             run_dir.make()
             run_dir.forget_failure()
-            optimizer_format = self._config.engine.optimizer_format(self._ranks.size)
-            start = find_start(self._config.resume, run_dir, store, self._parts.plan.position, optimizer_format)
+            parts = self._parts
+            start = find_start(
+                self._config, run_dir, store, parts.plan.position, model=parts.model, world_size=self._ranks.size
+            )
         world = World.join()
         run_dir = RunDir(Path(world.text_from_main(str(run_dir.path))))
         store = CheckpointStore(run_dir.checkpoints, keep=self._config.checkpoint.keep)

@@ -66,7 +66,7 @@ def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
         parts.model, parts.optimizers, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
         count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value, nonfinite=config.trainer.nonfinite, max_skips=config.trainer.max_skips,
-        engine=config.engine, precision=config.precision, prefetch=config.trainer.prefetch, world=world,
+        engine=config.engine, precision=config.precision, seed=config.seed, prefetch=config.trainer.prefetch, world=world,
     )  # fmt: skip
     _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
     feed = make_feed(
@@ -85,10 +85,11 @@ def _resume(origin: Origin, parts: Parts, accumulator: Accumulator, feed: Feed, 
     for name, callback in named(parts.callbacks).items():
         if name in run.callbacks:
             callback.load_state_dict(run.callbacks[name])
-    note = f"resuming {origin.path} at step {run.clocks.step}"
+    carried = "everything carries over"
     if not origin.carries_optimizer:
         begins_anew = f"optimizer state ({run.optimizer_format}) and loss scale do not"
-        note += f"; weights, clocks and data carry over, {begins_anew}"
+        carried = f"weights, clocks and data carry over, {begins_anew}"
+    note = f"resuming {origin.path} at step {run.clocks.step}; {carried} ({origin.saved_by(run)})"
     return wandb_id, note + ("" if continued else "; another world size, so dropout draws fresh random numbers")
 
 

@@ -33,6 +33,7 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     launched: bool = False  # by torchrun or the like; otherwise this process is a world of one
+    planned: bool = False  # nobody has started them yet: one process checks what they are to do
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:

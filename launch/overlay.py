@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 WARM_UP, STEPS = 60, 300  # of the default run
 NEEDS = {"deepspeed": "deepspeed"}  # packages, by engine
@@ -130,7 +131,12 @@ def draw(runs: dict[str, Records], path: Path) -> None:
 
 def main() -> int:
     """The exit code."""
-    options = cast(Options, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_cli())))
+    try:
+        given = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_cli())
+        options = cast(Options, OmegaConf.to_object(given))
+    except OmegaConfBaseException as error:
+        print(f"overlay: {str(error).splitlines()[0]}. Its keys: {', '.join(vars(Options()))}", file=sys.stderr)  # noqa: T201
+        return 2
     if find_spec("matplotlib") is None:
         print("overlay: the plot needs matplotlib: pip install 'distaccum[plot]'", file=sys.stderr)  # noqa: T201
         return 2
@@ -142,6 +148,11 @@ def main() -> int:
             if train(options, engine):
                 print(f"overlay: engine={engine} failed; see above", file=sys.stderr)  # noqa: T201
                 return 1
+    missing = [engine for engine in present if not (folder_of(options, engine) / "metrics.jsonl").is_file()]
+    if missing or not present:
+        wanted = ", ".join(missing) or "any engine"
+        print(f"overlay: no run of {wanted} in {options.out}; use train=true", file=sys.stderr)  # noqa: T201
+        return 2
     runs = {
         engine: [json.loads(line) for line in (folder_of(options, engine) / "metrics.jsonl").read_text().splitlines()]
         for engine in present

@@ -95,10 +95,11 @@ def whole_state(engine: Engine, world: World) -> EngineState:
         return state
     if engine.keeps is Keeps.FILES:
         raise MisuseError("this engine's state is only kept in files: save with the Trainer, which resumes from them")
-    return replace(
-        state, model=tensors.gathered(state.model, world), optimizer=tensors.gathered(state.optimizer, world),
-        optimizer_values=_merged(state.optimizer_values, world),
-    )  # fmt: skip
+    model, optimizer = (
+        {name: tensor.detach().clone() for name, tensor in tensors.gathered(part, world).items()}
+        for part in (state.model, state.optimizer)
+    )  # clones: of what only some ranks hold, only they would see later updates
+    return replace(state, model=model, optimizer=optimizer, optimizer_values=_merged(state.optimizer_values, world))
 
 
 def _merged(values: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -160,8 +161,7 @@ def _record(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
     if record.get("version") not in _READ:
         raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
-    of_parameters = {name: value for name, value in record["optimizer_values"].items() if name.startswith("state.")}
-    return {"optimizer_format": BY_PARAMETER} | record | {"optimizer_values": of_parameters}
+    return {"optimizer_format": BY_PARAMETER} | record
 
 
 def _random_state() -> dict[str, Any]:

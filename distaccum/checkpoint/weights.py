@@ -14,28 +14,28 @@ from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.errors import CheckpointError, ConfigError, near_misses
 
 
-def check(model: nn.Module, path: Path) -> None:
-    """Raises ConfigError unless the file, or the folder's model, has the model's tensors and no others."""
+def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
+    """Raises ConfigError for ``key`` unless the file, or the folder's model, has the model's tensors and no others."""
     try:
         files = TensorFiles(path)
     except CheckpointError as error:
         remedy = "Name a safetensors file, a checkpoint, or a folder with model.safetensors"
-        raise ConfigError("init_from", path, str(error), remedy) from error
+        raise ConfigError(key, path, str(error), remedy) from error
     own = _tensors_of(model)
     missing = [name for name in own if name not in files]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         problem = f"has no {missing[0]}{more}{near_misses(missing[0], files)}"
-        raise ConfigError("init_from", path, problem, f"Use weights of this {type(model).__name__}")
+        raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
     unknown = [name for name in files if name not in own]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         problem = f"has {unknown[0]}{more}, which the model has not"
-        raise ConfigError("init_from", path, problem, f"Use weights of this {type(model).__name__}")
+        raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
     for name, tensor in own.items():
         if files.shape(name) != tuple(tensor.shape):
             problem = f"has {name} of shape {list(files.shape(name))}, and the model of {list(tensor.shape)}"
-            raise ConfigError("init_from", path, problem, "Give the model the sizes that it was trained with")
+            raise ConfigError(key, path, problem, "Give the model the sizes that it was trained with")
 
 
 @torch.no_grad()

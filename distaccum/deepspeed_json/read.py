@@ -7,6 +7,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
+from distaccum.checks import require, require_count, require_positive
 from distaccum.deepspeed_json.generate import generate
 from distaccum.deepspeed_json.merge import check, get, held, read, shown
 from distaccum.engine_config import DeepSpeedConfig
@@ -19,6 +20,10 @@ _STATE = "State it here"
 _SCHEDULE = "Name a schedule of distaccum's or your own as schedule._target_"
 _OPTIMIZER = "Name its class as optim.optimizer._target_"
 _OWN_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam", "onebitlamb")
+_OF_TORCH = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "SparseAdam",
+)  # fmt: skip
 _DECAYS = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
@@ -27,8 +32,8 @@ def from_deepspeed_json(source: str | PathLike[str] | Mapping[str, Any], *, worl
 
     What the JSON leaves out has DeepSpeed's default, such as ``gradient_clipping`` 1.0, and in fp16 and bf16 gradients
     that travel in 16 bits; "auto" counts as left out, and a batch that is not stated is distaccum's default. Without a
-    ``scheduler`` the rate is constant. ``generate`` gives back all that the JSON states, and ``engine.json`` holds what
-    only DeepSpeed knows.
+    ``scheduler`` the rate is constant. ``generate`` gives back all that the JSON states, but for settings of a format
+    that "auto" leaves off; and ``engine.json`` holds what only DeepSpeed knows.
 
     Args:
         source: a file or a mapping.
@@ -37,6 +42,7 @@ def from_deepspeed_json(source: str | PathLike[str] | Mapping[str, Any], *, worl
     Raises:
         ConfigError: everything that has no counterpart, by name.
     """
+    require_count("world_size", world_size, least=1)
     theirs = read(source)
     sections = {key: theirs.pop(key, None) for key in ("optimizer", "scheduler")}
     check(theirs, held())
@@ -45,10 +51,14 @@ def from_deepspeed_json(source: str | PathLike[str] | Mapping[str, Any], *, worl
     precision = _precision(theirs, engine.stage)
     sizes: dict[str, Any] = {**dict.fromkeys(("global_size", "micro_size")), **batch, "micro_steps": steps}
     clip_norm = get(theirs, "gradient_clipping")
-    clip_norm = 1.0 if clip_norm is None else float(clip_norm) or None
+    clip_norm = 1.0 if clip_norm is None else _number("gradient_clipping", clip_norm) or None
+    require_positive("gradient_clipping", clip_norm)
     known: dict[str, Any] = {"clip_norm": clip_norm, "clip_value": None, "world_size": world_size, **sizes}
     generate(replace(engine, json=theirs), precision, **known)
     rest = _beyond(theirs, generate(engine, precision, **known))
+    for name in ("fp16", "bf16"):
+        if get(theirs, f"{name}.enabled") is None:  # "auto", and off: its other settings mean nothing
+            rest.pop(name, None)
     lr, optimizer = _optimizer(sections["optimizer"])
     lr, schedule, total = _schedule(sections["scheduler"], lr)
     return {
@@ -183,6 +193,7 @@ def _optimizer(section: Any) -> tuple[float | None, dict[str, Any]]:
         _none_left(key, {"max_grad_norm": params["max_grad_norm"]})
     else:
         kind = "Adagrad" if kind.lower() == "adagrad" else kind
+        require(kind in _OF_TORCH, "optimizer.type", kind, "no optimizer of torch.optim", _OPTIMIZER)
         node = {name: value for name, value in params.items() if name != "lr"}
     if "lr" not in params:
         raise ConfigError(f"{key}.lr", None, "is not stated", _STATE)

@@ -63,6 +63,9 @@ class Keeps(Enum):
     FILES = "the weights; optimizer state goes to files"
 
 
+Unreduced = Callable[[], AbstractContextManager[Callable[[], Mapping[str, Tensor]]]]
+
+
 class Engine(Protocol):
     """Owner of parameters, gradients and optimizer state on one rank."""
 
@@ -84,6 +87,13 @@ class Engine(Protocol):
     @property
     def bare_model(self) -> nn.Module:
         """The user's model, for evaluation: its forward communicates nothing, unless :attr:`forward_communicates`."""
+
+    @property
+    def unreduced(self) -> Unreduced | None:
+        """Within it no micro-step reduces, and its function gives, by name, what this rank has accumulated.
+
+        None where hooks on the parameters see that.
+        """
 
     def describe(self) -> str:
         """One line for people: what a rank holds, and what a window sends."""

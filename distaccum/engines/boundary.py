@@ -57,6 +57,7 @@ class Boundary:
         self._guard = StepGuard(optimizers, modules)
         for group in self._groups():
             group.setdefault("initial_lr", group["lr"])
+        self._settings = optimizer_state.settings_of(optimizers)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What a backward starts from."""
@@ -95,6 +96,9 @@ class Boundary:
     def state(self, model: Mapping[str, Tensor], *, gives: Callable[[int], bool]) -> EngineState:
         """With the ``model``'s tensors; ``gives`` says whether this rank gives the n-th parameter's optimizer state."""
         tensors, values = optimizer_state.collect(self._optimizers, self.parameters, gives=gives)
+        # Some optimizers count in their groups: what has changed since the start is state, and the rest this run's own.
+        groups = optimizer_state.settings_of(self._optimizers)
+        values |= {name: value for name, value in groups.items() if self._settings.get(name, not value) != value}
         scaler = self._scaler.state_dict() if self._scaler else {}
         return EngineState(model=model, optimizer=tensors, optimizer_values=values, scaler=scaler)
 

@@ -62,11 +62,13 @@ class DDPEngine:
         # gradient then does not depend on the world's size.
         self.device, self.averages_over = world.device, 1 if scaler else world.size
         self.forward_communicates, self.documents = False, NO_DOCUMENTS
-        self.keeps = Keeps.WHOLE if shards is None else Keeps.SHARE
+        self.keeps, self.unreduced = Keeps.WHOLE if shards is None else Keeps.SHARE, None
         self._world, self._policy, self._shards = world, policy, shards
         self._sums_to = world.size if scaler else 1  # by what the reduced gradient is yet to be multiplied
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         place(model.to(world.device), policy, world.device, tell=world.is_main)
+        if shards is not None:  # before DDP looks at how parameters lie
+            shards.take(optimizers)
         self._body = _Body(model)
         self._ddp = DistributedDataParallel(
             self._body,
@@ -84,8 +86,6 @@ class DDPEngine:
         )  # fmt: skip
         self.min_loss_scale, self._scale = self._boundary.min_loss_scale, scaler.scale if scaler else None
         self._parameters = list(self._boundary.parameters.values())
-        if shards is not None:
-            shards.take(optimizers)
         self._use = Use(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class DeepSpeedEngine:
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
-        self._deepspeed, self._optimizer = deepspeed, optimizers[0]
+        self._deepspeed = deepspeed
         with quiet():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
@@ -92,7 +92,7 @@ class DeepSpeedEngine:
             for parameter in self._trained:
                 accumulate_in_fp32(parameter)
         gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
-        self.forward_communicates, self.keeps = gathers or not self._holds, Keeps.FILES
+        self.forward_communicates, self.keeps, self.unreduced = gathers or not self._holds, Keeps.FILES, None
         self._pace = Pace(self._engine, world) if gathers and self._holds else None
         self._window: AbstractContextManager[object] | None = None
         self._called = False
@@ -118,8 +118,7 @@ class DeepSpeedEngine:
     @property
     def model(self) -> nn.Module:
         """DeepSpeed's engine."""
-        engine: nn.Module = self._engine
-        return engine
+        return cast(nn.Module, self._engine)
 
     @property
     def bare_model(self) -> nn.Module:
@@ -175,6 +174,8 @@ class DeepSpeedEngine:
     def micro_step(self, *, sync: bool) -> Iterator[None]:
         """Accumulates on this rank; with ``sync`` reduces all of it at the end."""
         self._called = False
+        if self._pace:
+            self._pace.begin_micro_step()
         if not self._holds:
             self._engine.set_gradient_accumulation_boundary(sync)
         with self._held_back():
@@ -237,8 +238,7 @@ class DeepSpeedEngine:
                 self._engine.step()
             applied = bool(self._engine.was_step_applied())
         self.zero_gradients()
-        found = torch.tensor(float(applied), device=self.device)
-        told = HostCopy(torch.stack((found, scale)))
+        told = HostCopy(torch.stack((found := torch.tensor(float(applied), device=self.device), scale)))
         if self._scaler:
             self._scaler.advance(1.0 - found)
         return StepResult(grad_norm=norm, told=told, nonfinite=partial(_nonfinite, names, norms))

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from distaccum.errors import ConfigError
@@ -34,10 +35,11 @@ def check(optimizers: Sequence[Optimizer], policy: PrecisionPolicy) -> None:
             raise ConfigError(f"precision.{key}", globs, "DeepSpeed casts the model as a whole", remedy)
 
 
-def load_deepspeed(device: torch.device) -> Any:
+def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
     """The module ``deepspeed``, set to ``device``'s kind of accelerator.
 
-    Its logger, which writes to stdout, keeps warnings but for those that say nothing new.
+    ``planned``: only to check what processes will do that a launcher is yet to start. DeepSpeed's logger, which writes
+    to stdout, keeps warnings but for those that say nothing new.
 
     Raises:
         ConfigError: it is not installed, or cannot be imported.
@@ -53,11 +55,15 @@ def load_deepspeed(device: torch.device) -> Any:
     except ModuleNotFoundError as error:
         problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
         raise ConfigError("engine", "deepspeed", problem, "Run pip install 'distaccum[deepspeed]'") from error
-    if not {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ):
+    except ImportError as error:
+        remedy = "Install versions of deepspeed and torch that go together, or use another engine"
+        raise ConfigError("engine", "deepspeed", f"DeepSpeed cannot be imported ({error})", remedy) from error
+    if not planned and not {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ):
         problem = "DeepSpeed reads LOCAL_RANK, which a launcher sets"
         raise ConfigError("engine", "deepspeed", problem, "Start with torchrun, with one process too")
     if device.type == "cpu":  # what it would compile at its first use, for inference alone, which takes a compiler
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with quiet():  # it tries the compiler for every kernel it has
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device.type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         cpu = import_module("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
@@ -81,6 +87,28 @@ def _says_something_new(record: logging.LogRecord) -> bool:
     return not any(known in record.getMessage() for known in _KNOWN)
 
 
+def check_dimensions(model: nn.Module) -> None:
+    """Raises ConfigError for a parameter that DeepSpeed cannot flatten."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            problem, remedy = f"cannot take {name}, which has no dimension", "Use engine=zero1, or shape [1] for it"
+            raise ConfigError("engine", "deepspeed", problem, remedy)
+
+
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value among those passed on that DeepSpeed itself refuses."""
+    with quiet():
+        of_zero: Any = import_module("deepspeed.runtime.zero.config")
+    try:
+        of_zero.get_zero_config(dict(settings))
+    except ValueError as error:  # pydantic's is one
+        found: list[dict[str, Any]] = getattr(error, "errors", list)()
+        first: dict[str, Any] = found[0] if found else {"loc": (), "input": None, "msg": str(error)}
+        key = ".".join([_ZERO_KEY, *map(str, first["loc"])])
+        problem = f"DeepSpeed refuses it ({first['msg']})"
+        raise ConfigError(key, first["input"], problem, "Correct the value, or leave it out") from error
+
+
 def check_fp16(deepspeed: Any, device: torch.device) -> None:
     """Raises ConfigError where DeepSpeed's fp16 does not run on ``device``."""
     if not deepspeed.accelerator.get_accelerator().is_fp16_supported():
@@ -96,11 +124,6 @@ def refuse_faulty(settings: Mapping[str, Any], version: str, device: str) -> Non
     """
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if settings.get("torch_autocast", {}).get("enabled") and settings["torch_autocast"].get("dtype") == "float16":
-        problem = f"DeepSpeed {version} clips by the scaled norm there, and never lowers the scale"
-        raise ConfigError(
-            "engine.json.torch_autocast", "float16", problem, "Use precision=fp16, without torch_autocast"
-        )
     if zero.get("round_robin_gradients"):
         problem = f"DeepSpeed {version} mixes its fp32 weights up there when they are asked for by name"
         raise ConfigError(f"{_ZERO_KEY}.round_robin_gradients", True, problem, "Leave it false")

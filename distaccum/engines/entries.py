@@ -13,11 +13,17 @@ from torch.optim import Optimizer
 
 from distaccum.deepspeed_json.generate import generate
 from distaccum.engine_config import DeepSpeedConfig, EngineConfig
-from distaccum.engines import fsdp2
+from distaccum.engines import fsdp2, fsdp2_checks
 from distaccum.engines.base import Engine
 from distaccum.engines.ddp import DDPEngine
 from distaccum.engines.deepspeed import DeepSpeedEngine
-from distaccum.engines.deepspeed_install import check_fp16, load_deepspeed, refuse_faulty
+from distaccum.engines.deepspeed_install import (
+    check_dimensions,
+    check_fp16,
+    check_values,
+    load_deepspeed,
+    refuse_faulty,
+)
 from distaccum.engines.optimizer_shards import OptimizerShards
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
@@ -40,6 +46,7 @@ class EngineSettings:
     world_size: int
     device: torch.device
     seed: int = 0  # of weights that the engine makes
+    planned: bool = False  # the processes are yet to be launched
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,7 +77,7 @@ class EngineSettings:
 Make = Callable[[nn.Module, Sequence[Optimizer], World, PrecisionPolicy, EngineSettings], Engine]
 
 
-def _anything(settings: EngineSettings) -> None:
+def _anything(settings: EngineSettings, model: nn.Module) -> None:
     pass
 
 
@@ -79,7 +86,7 @@ class Entry:
     """One engine: ``make`` is a collective; ``check`` raises ConfigError for what ``make`` would fail on."""
 
     make: Make
-    check: Callable[[EngineSettings], None] = _anything
+    check: Callable[[EngineSettings, nn.Module], None] = _anything
     makes_weights: bool = False  # of a model on the meta device
 
 
@@ -115,9 +122,12 @@ def _sharded(
     return fsdp2.FSDP2Engine(model, optimizers, world, seed=settings.seed, **options)
 
 
-def _check_sharded(settings: EngineSettings) -> None:
+def _check_sharded(settings: EngineSettings, model: nn.Module) -> None:
     policy = PrecisionPolicy.of(settings.precision)
     fsdp2.check(settings.world_size, replicas=settings.options["replicas"], reduce_dtype=policy.reduce_dtype)
+    fsdp2_checks.check_meta(model, meta_init=settings.options["meta_init"])
+    fsdp2_checks.check_globs(model, settings.options["blocks"])
+    fsdp2_checks.check_parameters(model, settings.options["blocks"])
 
 
 def _deepspeed_json(settings: EngineSettings) -> dict[str, Any]:
@@ -129,10 +139,12 @@ def _deepspeed_json(settings: EngineSettings) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _check_deepspeed(settings: EngineSettings) -> None:
+def _check_deepspeed(settings: EngineSettings, model: nn.Module) -> None:
+    check_dimensions(model)
     found, policy = _deepspeed_json(settings), PrecisionPolicy.of(settings.precision)
-    deepspeed = load_deepspeed(settings.device)
+    deepspeed = load_deepspeed(settings.device, planned=settings.planned)
     refuse_faulty(found, deepspeed.__version__, settings.device.type)
+    check_values(found)
     if policy.compute_dtype is torch.float16:
         check_fp16(deepspeed, settings.device)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from distaccum.engines import fsdp2_internals as internals
 from distaccum.engines import fsdp2_units as units
 from distaccum.engines.base import NO_DOCUMENTS, EngineState, Keeps, StepResult
 from distaccum.engines.boundary import Boundary, trained
+from distaccum.engines.fsdp2_optimizers import go_on_with
 from distaccum.engines.pace import Pace
 from distaccum.engines.reduction import ReduceScatterIn
 from distaccum.engines.shards import mebibytes, shard_like, whole
@@ -61,12 +62,14 @@ class FSDP2Engine:
         self.device, self.averages_over = world.device, 1
         self.forward_communicates, self.documents, self.keeps = True, NO_DOCUMENTS, Keeps.SHARE
         self._world, self._policy, self._every = world, policy, sync == "every"
+        self.unreduced = self._unreduced
+        self._for_nothing: list[bool] = []  # not empty while a micro-step runs whose gradient counts for nothing
         self._reshards, self._offload = reshard_after_forward, offload
         self._gathers_compute = gather_dtype == "compute" and policy.casts and not (policy.keep_fp32 or policy.only)
         self._mesh = _mesh(world, replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, units.blocks_of(model, blocks), activation_checkpoint, seed)
-        _go_on_with(model, optimizers, before)
+        go_on_with(model, optimizers, before)
         place(model, policy, world.device, tell=world.is_main)
         self._model = model
         self._boundary = Boundary(
@@ -81,7 +84,7 @@ class FSDP2Engine:
         """Block by block, so that one at a time is whole on the device."""
         names = {module: name for name, module in model.named_modules()}
         if activation_checkpoint != "none":
-            units.checkpoint_activations(blocks, selective=activation_checkpoint == "selective")
+            units.checkpoint_activations(model, blocks, selective=activation_checkpoint == "selective")
         mixed = MixedPrecisionPolicy(
             param_dtype=self._policy.compute_dtype if self._gathers_compute else None,
             reduce_dtype=torch.float32 if self._gathers_compute else None,  # what is accumulated before, too
@@ -102,8 +105,8 @@ class FSDP2Engine:
             sharded = cast(FSDPModule, unit)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # else a factor is NCCL's to multiply by, and gloo has none
-            if sixteen is not None:
-                sharded.set_custom_reduce_scatter(cast(Any, ReduceScatterIn(sixteen)))
+            if hasattr(sharded, "set_custom_reduce_scatter"):  # from torch 2.9 on
+                sharded.set_custom_reduce_scatter(cast(Any, ReduceScatterIn(sixteen, for_nothing=self._for_nothing)))
 
     def _add_up(self, tensor: Tensor) -> Tensor:
         """Over the ranks that share a model: those of other replicas hold the same gradient."""
@@ -155,24 +158,45 @@ class FSDP2Engine:
         self._paced = True
         missing = self._pace.missing(micro_steps)
         for _ in range(missing - (0 if micro_steps else 1)):
-            with self.micro_step(sync=False):
-                self._pace.replay(self.autocast)
+            self.stand_in(sync=False)
         if missing and not self._every:
-            self._drop_unreduced()  # zeros, or NaN where the earlier input was beyond the number format
+            internals.drop(self._model)  # zeros, or NaN where the earlier input was beyond the number format
 
     def stand_in(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
-        with self.micro_step(sync=sync):
+        self._toggle(sync)
+        self._for_nothing.append(True)
+        try:
             self._pace.replay(self.autocast)
+        finally:
+            self._for_nothing.clear()
 
-    @contextmanager
-    def micro_step(self, *, sync: bool) -> Iterator[None]:
+    def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Gradients are reduced if ``sync``, or after every micro-step if so configured."""
+        self._pace.begin_micro_step()
+        self._toggle(sync)
+        return nullcontext()
+
+    def _toggle(self, sync: bool) -> None:
         sharded = cast(FSDPModule, self._model)
         sharded.set_requires_gradient_sync(sync or self._every)
         if not self._reshards:
             sharded.set_reshard_after_backward(sync)
-        yield
+
+    @contextmanager
+    def _unreduced(self) -> Iterator[Callable[[], Mapping[str, Tensor]]]:
+        every, self._every = self._every, False
+        try:
+            yield lambda: dict(self._accumulated())
+        finally:
+            self._every = every
+
+    def _accumulated(self) -> Iterator[tuple[str, Tensor]]:
+        names = {id(parameter): name for name, parameter in self._boundary.parameters.items()}
+        for parameter in internals.parameters_of(self._model):
+            gradient = internals.accumulated(parameter)
+            if gradient is not None and id(parameter.sharded_param) in names:
+                yield names[id(parameter.sharded_param)], gradient
 
     def autocast(self) -> AbstractContextManager[object]:
         """The policy's."""
@@ -203,19 +227,7 @@ class FSDP2Engine:
         """Frees the shards' gradients, and what a window that is not done has accumulated whole."""
         for parameter in self._boundary.parameters.values():
             parameter.grad = None
-        self._drop_unreduced()
-
-    def _drop_unreduced(self) -> None:
-        # FSDP2 has no public way to drop a window half-way.
-        for module in self._model.modules():
-            state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            for group in filter(None, groups):
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+        internals.drop(self._model)
 
     def state(self) -> EngineState:
         """Tensors are put together one by one, each kept by one rank, on the host."""
@@ -223,7 +235,7 @@ class FSDP2Engine:
         found: dict[str, Any] = get_model_state_dict(self._model)
         for i, (name, tensor) in enumerate(found.items()):
             full = whole(tensor)
-            if self._gives(i):
+            if self._gives(i) if isinstance(tensor, DTensor) else self._world.is_main:  # buffers are rank 0's
                 model[name] = full.cpu()
         return self._boundary.state(model, gives=self._gives)
 
@@ -265,34 +277,3 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def _go_on_with(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
-    """Has the optimizers hold the shards in place of the whole parameters that went by these names."""
-    sharded = dict(model.named_parameters(remove_duplicate=False))
-    for optimizer in optimizers:
-        if optimizer.state:
-            problem = "it has stepped, and its state is of whole parameters"
-            raise ConfigError("optimizer", type(optimizer).__name__, problem, "Wrap first, then load its state")
-        for group in optimizer.param_groups:
-            group["params"] = [sharded[names[id(p)]] for p in group["params"]]
-        if any(group.get("fused") for group in optimizer.param_groups) and not _fuses(optimizer):
-            for group in optimizer.param_groups:
-                group["fused"] = False
-            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch sets it with fused
-
-
-def _fuses(optimizer: Optimizer) -> bool:
-    """Whether its fused kernel takes shards: SGD's does not, as of torch 2.13, and says so at the first step."""
-    trial = copy(optimizer)
-    trial.state, trial.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
-    for group in trial.param_groups:
-        zeros = [nn.Parameter(torch.zeros_like(p)) for p in group["params"][:1]]
-        for zero in zeros:
-            zero.grad = torch.zeros_like(zero)
-        group["params"] = zeros
-    try:
-        trial.step()
-    except NotImplementedError:
-        return False
-    return True

@@ -49,7 +49,8 @@ def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
         unsplit = set(getattr(model, "_no_split_modules", None) or ())
         chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
     # A module comes before what it holds, which has to be sharded first.
-    return [module for module in reversed(chosen) if any(p.requires_grad for p in module.parameters())]
+    once = dict.fromkeys(reversed(chosen))  # a layer may be used in several places
+    return [module for module in once if any(p.requires_grad for p in module.parameters())]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
@@ -112,11 +113,14 @@ def _initialise(module: nn.Module, name: str, seed: int) -> None:
         reset()
 
 
-def checkpoint_activations(blocks: Sequence[nn.Module], *, selective: bool) -> None:
-    """Has each block forget what it computes inside, and compute it once more in the backward.
+def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module], *, selective: bool) -> None:
+    """Has each block of ``model`` forget what it computes inside, and compute it once more in the backward.
 
     ``selective`` keeps the matrix products and attention.
     """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # Hugging Face's: what is computed once more would be kept twice
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)

@@ -52,9 +52,12 @@ class OptimizerShards:
     def _lay_out(self, parameters: Sequence[nn.Parameter], rank: int) -> None:
         for dtype in sorted({p.dtype for p in parameters}, key=str):
             alike = [p for p in parameters if p.dtype is dtype]
-            stretch = torch.cat([p.detach().flatten() for p in alike])
-            for parameter, part in zip(alike, torch.split(stretch, [p.numel() for p in alike]), strict=True):
-                parameter.data = part.view(parameter.shape)
+            sizes = [p.numel() for p in alike]
+            stretch = torch.empty(sum(sizes), dtype=dtype, device=alike[0].device)
+            for parameter, part in zip(alike, torch.split(stretch, sizes), strict=True):
+                dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+                strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+                parameter.data = part.as_strided(parameter.shape, strides).copy_(parameter.detach())
             self._stretches.append((rank, stretch))
 
     def spread(self) -> None:

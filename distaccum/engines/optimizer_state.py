@@ -6,11 +6,25 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from distaccum.engines.shards import shard_like, whole
+from distaccum.errors import MisuseError
 
-_PREFIX = "state."
+_PREFIX, _OF_GROUPS = "state.", "groups."
+_OURS = ("params", "lr", "initial_lr")  # in groups
+
+
+def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """What the optimizers' groups say besides rates, as ``groups.OPTIMIZER.GROUP.KEY``; plain values only."""
+    return {
+        f"{_OF_GROUPS}{i}.{j}.{key}": value
+        for i, optimizer in enumerate(optimizers)
+        for j, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in _OURS and isinstance(value, bool | int | float | str)
+    }
 
 
 def collect(
@@ -28,9 +42,15 @@ def collect(
     values: dict[str, Any] = {}
     for n, (name, parameter) in enumerate(parameters.items()):
         for key, value in kept.get(id(parameter), {}).items():
-            full = whole(value) if isinstance(value, Tensor) else value
-            if gives(n):
-                (tensors if isinstance(value, Tensor) else values)[f"{_PREFIX}{name}.{key}"] = full
+            if not isinstance(value, Tensor | bool | int | float | str | None):
+                kind = type(value).__name__
+                raise MisuseError(f"the optimizer keeps a {kind} ({key}) of {name}: only tensors and numbers are saved")
+            if isinstance(value, Tensor):
+                full = whole(value)
+                if gives(n):
+                    tensors[f"{_PREFIX}{name}.{key}"] = full.cpu() if isinstance(value, DTensor) else full
+            elif gives(n):
+                values[f"{_PREFIX}{name}.{key}"] = value
     return tensors, values
 
 
@@ -38,15 +58,20 @@ def load(
     optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Gives each optimizer here what was kept of its parameters. Settings of its groups stay as they are.
+    """Gives each optimizer here what was kept of its parameters, and of its groups what is no setting of theirs.
 
     A parameter of which nothing was kept, as the saved run had never used it, begins anew.
 
     Raises:
         KeyError: something was kept of a parameter that there is not.
     """
+    optimizers = list(optimizers)
     kept: dict[str, dict[str, str]] = {}  # by parameter: by key: the whole name
-    for full_name in (*tensors, *values):
+    for full_name, value in values.items():
+        if full_name.startswith(_OF_GROUPS):
+            i, j, key = full_name.removeprefix(_OF_GROUPS).split(".", 2)
+            optimizers[int(i)].param_groups[int(j)][key] = value
+    for full_name in (name for name in (*tensors, *values) if name.startswith(_PREFIX)):
         name, _, key = full_name.removeprefix(_PREFIX).rpartition(".")
         kept.setdefault(name, {})[key] = full_name
     unknown = kept.keys() - parameters.keys()
@@ -57,7 +82,7 @@ def load(
         held = [p for group in optimizer.param_groups for p in group["params"]]
         state = {
             i: {
-                key: shard_like(tensors[full], parameter).clone() if full in tensors else values[full]
+                key: _part(tensors[full], parameter, full) if full in tensors else values[full]
                 for key, full in kept[names[id(parameter)]].items()
             }
             for i, parameter in enumerate(held)
@@ -66,3 +91,9 @@ def load(
         # Torch moves each entry to where, and as what, this run's settings want it.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _part(tensor: Tensor, parameter: Tensor, name: str) -> Tensor:
+    if isinstance(parameter, DTensor) and tensor.ndim and tensor.shape != parameter.shape:
+        raise ValueError(f"{name} has another shape than its parameter, and cannot be cut into the same shards")
+    return shard_like(tensor, parameter).clone()

@@ -30,10 +30,15 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class ReduceScatterIn:
-    """For FSDP2: sums in ``dtype`` what is accumulated, and given back, in a wider one; divided before it is cast."""
+    """For FSDP2: sums in ``dtype`` what is accumulated, and given back, in a wider one; divided before it is cast.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    Args:
+        dtype: None for that of what is given.
+        for_nothing: while it is not empty, this rank adds zeros, whatever it is given.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, *, for_nothing: Sequence[object] = ()) -> None:
+        self._dtype, self._for_nothing = dtype, for_nothing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's memory for the two ends."""
@@ -44,6 +49,11 @@ class ReduceScatterIn:
     ) -> None:
         """Fills ``output_tensor`` with this rank's part of the sum."""
         assert not async_op
+        if self._for_nothing:
+            input_tensor.zero_()
+        if self._dtype is None:
+            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
         sent = (input_tensor / group.size()).to(self._dtype)
         received = torch.empty_like(output_tensor, dtype=self._dtype)
         _reduce_scatter(received, sent, op=op, group=group)

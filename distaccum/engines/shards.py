@@ -30,6 +30,8 @@ def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
             i = mesh.get_local_rank(dimension)
             rows = parts[i] if i < len(parts) else rows.narrow(placement.dim, 0, 0)
     part = rows.to(local(pattern).device)
+    if part.untyped_storage().nbytes() > part.nbytes:  # a view, that would keep the whole
+        part = part.clone()
     return DTensor.from_local(
         part, mesh, pattern.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

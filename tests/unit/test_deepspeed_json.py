@@ -467,6 +467,18 @@ def test_what_is_read_is_a_configuration_of_distaccums() -> None:
     assert list(optimizer.defaults["betas"]) == [0.9, 0.95]
 
 
+def test_settings_of_a_format_that_auto_leaves_off_are_not_kept() -> None:
+    scaler = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
+    assert from_deepspeed_json({"fp16": scaler}, world_size=RANKS)["engine"]["json"] is None
+    bf16 = from_deepspeed_json({"fp16": scaler, "bf16": {"enabled": True}}, world_size=RANKS)
+    assert bf16["engine"]["json"] is None
+
+
+def test_a_world_of_no_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="world_size=0: must be at least 1"):
+        from_deepspeed_json({}, world_size=0)
+
+
 def test_an_empty_file_is_deepspeeds_defaults() -> None:
     config = from_deepspeed_json({}, world_size=RANKS)
     assert "batch" not in config
@@ -537,6 +549,8 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device=nvme but"),
     ({"zero_optimization": {"stage": 5}}, "stage"),
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype=fp32 but"),
+    ({"gradient_clipping": -1}, "gradient_clipping=-1: must be a positive"),
+    ({"optimizer": {"type": "Adan", "params": {"lr": 1.0}}}, "optimizer.type=Adan: no optimizer of torch.optim"),
     ({"trian_batch_size": 4}, "did you mean train_batch_size"),
 ]
 
