@@ -66,7 +66,8 @@ def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
         parts.model, parts.optimizers, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
         count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value, nonfinite=config.trainer.nonfinite, max_skips=config.trainer.max_skips,
-        engine=config.engine, precision=config.precision, seed=config.seed, prefetch=config.trainer.prefetch, world=world,
+        engine=config.engine, precision=config.precision, seed=config.seed, prefetch=config.trainer.prefetch,
+        world=world,
     )  # fmt: skip
     _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
     feed = make_feed(
