@@ -77,7 +77,7 @@ class DeepSpeedEngine:
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
-        self._deepspeed = deepspeed
+        self._deepspeed, self._optimizer = deepspeed, optimizers[0]
         with quiet():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False

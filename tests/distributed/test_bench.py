@@ -11,7 +11,12 @@ from tests.commands import ROOT, succeed
 
 
 @pytest.mark.parametrize(
-    ("world", "precision"), [(1, "fp32"), (2, "fp32"), pytest.param(1, "fp16", marks=pytest.mark.heavy)]
+    ("world", "precision"),
+    [
+        (1, "fp32"),
+        pytest.param(2, "fp32", marks=pytest.mark.heavy),
+        pytest.param(1, "fp16", marks=pytest.mark.heavy),
+    ],
 )
 def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int, precision: str) -> None:
     finished = succeed(

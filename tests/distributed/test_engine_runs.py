@@ -40,11 +40,18 @@ def test_deepspeed_then_fsdp2_from_its_weights_then_a_refusal(tmp_path: Path) ->
     assert "step-3: its optimizer state is in DeepSpeed's files" in refused.stderr
     assert status(first)["state"] == "done"
 
-    file = tmp_path / "weights.safetensors"
+
+@pytest.mark.heavy
+def test_exported_weights_start_a_run(tmp_path: Path) -> None:
+    first, file = tmp_path / "first", tmp_path / "weights.safetensors"
+    succeed(*SMALL, "engine=fsdp2", "trainer.max_steps=2", "checkpoint.every=2", f"hydra.run.dir={first}", world=2)
     succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "export.py")
-    third = tmp_path / "third"
-    succeed(*SMALL, f"init_from={file}", "trainer.max_steps=1", f"hydra.run.dir={third}")
-    assert metrics(third)[0]["step"] == 1
+    succeed(*SMALL, f"init_from={file}", "trainer.max_steps=1", f"hydra.run.dir={tmp_path / 'second'}")
+    went_on = f"resume={first}/checkpoints/step-2"
+    succeed(*SMALL, went_on, "trainer.max_steps=3", f"hydra.run.dir={tmp_path / 'third'}")
+    (begun,), (resumed,) = metrics(tmp_path / "second"), metrics(tmp_path / "third")
+    assert (begun["step"], resumed["step"]) == (1, 3)
+    assert begun["loss"] != resumed["loss"]  # of other windows, by the same weights
 
 
 @pytest.mark.heavy

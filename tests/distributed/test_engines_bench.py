@@ -178,6 +178,7 @@ def test_what_a_ring_sends() -> None:
         ring_bytes("barrier", 0, 2)
 
 
+@pytest.mark.heavy
 def test_the_overlay_of_two_tiny_runs(tmp_path: Path) -> None:
     plot = tmp_path / "curves.png"
     finished = succeed(

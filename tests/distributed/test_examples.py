@@ -29,7 +29,7 @@ def _run(example: str, world: int, cwd: Path) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_three_levels_give_bitwise_the_same_weights(tmp_path: Path, world: int) -> None:
     printed = [_run(level, world, tmp_path) for level in LEVELS]
     weights = [re.search(r"^weights ([0-9a-f]{64})$", text, re.MULTILINE) for text in printed]
@@ -45,7 +45,8 @@ def test_the_text_classifier_learns(tmp_path: Path, world: int) -> None:
     assert re.search(r"^pad +[\d.]+% of the tokens of a micro-batch are padding", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.heavy
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
     printed = _run("causal_lm", world, tmp_path)
     losses = [float(found) for found in re.findall(r"^step .* loss ([\d.]+)  grad", printed, re.MULTILINE)]

@@ -48,6 +48,7 @@ def test_engines_and_two_world_sizes_go_on_from_each_other(tmp_path: Path) -> No
     _hold(tmp_path, (1, 2), "fp32", 1e-6)
 
 
+@pytest.mark.heavy
 def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
     _hold(tmp_path, (2,), "fp16", 5e-3)
 

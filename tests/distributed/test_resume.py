@@ -32,6 +32,7 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int)
     assert status(tmp_path / "killed") == {"state": "done", "step": 60, "reason": ""}
 
 
+@pytest.mark.heavy
 def test_another_world_size_sees_the_same_windows(tmp_path: Path) -> None:
     settings = [setting for setting in SETTINGS if "dropout" not in setting] + ["optim=sgd", "schedule=constant"]
     succeed(*settings, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'moved'}", world=3)

@@ -12,7 +12,7 @@ from tests.distributed.zero1_worker import MODELS
 
 WORKER = ROOT / "tests" / "distributed" / "zero1_worker.py"
 RUNS = [name + clip for name in MODELS for clip in ("", ", clipped")]
-pytestmark = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.heavy)], scope="module")
+pytestmark = [pytest.mark.heavy, pytest.mark.parametrize("world", [2, 4], scope="module")]
 
 
 @pytest.fixture(scope="module")
