@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from distaccum.accumulator import Accumulator as Accumulator
     from distaccum.data.source import Source as Source
     from distaccum.deepspeed_json.read import from_deepspeed_json as from_deepspeed_json
+    from distaccum.signals import StopSignals as StopSignals
     from distaccum.trainer import Trainer as Trainer
     from distaccum.world import World as World
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Accumulator": "distaccum.accumulator",
     "Source": "distaccum.data.source",
+    "StopSignals": "distaccum.signals",
     "Trainer": "distaccum.trainer",
     "World": "distaccum.world",
     "from_deepspeed_json": "distaccum.deepspeed_json.read",

@@ -134,7 +134,7 @@ class Accumulator:
         return self._tally.stopping
 
     def stop(self) -> None:
-        """Asks all ranks to stop: the next window is their last, and :meth:`windows` ends after it."""
+        """Asks all ranks to stop: :meth:`windows` gives none any more; of a stream, whose items are taken, one more."""
         self._stop_wanted = True
 
     def windows(self, data: Any) -> Iterator[OpenWindow]:

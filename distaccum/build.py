@@ -51,7 +51,7 @@ class Parts:
     source: Source
     plan: Plan | StreamPlan
     model: nn.Module
-    model_summary: str  # of the model as it was before an engine took it
+    parameters: int  # of the model as it was before an engine took it
     loss: Loss
     optimizers: Sequence[Optimizer]
     schedule: Schedule
@@ -118,7 +118,7 @@ def assemble(
         source=source,
         plan=plan,
         model=model,
-        model_summary=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        parameters=sum(p.numel() for p in model.parameters()),
         loss=loss,
         optimizers=optimizers or [build_optimizer(config.optim, model, device)],
         schedule=build("schedule", config.schedule, total_steps=total_steps),

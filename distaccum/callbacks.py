@@ -19,8 +19,8 @@ class Run(Protocol):
         """How far it is."""
 
     def stop(self, reason: str) -> None:
-        """Asks all ranks to stop; one that asks is enough. After an evaluation the run ends at once, else after the
-        next update."""
+        """Asks all ranks to stop; one that asks is enough. After an evaluation the run ends at once, else before the
+        next window, or after it where the data is a stream."""
 
 
 class Callback(Protocol):
@@ -39,7 +39,7 @@ class Callback(Protocol):
         """After a checkpoint is complete at ``path``."""
 
     def on_end(self, run: Run, results: Mapping[str, float]) -> None:
-        """At the end of a run that did not fail, with the last evaluation's results."""
+        """At the end of a run that did not fail, and was not preempted, with the last evaluation's results."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the callback: values that JSON can hold."""

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
 from distaccum.checks import require, require_choice, require_count, require_positive
+from distaccum.durations import seconds_of
 from distaccum.engine_config import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.errors import ConfigError, near_misses
 from distaccum.precision_config import PrecisionConfig
@@ -79,6 +80,9 @@ class OptimConfig:
 class TrainerConfig:
     """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends.
 
+    ``max_time`` (HH:MM:SS, 90s, 12h, ...): before so much time is over since its start the run saves and leaves, to be
+    continued.
+
     ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: whether a NaN or
     infinite gradient stops the run, or its window is skipped. (In fp16 the loss scale backs off first.) ``max_skips``
     in a row, with nowhere left for a loss scale to go, stop it in any case.
@@ -86,6 +90,7 @@ class TrainerConfig:
 
     max_steps: Optional[int] = 300  # noqa: UP045
     max_epochs: Optional[int] = None  # noqa: UP045
+    max_time: Any = None
     log_every: int = 10
     eval_every: int = 50
     num_workers: int = 0
@@ -96,6 +101,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         require_count("trainer.max_steps", self.max_steps, least=1)
         require_count("trainer.max_epochs", self.max_epochs, least=1)
+        if self.max_time is not None:
+            seconds_of("trainer.max_time", self.max_time)
         require_count("trainer.log_every", self.log_every, least=1)
         require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
         require_count("trainer.num_workers", self.num_workers)

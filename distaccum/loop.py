@@ -13,6 +13,7 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.clocks import Clocks
 from distaccum.data.loader import Feed
+from distaccum.deadline import Deadline
 from distaccum.errors import NonFiniteError
 from distaccum.evaluate import evaluate
 from distaccum.metrics.meter import Meter
@@ -22,7 +23,8 @@ from distaccum.window import Outcome, Window
 
 
 class Loop:
-    """Trains what ``parts`` describe until ``total_steps`` updates are applied, or a callback stops it.
+    """Trains what ``parts`` describe until ``total_steps`` updates are applied, or until it is stopped: by a callback,
+    which is an end too, or by :meth:`preempt` or the deadline, after which another process is to go on.
 
     Args:
         parts: data, loss, schedule, callbacks, metrics.
@@ -32,14 +34,16 @@ class Loop:
         store: of the checkpoints.
         sinks: of the records; empty on all ranks but 0.
         wandb_id: kept in every checkpoint.
+        deadline: by when to have saved.
     """
 
     def __init__(
         self, parts: Parts, accumulator: Accumulator, feed: Feed, *, run_dir: RunDir, store: CheckpointStore,
-        sinks: Sequence[Sink], wandb_id: str,
+        sinks: Sequence[Sink], wandb_id: str, deadline: Deadline,
     ) -> None:  # fmt: skip
         self._parts, self._accumulator, self._feed = parts, accumulator, feed
         self._run_dir, self._store, self._sinks, self._wandb_id = run_dir, store, sinks, wandb_id
+        self._deadline = deadline
         self._world, self._attempts = accumulator.world, accumulator.attempts
         self._meter = Meter(self._world, self.clocks)
         self._evaluation: tuple[int, dict[str, float]] | None = None
@@ -48,8 +52,9 @@ class Loop:
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
         self._watched = any(map(watches_updates, parts.callbacks))
         self._loss_scale = 0.0
-        self._wants_to_stop, self._reason, self._ended = False, "", False
-        self.stop_reason = ""  # where callbacks ended the run: all ranks', known at its end
+        self._reason, self._preempted_by, self._ended = "", "", False
+        self.stop_reason = ""  # of all ranks that asked to stop, or to be preempted: known at the end
+        self.preempted = False  # whether it is to be continued: all ranks', known at the end
 
     @property
     def clocks(self) -> Clocks:
@@ -58,7 +63,12 @@ class Loop:
 
     def stop(self, reason: str) -> None:
         """For callbacks: see ``distaccum.callbacks.Run``."""
-        self._wants_to_stop, self._reason = True, reason
+        self._reason = reason
+
+    def preempt(self, reason: str) -> None:
+        """Asks all ranks to save and leave before the next window; may be called by a signal's handler."""
+        self._preempted_by = reason
+        self._accumulator.stop()
 
     def fit(self) -> dict[str, float]:
         """Trains to the end; returns the last evaluation, empty without one.
@@ -90,14 +100,17 @@ class Loop:
 
     def _after_attempt(self, window: Window, outcome: Outcome) -> None:
         """Looks at the attempt before, whose end nobody waits for any more; and at this one where it may matter now."""
+        self._deadline.window_ended()
         self._look_at_attempt(self._attempts.settled)
         self._meter.add(window, outcome)
         self._attempt = (window, outcome)
         if self._watched or self._is_due(self._attempts.furthest_step):
             self._attempts.settle()
             self._look_at_attempt(self._attempts.settled)
-        if self._wants_to_stop:
+        if self._reason:
             self._accumulator.stop()
+        if self._deadline.is_near and not self._preempted_by:
+            self.preempt("trainer.max_time is about to be over")
 
     def _is_due(self, step: int) -> bool:
         trainer, save_every = self._parts.config.trainer, self._parts.config.checkpoint.every
@@ -151,8 +164,9 @@ class Loop:
         for callback in parts.callbacks:
             callback.on_eval(self, found)
         if parts.callbacks:
-            self._ended = self._world.max_counts([self._wants_to_stop])[0] > 0
+            self._ended = self._world.max_counts([bool(self._reason)])[0] > 0
         self._meter.restart(self.clocks)
+        self._deadline.evaluated()
         return found
 
     def _log(self, window: Window, outcome: Outcome, clocks: Clocks, *, evaluates: bool) -> None:
@@ -183,24 +197,42 @@ class Loop:
         for callback in self._parts.callbacks:
             callback.on_checkpoint(self, path)
         self._meter.restart(self.clocks)
+        self._deadline.saved()
 
     def _finish(self) -> dict[str, float]:
-        """The last update's record, evaluation and checkpoint, where they were not due anyway."""
-        stopped = self._ended or self._accumulator.stopping
-        reasons = self._world.union([self._reason] if self._reason else []) if stopped else ()
-        self.stop_reason = "; ".join(reasons)
+        """The last update's record, evaluation and checkpoint, where they were not due anyway.
+
+        Of a run that is to be continued the checkpoint alone: its record and evaluation are for whoever makes the next
+        update, and there is no time.
+        """
         self._look_at_attempt(self.clocks)
+        if self._ended or self._accumulator.stopping:
+            self._take_reasons()
+        if self.preempted:
+            self._save_the_last()
+            return {}
         evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.clocks.step)
         if self._unlogged is not None:
             self._log(*self._unlogged, self.clocks, evaluates=evaluates)
         elif evaluates:  # a finished run that is resumed makes no update, and still says how good it is
             self._evaluate()
-        if self._parts.config.checkpoint.every and self._saved_step != self.clocks.step:
-            self._save()
+        self._save_the_last()
         results = self._evaluation[1] if self._evaluation else {}
         for callback in self._parts.callbacks:
             callback.on_end(self, results)
         return results
+
+    def _take_reasons(self) -> None:
+        """Whose wish it was to stop, and whether that is an end."""
+        reasons = self._world.union([self._reason] if self._reason else [])
+        if not reasons and self.clocks.step < self._parts.total_steps:
+            reasons = self._world.union([self._preempted_by] if self._preempted_by else [])
+            self.preempted = True
+        self.stop_reason = "; ".join(reasons)
+
+    def _save_the_last(self) -> None:
+        if self._parts.config.checkpoint.every and self._saved_step != self.clocks.step:
+            self._save()
 
     def _write_status(self) -> None:
         if self._world.is_main:

@@ -12,7 +12,7 @@ from distaccum.clocks import Clocks
 from distaccum.data.loader import padding_share
 from distaccum.engines.base import Engine
 from distaccum.precision.modules import describe
-from distaccum.run_dir import RunDir
+from distaccum.run_dir import RunDir, State
 from distaccum.stream_plan import StreamPlan
 
 
@@ -25,7 +25,7 @@ def introduce(parts: Parts, engine: Engine, run_dir: RunDir, note: str, console:
         "engine": f"{config.engine.name}: {engine.describe()}",
         "precision": describe(parts.model, parts.policy),
         "data": parts.source.description,
-        "model": parts.model_summary,
+        "model": f"{type(parts.model).__name__}, {parts.parameters:,} parameters",
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {parts.total_steps} updates to make",
     }
@@ -49,9 +49,17 @@ def summarise(
     run_dir: RunDir,
     console: Console,
     *,
+    state: State,
     stop_reason: str,
 ) -> None:
     """Prints how the run ended, next to what simple models reach on the same split."""
+    if state is State.PREEMPTED:
+        saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto goes on"
+        if not parts.config.checkpoint.every:
+            saved = "checkpoint.every=0, so nothing is saved"
+        where = f"{clocks.step} of {parts.total_steps} updates"
+        console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
+        return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
     baselines = parts.source.baselines() if "bits per byte" in rows else {}
     console.print(

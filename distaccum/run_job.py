@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 from distaccum.agreement import Agreement, Job, RefusedError
 from distaccum.build import Parts, build_parts
@@ -13,7 +14,8 @@ from distaccum.config import from_node
 from distaccum.errors import ConfigError
 from distaccum.resume import find_start
 from distaccum.run_dir import RunDir
-from distaccum.training import train
+from distaccum.signals import StopSignals
+from distaccum.training import Ending, train
 from distaccum.world import Ranks, open_world
 
 
@@ -21,18 +23,20 @@ def _nothing() -> None:
     pass
 
 
-def run_job(job: Job, ranks: Ranks, agreement: Agreement, *, accepted: Callable[[], None] = _nothing) -> None:
+def run_job(
+    job: Job, ranks: Ranks, agreement: Agreement, signals: StopSignals, *, accepted: Callable[[], None] = _nothing
+) -> Ending:
     """Prepares, agrees, calls ``accepted``, trains and reports.
 
     Raises:
         RefusedError: on all ranks, before the process group, if the configuration cannot run on one of them.
     """
-    run_dir = RunDir(Path(job.run_dir))
+    began, run_dir = monotonic(), RunDir(Path(job.run_dir))
     parts, start, store = _agree_on_parts(job, run_dir, ranks, agreement)
     accepted()
     with open_world(ranks, agreement.store_for(job), parts.device) as world:
         try:
-            train(parts, start, store, run_dir, world)
+            return train(parts, start, store, run_dir, world, signals=signals, began=began)
         except BaseException as error:  # written before the group closes: that is what makes the other ranks fail
             run_dir.write_failure(_reason(ranks, error))
             raise

@@ -26,8 +26,10 @@ from distaccum.config import conf_dir, plain
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.files import write_text
 from distaccum.metrics.wandb_sink import is_left_behind
+from distaccum.node_job import NodeJob
 from distaccum.run_dir import RunDir
 from distaccum.run_job import check_job, run_job
+from distaccum.signals import StopSignals, stop_with_parent
 from distaccum.world import Ranks
 
 _BAD_CONFIGURATION = 2
@@ -39,8 +41,11 @@ def main() -> None:
         ranks = Ranks.from_environment()
     except ConfigError as error:
         sys.exit(_complain(error))
+    signals = StopSignals().__enter__()
+    if ranks.launched:
+        stop_with_parent()
     agreement = Agreement(ranks, ranks.store())
-    exit_code = _lead(ranks, agreement) if ranks.rank == 0 else _follow(ranks, agreement)
+    exit_code = _lead(ranks, agreement, signals) if ranks.rank == 0 else _follow(ranks, agreement, signals)
     if is_left_behind():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -48,57 +53,76 @@ def main() -> None:
     sys.exit(exit_code)
 
 
-def _lead(ranks: Ranks, agreement: Agreement) -> int:
-    """Rank 0: Hydra reads the command line and calls back for every job."""
-    planned = _take_check(ranks)
-    jobs = 0
-    exit_code = 1
-    # Hydra prints its own errors and exits with 1. Until it has composed a job, keep them and say it in our words.
-    hydra_says = io.StringIO()
-    composing = ExitStack()
-    composed = False
+class _Jobs:
+    """What Hydra calls back for every job that it has composed, on rank 0."""
 
-    def task(node: DictConfig) -> None:
-        nonlocal jobs, composed
-        composing.close()
-        sys.stderr.write(hydra_says.getvalue())  # its warnings
-        composed = True
+    def __init__(self, ranks: Ranks, agreement: Agreement, signals: StopSignals) -> None:
+        self._ranks, self._agreement, self._signals = ranks, agreement, signals
+        self._planned = _take_check(ranks)
+        self.announced, self.composed, self.preempted = 0, False, False
+        # Hydra prints its own errors and exits with 1. Kept until it has composed a job, they are said in our words.
+        self._hydra_says, self._composing = io.StringIO(), ExitStack()
+        self._composing.enter_context(redirect_stderr(self._hydra_says))
+
+    def __reduce__(self) -> tuple[type[NodeJob], tuple[()]]:
+        """What a launcher of Hydra's takes to another machine."""
+        return NodeJob, ()
+
+    def speak(self) -> None:
+        """From here on what is printed is shown."""
+        self._composing.close()
+
+    def __call__(self, node: DictConfig) -> None:
+        self.speak()
+        sys.stderr.write(self._hydra_says.getvalue())  # its warnings
+        self.composed = True
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
         try:
-            check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-            job = Job(number=jobs, run_dir=str(run_dir.path), config=plain(node))
-            if planned is not None:
-                check_job(job, planned)
-                run_dir.remove_if_empty()
-                return
-            jobs += 1
-            agreement.announce(job)
-            run_job(job, ranks, agreement, accepted=partial(_keep_hydra_files, run_dir, node))
+            self._run(node, run_dir)
         except (ConfigError, RefusedError) as error:
             run_dir.write_refusal(str(error))
             sys.exit(_complain(error))
         except DistaccumError as error:
             print(f"distaccum: {error}", file=sys.stderr)  # noqa: T201
             sys.exit(1)
+        if self.preempted:
+            sys.exit(0)  # the rest of a sweep is for the next time
 
+    def _run(self, node: DictConfig, run_dir: RunDir) -> None:
+        check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
+        job = Job(number=self.announced, run_dir=str(run_dir.path), config=plain(node))
+        if self._planned is not None:
+            check_job(job, self._planned)
+            run_dir.remove_if_empty()
+            return
+        self.announced += 1
+        self._agreement.announce(job)
+        accepted = partial(_keep_hydra_files, run_dir, node)
+        self.preempted = run_job(job, self._ranks, self._agreement, self._signals, accepted=accepted).preempted
+
+
+def _lead(ranks: Ranks, agreement: Agreement, signals: StopSignals) -> int:
+    """Rank 0: Hydra reads the command line and calls back for every job."""
+    jobs = _Jobs(ranks, agreement, signals)
+    exit_code = 1
     OmegaConf.register_new_resolver("distaccum.run_name", _run_name, use_cache=True, replace=True)
-    composing.enter_context(redirect_stderr(hydra_says))
     try:
-        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(jobs)()
         exit_code = 0
     except SystemExit as stop:
         exit_code = _exit_code(stop)
-        if not composed and exit_code:
-            composing.close()
+        if not jobs.composed and exit_code:
+            jobs.speak()
             exit_code = _refuse_command_line(stop.__context__ or stop)
     except Exception as error:  # with HYDRA_FULL_ERROR Hydra raises what it otherwise prints
-        if composed:
+        if jobs.composed:
             raise
-        composing.close()
+        jobs.speak()
         exit_code = _refuse_command_line(error)
     finally:
-        composing.close()
-        agreement.dismiss(jobs, exit_code)
+        jobs.speak()
+        if not jobs.preempted:  # else the others know
+            agreement.dismiss(jobs.announced, exit_code)
     return exit_code
 
 
@@ -148,14 +172,15 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
         write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
 
 
-def _follow(ranks: Ranks, agreement: Agreement) -> int:
+def _follow(ranks: Ranks, agreement: Agreement, signals: StopSignals) -> int:
     """Every other rank: runs the jobs that rank 0 announces, and is silent about what rank 0 reports."""
     for number in count():
         job = agreement.await_job(number)
         if isinstance(job, int):
             return job
         try:
-            run_job(job, ranks, agreement)
+            if run_job(job, ranks, agreement, signals).preempted:
+                return 0
         except RefusedError:
             return _BAD_CONFIGURATION
         except DistaccumError:

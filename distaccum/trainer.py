@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from distaccum.evaluate import EvaluationMetric
 from distaccum.loss import Loss
 from distaccum.resume import find_start
 from distaccum.run_dir import RunDir
+from distaccum.signals import StopSignals, stop_with_parent
 from distaccum.training import train
 from distaccum.world import Ranks, World
 
@@ -53,7 +55,9 @@ class Trainer:
         optimizer: Optimizer | Sequence[Optimizer] = (), callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, EvaluationMetric] | None = None, run_dir: str | Path | None = None,
     ) -> None:  # fmt: skip
-        self._ranks = Ranks.from_environment()
+        self._began, self._ranks = monotonic(), Ranks.from_environment()
+        self.preempted = False
+        """Whether :meth:`fit` saved and left before its end, as a signal or ``trainer.max_time`` asked it to."""
         if run_dir is None and isinstance(config, Mapping) and config.get("resume") == "auto":
             raise ConfigError(
                 "run_dir", None, "is not given, and resume=auto looks for its run there", "Give the folder"
@@ -74,6 +78,9 @@ class Trainer:
     def fit(self) -> dict[str, float]:
         """Trains to the end, or to where a callback stops it; returns the last evaluation, empty without one.
 
+        SIGTERM, SIGUSR1 and SIGUSR2 preempt it: it saves, sets :attr:`preempted` and returns; the same with
+        ``resume="auto"`` goes on.
+
         Raises:
             ConfigError: the run directory cannot be used, or the checkpoint to resume from.
             NonFiniteError: too many gradients were NaN or infinite; on every rank alike. The weights are untouched.
@@ -92,8 +99,13 @@ class Trainer:
         world = World.join()
         run_dir = RunDir(Path(world.text_from_main(str(run_dir.path))))
         store = CheckpointStore(run_dir.checkpoints, keep=self._config.checkpoint.keep)
+        if self._ranks.launched:
+            stop_with_parent()
         try:
-            return train(self._parts, start, store, run_dir, world)
+            with StopSignals() as signals:
+                ending = train(self._parts, start, store, run_dir, world, signals=signals, began=self._began)
         except BaseException as error:  # written while the group is open, as the other ranks' failures follow from it
             run_dir.write_failure(f"rank {world.rank}: {type(error).__name__}: {error}")
             raise
+        self.preempted = ending.preempted
+        return ending.evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -20,16 +20,33 @@ from distaccum.callbacks import named
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.feeds import make_feed
 from distaccum.data.loader import Feed
+from distaccum.deadline import Deadline
+from distaccum.durations import seconds_of
 from distaccum.loop import Loop
 from distaccum.metrics.sinks import Sink, rewind_jsonl
 from distaccum.origin import Origin
 from distaccum.report import introduce, summarise
 from distaccum.run_dir import RunDir, State
+from distaccum.signals import StopSignals
 from distaccum.world import World
 
 
-def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: RunDir, world: World) -> dict[str, float]:
-    """Trains ``parts`` from the checkpoint ``start`` (as rank 0 has it), or from zero; returns the last evaluation."""
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended: its last evaluation, empty without one, and whether it is to be continued."""
+
+    evaluation: dict[str, float]
+    preempted: bool
+
+
+def train(
+    parts: Parts, start: Path | None, store: CheckpointStore, run_dir: RunDir, world: World, *,
+    signals: StopSignals, began: float,
+) -> Ending:  # fmt: skip
+    """Trains ``parts`` from the checkpoint ``start`` (as rank 0 has it), or from zero.
+
+    ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` told it.
+    """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
     checkpoint_path = world.text_from_main(str(start or ""))
@@ -52,12 +69,25 @@ def train(parts: Parts, start: Path | None, store: CheckpointStore, run_dir: Run
             sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
             for sink in sinks:
                 closing.push(partial(_close, sink))
-        loop = Loop(parts, accumulator, feed, run_dir=run_dir, store=store, sinks=sinks, wandb_id=wandb_id)
-        evaluation = loop.fit()
+        loop = Loop(
+            parts, accumulator, feed, run_dir=run_dir, store=store, sinks=sinks, wandb_id=wandb_id,
+            deadline=_deadline(parts, began),
+        )  # fmt: skip
+        with signals.telling(loop.preempt):
+            evaluation = loop.fit()
+        for sink in sinks if loop.preempted else ():
+            sink.preempt()
     if world.is_main:
-        run_dir.write_status(State.DONE, step=loop.clocks.step, reason=loop.stop_reason)
-        summarise(parts, loop.clocks, evaluation, run_dir, console, stop_reason=loop.stop_reason)
-    return evaluation
+        state = State.PREEMPTED if loop.preempted else State.DONE
+        run_dir.write_status(state, step=loop.clocks.step, reason=loop.stop_reason)
+        summarise(parts, loop.clocks, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
+    return Ending(evaluation=evaluation, preempted=loop.preempted)
+
+
+def _deadline(parts: Parts, began: float) -> Deadline:
+    max_time = parts.config.trainer.max_time
+    seconds = None if max_time is None else seconds_of("trainer.max_time", max_time)
+    return Deadline(seconds, began=began, parameters=parts.parameters)
 
 
 def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:

@@ -41,6 +41,7 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config import RunConfig, conf_dir, from_node, plain
 from distaccum.data.feeds import make_feed
 from distaccum.data.loader import MicroBatchIds
+from distaccum.deadline import Deadline
 from distaccum.host_copy import HostCopy
 from distaccum.loop import Loop
 from distaccum.prefetch import to_device
@@ -131,7 +132,7 @@ def with_trainer(parts: Parts, world: World) -> Step:
         run_dir.make()
     loop = Loop(
         parts, accumulator, feed, run_dir=run_dir, store=CheckpointStore(run_dir.checkpoints, keep=0), sinks=(),
-        wandb_id="",
+        wandb_id="", deadline=Deadline(None, began=0.0, parameters=parts.parameters),
     )  # fmt: skip
     windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
 

@@ -72,13 +72,13 @@ def kill_when(run_dir: Path, records: int, *arguments: object, world: int) -> No
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
-        for pid in _family(process.pid):
+        for pid in family(process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """A process and all below it: torchrun's workers have sessions of their own, where no signal to a group gets."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)  # noqa: S607
     parents = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]

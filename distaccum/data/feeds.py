@@ -14,6 +14,7 @@ from distaccum.data.loader import Feed, PlannedFeed
 from distaccum.data.source import MapDataset, Source, is_map_style
 from distaccum.data.stream import StreamFeed
 from distaccum.errors import ConfigError
+from distaccum.signals import leave_to_parent
 from distaccum.stream_plan import StreamPlan
 from distaccum.token_plan import TokenPlan
 from distaccum.world import World
@@ -68,7 +69,9 @@ def make_feed(
         check_workers(source, plan, num_workers)
         stream = of_this_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
-            stream = DataLoader(cast(Any, stream), batch_size=None, num_workers=num_workers)
+            stream = DataLoader(
+                cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=leave_to_parent
+            )
         return StreamFeed(stream, plan, world, collate=source.collate)
     return PlannedFeed(
         cast(MapDataset, source.train), plan, world, collate=source.collate, num_workers=num_workers,

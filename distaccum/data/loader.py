@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from distaccum.batch_plan import Epoch, Ids, Plan
 from distaccum.data.source import MapDataset
 from distaccum.data.tally import Tally
+from distaccum.signals import leave_to_parent
 from distaccum.window import Window
 from distaccum.world import World
 
@@ -70,6 +71,7 @@ class PlannedFeed:
             collate_fn=collate,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            worker_init_fn=leave_to_parent,
             pin_memory=world.device.type == "cuda",
             generator=torch.Generator().manual_seed(int.from_bytes(digest)),
         )
@@ -89,6 +91,8 @@ class PlannedFeed:
             micro_batches = [tally.micro_batch(batch) for batch in islice(batches, filled)]
             waited = perf_counter() - began
             counts, _ = tally.add_up(micro_batches)
+            if tally.stopping:
+                return  # the window can be taken again: its place is a matter of arithmetic
             yield Window(
                 epoch=epoch,
                 samples=len(cut.window(k)),
@@ -97,8 +101,6 @@ class PlannedFeed:
                 data_wait_s=waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
             )
-            if tally.stopping:
-                return
 
     def state(self) -> None:
         """The position says it all."""

@@ -23,6 +23,9 @@ class Sink(Protocol):
     def alert(self, title: str, text: str) -> None:
         """Tells somebody who is not looking."""
 
+    def preempt(self) -> None:
+        """Before :meth:`close`, of a run that another process is to continue."""
+
     def close(self, *, failed: bool) -> None:
         """Called once, at the end of the run however it ends."""
 
@@ -39,6 +42,9 @@ class JsonlSink:
 
     def alert(self, title: str, text: str) -> None:
         """Nothing: the records say it."""
+
+    def preempt(self) -> None:
+        """Nothing: the next process appends."""
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
@@ -119,6 +125,9 @@ class ConsoleSink:
     def alert(self, title: str, text: str) -> None:
         """One line."""
         self._console.print(f"{title}: {text}", style="bold red", highlight=False, soft_wrap=True)
+
+    def preempt(self) -> None:
+        """Nothing: the report says it."""
 
     def close(self, *, failed: bool) -> None:
         """Leaves the last progress line standing."""

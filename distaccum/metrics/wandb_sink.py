@@ -38,7 +38,7 @@ class WandbSink:
             "dir": str(folder), "mode": mode, "project": project, "name": name, "tags": tags, "id": run_id,
             "resume": "allow", "config": dict(config), "reinit": "create_new",
         }  # fmt: skip
-        self._exit_code = 0
+        self._exit_code, self._preempted = 0, False
         self._records: queue.SimpleQueue[Record | tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
         self._thread.start()
@@ -51,9 +51,13 @@ class WandbSink:
         """Has W&B send a mail or a message, as its user has set it up; returns at once."""
         self._records.put((title, text))
 
+    def preempt(self) -> None:
+        """W&B then shows the run as preempted, until the next process takes it up."""
+        self._preempted = True
+
     def close(self, *, failed: bool) -> None:
         """Waits a few seconds for what was handed over to be written."""
-        self._exit_code = int(failed)
+        self._exit_code = int(failed or self._preempted)  # W&B takes one that ends with 0 for finished
         self._records.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -75,6 +79,8 @@ class WandbSink:
                     run.alert(*record, level="WARN")
                 else:
                     run.log(dict(record))
+            if self._preempted:
+                run.mark_preempting()
             run.finish(exit_code=self._exit_code)
         except Exception as error:  # whatever fails in there is no reason to lose a training run
             _warn(f"{type(error).__name__}: {error}; metrics.jsonl has every record")

@@ -36,4 +36,4 @@ def test_one_rank_stops_all(results: dict[int, dict[str, Any]], world: int) -> N
     for held_out in ("23", "2"):
         found = results[world][held_out]
         assert (found["state"], found["step"], found["reason"]) == ("done", 4, "rank 0 has seen enough")
-    assert results[world]["level 2"] == 3
+    assert results[world]["level 2"] == 2

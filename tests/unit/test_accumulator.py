@@ -169,12 +169,20 @@ def test_a_break_leaves_the_rest_of_the_epoch_for_the_next_loop(gloo_world: Worl
     assert (acc.clocks.step, acc.clocks.epoch, acc.clocks.samples) == (3, 1, 10)
 
 
-def test_stop_ends_after_one_more_window(gloo_world: World) -> None:
+def test_stop_ends_before_the_next_window(gloo_world: World) -> None:
     acc, _ = _make(gloo_world)
     for window in acc.windows(DATA):
         acc.step(window, _Loss())
         acc.stop()
     assert acc.stopping
+    assert acc.clocks.step == 1
+
+
+def test_stop_ends_a_stream_after_the_window_that_was_taken(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    for window in acc.windows(iter(torch.stack(DATA).split(2))):
+        acc.step(window, _Loss())
+        acc.stop()
     assert acc.clocks.step == 2
 
 
@@ -537,9 +545,9 @@ def test_a_stop_ends_with_the_state_that_is_taken_up(gloo_world: World) -> None:
     state = acc.state_dict()
     acc.stop()
     _epoch(acc, DATA)
-    assert acc.clocks.step == 1
+    assert acc.clocks.step == 0
     _epoch(acc, DATA)
-    assert acc.clocks.step == 1
+    assert acc.clocks.step == 0
     acc.load_state_dict(state)
     _epoch(acc, DATA)
     assert acc.clocks.step == 3

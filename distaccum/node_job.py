@@ -1,0 +1,65 @@
+"""A job of a sweep that Hydra's submitit launcher has brought to a node: torchrun there, on the same overrides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from distaccum.errors import DistaccumError
+from distaccum.signals import ignore_user_signals
+
+_PORTS = range(20000, 30000)
+
+
+class NodeJob:
+    """Called once on every node of a Slurm job, with one task a node; holds nothing, and so travels light.
+
+    Raises:
+        DistaccumError: torchrun failed; what it said stands in the job's log.
+    """
+
+    def __call__(self, _: object) -> None:
+        command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(HydraConfig.get())]
+        print(*command, flush=True)  # noqa: T201  into the job's log
+        process = subprocess.Popen(command, preexec_fn=ignore_user_signals)  # noqa: PLW1509, S603  no threads here
+        before = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
+
+        def save_first(number: int, frame: FrameType | None) -> None:
+            process.wait()  # Slurm has sent the signal to the workers too: they save and leave
+            if callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGUSR2, save_first)
+        if process.wait():
+            raise DistaccumError(f"torchrun ended with {process.returncode}; see above")
+
+
+def torchrun(environment: Mapping[str, str]) -> list[str]:
+    """torchrun's command line on this node, from what Slurm set: ``NPROC`` processes, or one a GPU, or two."""
+    nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    processes = environment.get("NPROC") or environment.get("SLURM_GPUS_ON_NODE") or "2"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
+    if nodes == 1:
+        return [*command, "--standalone"]
+    number, first = environment["SLURM_JOB_ID"], environment["SLURM_NODEID"] == "0"
+    listed = ["scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]]
+    host = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()[0]  # noqa: S603
+    port = _PORTS[int(number) % len(_PORTS)]
+    endpoint = [f"--rdzv-endpoint={host}:{port}", f"--rdzv-conf=is_host={str(first).lower()}"]
+    return [*command, "--rdzv-backend=c10d", f"--rdzv-id={number}", *endpoint]
+
+
+def _arguments(hydra: Any) -> list[str]:
+    """The overrides of this job, into the folder that the launcher gave it; continued after a requeue."""
+    given: list[str] = list(hydra.overrides.task)
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    where = [f"--config-dir={folder}" for folder in folders]
+    resume = [] if any(one.startswith("resume=") for one in given) else ["resume=auto"]
+    return [*where, *given, *resume, f"hydra.run.dir={hydra.runtime.output_dir}"]

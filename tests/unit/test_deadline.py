@@ -1,0 +1,67 @@
+"""When to stop, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from distaccum.deadline import Deadline
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def _run(max_time: float, window: float, save: float, *, parameters: int = 0, evaluation: float = 0.0) -> float:
+    """Windows, with a save (and an evaluation) every tenth, until the deadline is near; then what is not saved yet is.
+
+    Returns the seconds that are left then.
+    """
+    clock = Clock()
+    deadline = Deadline(max_time, began=1000.0, parameters=parameters, now=clock)
+    for number in range(1, 10_000):
+        clock.seconds += window
+        deadline.window_ended()
+        if number % 10 == 0:
+            if evaluation:
+                clock.seconds += evaluation
+                deadline.evaluated()
+            clock.seconds += save
+            deadline.saved()
+        if deadline.is_near:
+            return 1000.0 + max_time - clock.seconds - (save if number % 10 else 0)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("window", "save"), [(1.0, 0.5), (1.0, 20.0), (7.0, 3.0), (0.01, 5.0)])
+def test_the_last_save_ends_in_time_and_not_much_time_is_given_away(window: float, save: float) -> None:
+    left = _run(600, window, save)
+    assert left >= 0
+    assert left <= 3 * window + 2 * save  # where saves are frequent, the one that did not fit any more
+
+
+def test_before_the_first_save_its_time_is_guessed_from_the_size() -> None:
+    clock = Clock()
+    deadline = Deadline(100, began=1000.0, parameters=100_000_000, now=clock)  # 1.2 GB: 12 s, and half as much for luck
+    clock.seconds += 80
+    assert not deadline.is_near
+    clock.seconds += 2.5
+    assert deadline.is_near
+    deadline.saved()  # it took 82.5 s by this clock: what was measured counts
+    clock.seconds = 1000.0
+    assert deadline.is_near
+
+
+def test_an_evaluation_that_may_come_is_waited_for() -> None:
+    assert _run(600, 1.0, 1.0, evaluation=50.0) >= 50
+
+
+def test_start_up_counts_and_no_limit_is_never_near() -> None:
+    clock = Clock()
+    assert Deadline(10, began=985.0, parameters=0, now=clock).is_near
+    assert not Deadline(None, began=0.0, parameters=0, now=clock).is_near
