@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job, with everything it needs: bash launch/train.sh [Hydra overrides]
-# One process for each GPU, or two on the CPU; NPROC=n picks another number.
+# One process for each GPU, or two on the CPU; NPROC=n picks another number. On SIGTERM or SIGUSR1 the run saves and
+# leaves, for which it has SHUTDOWN_TIMEOUT seconds (120).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -22,4 +23,7 @@ fi
 [ $check != only ] || exit 0
 cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$NPROC" "$root/launch/train.py" "$@"
+# Asked to leave, the workers save; torchrun has to pass that on, and to wait for as long as a save may take.
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$NPROC" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 --shutdown-timeout="${SHUTDOWN_TIMEOUT:-120}" \
+    "$root/launch/train.py" "$@"
