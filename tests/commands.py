@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.forked import ROOT, Forks
+
+_FORKS = Forks()
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (  # a model and a text so small that a window takes milliseconds
     "data.seq_len=16", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "schedule.warmup_steps=2",
@@ -44,7 +46,14 @@ def run(
     timeout: float = 240,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Runs to the end and returns what it printed; the caller looks at the exit code."""
+    """Runs to the end and returns what it printed; the caller looks at the exit code.
+
+    A single process is forked where imports are done; ranks are started by torchrun, from nothing.
+    """
+    if world == 1:
+        return _FORKS.run(
+            list(map(str, (script, *arguments))), cwd=cwd, environment=environment(**extra), timeout=timeout
+        )
     return subprocess.run(
         command(world, script, arguments),
         capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, env=environment(**extra),
