@@ -22,11 +22,12 @@ class NodeJob:
     """Called once on every node of a Slurm job, with one task a node; holds nothing, and so travels light.
 
     Raises:
-        DistaccumError: torchrun failed; what it said stands in the job's log.
+        DistaccumError: torchrun failed; what it said stands in the job's log, the reason in ``status.json``.
     """
 
     def __call__(self, _: object) -> None:
-        command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(HydraConfig.get())]
+        hydra = HydraConfig.get()
+        command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(hydra)]
         print(*command, flush=True)  # noqa: T201  into the job's log
         process = subprocess.Popen(command, preexec_fn=ignore_user_signals)  # noqa: PLW1509, S603  no threads here
         before = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
@@ -38,7 +39,10 @@ class NodeJob:
 
         signal.signal(signal.SIGUSR2, save_first)
         if process.wait():
-            raise DistaccumError(f"torchrun ended with {process.returncode}; see above")
+            folder = hydra.runtime.output_dir
+            raise DistaccumError(
+                f"{folder}: torchrun ended with {process.returncode}; see its status.json, or the job's log"
+            )
 
 
 def torchrun(environment: Mapping[str, str]) -> list[str]:
@@ -49,11 +53,22 @@ def torchrun(environment: Mapping[str, str]) -> list[str]:
     if nodes == 1:
         return [*command, "--standalone"]
     number, first = environment["SLURM_JOB_ID"], environment["SLURM_NODEID"] == "0"
-    listed = ["scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]]
-    host = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()[0]  # noqa: S603
-    port = _PORTS[int(number) % len(_PORTS)]
-    endpoint = [f"--rdzv-endpoint={host}:{port}", f"--rdzv-conf=is_host={str(first).lower()}"]
-    return [*command, "--rdzv-backend=c10d", f"--rdzv-id={number}", *endpoint]
+    endpoint = (
+        f"{_address(_show('hostnames', environment['SLURM_JOB_NODELIST'])[0])}:{_PORTS[int(number) % len(_PORTS)]}"
+    )
+    meeting = [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={str(first).lower()},read_timeout=300"]
+    own = f"--local-addr={_address(environment['SLURMD_NODENAME'])}"
+    return [*command, "--rdzv-backend=c10d", f"--rdzv-id={number}", *meeting, own]
+
+
+def _address(node: str) -> str:
+    """Where Slurm reaches it: a node's name need not resolve."""
+    words = _show("node", node, "--oneliner")
+    return next(word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr="))
+
+
+def _show(*what: str) -> list[str]:
+    return subprocess.run(["scontrol", "show", *what], check=True, capture_output=True, text=True).stdout.split()  # noqa: S603, S607
 
 
 def _arguments(hydra: Any) -> list[str]:

@@ -49,9 +49,16 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Puts back what was there before, unless one was received."""
-        if not self.received:
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self.received:
+            self.ignore()
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def ignore(self) -> None:
+        """For good. (A handler would not do: Python gives handlers up while it ends, and would be killed.)"""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._before.clear()
 
     @contextmanager
     def telling(self, listener: Callable[[str], object]) -> Iterator[None]:

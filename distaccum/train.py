@@ -41,11 +41,12 @@ def main() -> None:
         ranks = Ranks.from_environment()
     except ConfigError as error:
         sys.exit(_complain(error))
-    signals = StopSignals().__enter__()
-    if ranks.launched:
-        stop_with_parent()
-    agreement = Agreement(ranks, ranks.store())
-    exit_code = _lead(ranks, agreement, signals) if ranks.rank == 0 else _follow(ranks, agreement, signals)
+    with StopSignals() as signals:
+        if ranks.launched:
+            stop_with_parent()
+        agreement = Agreement(ranks, ranks.store())
+        exit_code = _lead(ranks, agreement, signals) if ranks.rank == 0 else _follow(ranks, agreement, signals)
+        signals.ignore()
     if is_left_behind():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -150,6 +151,11 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _refuse_command_line(cause: BaseException) -> int:
+    if isinstance(cause, DistaccumError) and not isinstance(
+        cause, ConfigError
+    ):  # of a job that a launcher took elsewhere
+        print(f"distaccum: {cause}", file=sys.stderr)  # noqa: T201
+        return 1
     error = from_hydra(cause, sys.argv[1:])
     for argument in sys.argv:
         key, _, value = argument.partition("=")

@@ -1,7 +1,7 @@
 """Starts scripts in processes of their own, forked where all that they import is imported already.
 
-What a fresh interpreter would do takes five seconds of imports each time. ``Forks`` is the side of the tests; the other one
-reads a request a line, forks, and answers with the exit code. The child ends as an interpreter does, exit handlers and all.
+A fresh interpreter spends five seconds on them each time. ``Forks`` is the side of the tests; the other one reads a
+request a line, forks, and answers with the exit code. The child ends as an interpreter does, exit handlers and all.
 """
 
 from __future__ import annotations

@@ -87,3 +87,14 @@ def test_a_process_whose_parent_is_killed_is_told() -> None:
     assert process.stdout.readline() == "SIGTERM\n"  # the pipe is the child's too
     process.wait()
     process.stdout.close()
+
+
+def test_a_process_that_is_leaving_is_not_killed_by_being_asked_again() -> None:
+    """Python gives its handlers up before its last exit handlers have run."""
+    program = (
+        "import atexit, os, signal; from distaccum.signals import StopSignals\n"
+        "class Last:\n    def __del__(self): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "with StopSignals(): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "import sys; sys.last = Last()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
