@@ -4,15 +4,10 @@ Memory: the tensors that the process holds, found by walking them all (``held.py
 what the C library (on a GPU: torch's allocator) has given out, from which nothing can hide. Traffic: the collectives
 that torch dispatches, whoever calls them.
 
-Theory of memory: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
-table 1, for fp32: of P parameters a rank holds 4P bytes, as much in gradients, and 8P in Adam's two moments; each over
-N ranks from the stage on that shards it. Until the boundary gradients are whole where they are reduced once a window.
-Theory of traffic: what has to be sent; of DeepSpeed, whose stages may send otherwise, as the paper has it: a
-reduce-scatter and an all-gather (section 7.2), at stage 3 with two gathers in a micro-step.
-
-Bytes on the wire are those that a rank sends where a collective goes around a ring, the least that it can send
-(``distaccum.testing.counters.ring_bytes``): of a payload of B bytes 2(N-1)/N x B in an all-reduce, and (N-1)/N x B in a
-reduce-scatter, an all-gather, or (on average over the ranks) a broadcast. The payload is that of the whole tensor.
+Theory: that of ``distaccum.forecast``. Memory is by the ZeRO paper's table 1, for fp32. Traffic is what has to be sent;
+of DeepSpeed, whose stages may send otherwise, as the paper has it: a reduce-scatter and an all-gather (section 7.2), at
+stage 3 with two gathers in a micro-step. Bytes on the wire are those that a rank sends where a collective goes around a
+ring, the least that it can send. The payload is that of the whole tensor.
 """
 
 from __future__ import annotations
@@ -33,35 +28,35 @@ from distaccum.data.feeds import make_feed
 from distaccum.data.tally import Tally
 from distaccum.engine_config import settings_of
 from distaccum.engines.base import Engine
+from distaccum.forecast import volume as theory
+from distaccum.forecast.collectives import KINDS, ring_bytes
+from distaccum.forecast.sharding import Sharding
 from distaccum.loss import Loss
-from distaccum.testing.counters import Wire, ring_bytes
+from distaccum.testing.counters import Wire
 from distaccum.window import Window, run_window
 from distaccum.world import World
 
 ACCUMULATION, MICRO_SIZE, LENGTH = 4, 2, 32
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 192}  # 2.7 million parameters, whose rows 2, 3 and 4 ranks share evenly
-PARAMETERS, MOMENTS = 4, 8  # bytes an element
-OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3  # of ZeRO, from which on it is sharded
+PARAMETERS = 4  # bytes an element
 LET_GO = 0.02  # seconds: gloo's threads drop what they have sent a moment after it has arrived
 WARM_UP = 2  # windows: the optimizer makes its state in the first
-KINDS = ("all-reduce", "reduce-scatter", "reduce", "all-gather", "broadcast")
 REDUCTIONS = KINDS[:3]
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """An engine with its settings. ``stage``: of ZeRO; ``needs``: a package; ``every``: reduces at each micro-step."""
+    """An engine with its settings. ``needs``: a package."""
 
     engine: str
-    stage: int
     options: dict[str, Any] = field(default_factory=dict)
     needs: str = ""
-    every: bool = False
 
-    def sharded(self, stage: int, ranks: int) -> int:
-        """By what a rank's part is smaller of what ZeRO shards from ``stage`` on."""
-        return ranks if self.stage >= stage else 1
+    @property
+    def sharding(self) -> Sharding:
+        """What the theory knows of it."""
+        return Sharding.of(settings_of(self.engine)(**self.options))
 
     @property
     def version(self) -> str | None:
@@ -72,12 +67,12 @@ class Way:
 
 
 WAYS = {
-    "ddp": Way(engine="ddp", stage=0),
-    "zero1": Way(engine="zero1", stage=1),
-    "fsdp2, sync=boundary": Way(engine="fsdp2", stage=3),
-    "fsdp2, sync=every": Way(engine="fsdp2", stage=3, options={"sync": "every"}, every=True),
+    "ddp": Way(engine="ddp"),
+    "zero1": Way(engine="zero1"),
+    "fsdp2, sync=boundary": Way(engine="fsdp2"),
+    "fsdp2, sync=every": Way(engine="fsdp2", options={"sync": "every"}),
     **{
-        f"deepspeed, stage={stage}": Way(engine="deepspeed", stage=stage, options={"stage": stage}, needs="deepspeed")
+        f"deepspeed, stage={stage}": Way(engine="deepspeed", options={"stage": stage}, needs="deepspeed")
         for stage in (0, 1, 2, 3)
     },
 }
@@ -190,7 +185,7 @@ def measure(way: Way, config: RunConfig, world: World) -> Figures:
     gc.freeze()  # nobody walks over what was there before
     parts = build_parts(config, world_size=world.size, device=world.device)
     elements = sum(parameter.numel() for parameter in parts.model.parameters())
-    whole_a_pass = gathered_elements(parts)
+    in_blocks = sum(p.numel() for p in parts.model.get_submodule("blocks").parameters())
     rig = Rig(way, parts, world)
     del parts
     for _ in range(WARM_UP):
@@ -203,41 +198,10 @@ def measure(way: Way, config: RunConfig, world: World) -> Figures:
     return {
         "version": way.version,
         "memory": {key: world.everyone(size) for key, size in found.items()},
-        "memory theory": memory_theory(way, elements, world.size),
+        "memory theory": theory.held(way.sharding, elements, world.size),
         "wire": sent,
-        "wire theory": wire_theory(way, elements, whole_a_pass, world.size),
+        "wire theory": theory.sent(way.sharding, elements, in_blocks, ACCUMULATION, ranks=world.size),
     }
-
-
-def gathered_elements(parts: Parts) -> int:
-    """What a micro-step gathers of a model in shards: its blocks twice, the rest once, as it is not freed between."""
-    blocks = sum(p.numel() for p in parts.model.get_submodule("blocks").parameters())
-    return sum(p.numel() for p in parts.model.parameters()) + blocks
-
-
-def memory_theory(way: Way, elements: int, ranks: int) -> dict[str, float]:
-    """By the ZeRO paper's table; whole gradients until the boundary, where there is one reduction a window."""
-    weights, moments = PARAMETERS * elements, MOMENTS * elements
-    return {
-        "parameters": weights / way.sharded(PARAMETER_STAGE, ranks),
-        "optimizer": moments / way.sharded(OPTIMIZER_STAGE, ranks),
-        "gradients at the boundary": weights / (ranks if way.every else 1),
-        "gradients stepped with": weights / way.sharded(GRADIENT_STAGE, ranks),
-    }
-
-
-def wire_theory(way: Way, elements: int, gathered: int, ranks: int) -> dict[str, float]:
-    """Payloads of a window by kind, as bytes that a rank sends."""
-    weights = PARAMETERS * elements
-    if way.needs and way.stage in (OPTIMIZER_STAGE, GRADIENT_STAGE):
-        payload = {"reduce-scatter": weights, "all-gather": weights}
-    elif way.stage == PARAMETER_STAGE:
-        times = ACCUMULATION if way.every else 1
-        gathered = 2 * elements if way.needs else gathered
-        payload = {"reduce-scatter": times * weights, "all-gather": ACCUMULATION * PARAMETERS * gathered}
-    else:
-        payload = {"all-reduce": weights, "broadcast": weights if way.stage else 0}
-    return {kind: ring_bytes(kind, payload.get(kind, 0), ranks) for kind in KINDS}
 
 
 def compare(config: RunConfig, world: World) -> Figures:

@@ -9,6 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distaccum.forecast.collectives import ring_bytes
+
+__all__ = ["Operations", "Wire", "ring_bytes"]
+
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Counts what this thread dispatches within the ``with`` block, backward passes on the CPU included.
@@ -77,16 +81,3 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does no
             self.calls[kind] += 1
             self.payload[kind] += payload
         return function(*args, **(kwargs or {}))
-
-
-def ring_bytes(kind: str, payload: float, ranks: int) -> float:
-    """What one of ``ranks`` sends in a ring collective of ``payload`` bytes, on average over the ranks.
-
-    Of N parts a rank passes on N - 1 in a reduce-scatter, and as many in an all-gather; an all-reduce is both, one
-    after the other. In a broadcast or a reduction to one rank all but one of the ranks pass the whole on.
-
-    Raises:
-        KeyError: of a kind that has no ring.
-    """
-    rounds = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1, "reduce": 1}
-    return rounds[kind] * payload * (ranks - 1) / ranks

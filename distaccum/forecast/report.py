@@ -1,0 +1,75 @@
+"""Everything that is forecast of a job on a cluster, as plain values: what ``launch/plan.py`` shows and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from distaccum.batch_plan import check_sizes
+from distaccum.checks import require
+from distaccum.forecast.cluster import Cluster
+from distaccum.forecast.sharding import PARAMETER_STAGE
+from distaccum.forecast.volume import copied, held
+from distaccum.forecast.window import Job, Step, Window, powers_of_two, scale
+
+MOST_RANKS = 4096
+Values = dict[str, Any]
+
+
+def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
+    """The batch plan, memory and traffic on the cluster, and step time and efficiency over ``worlds``.
+
+    By default these are 1, 2, 4 ... 4096, and the cluster's own number of ranks.
+
+    Raises:
+        ConfigError: sizes that cannot work together, or a model without a parameter to train.
+    """
+    check_sizes(job.global_size, job.micro_size)
+    require(job.sizes.elements > 0, "model", None, "has no parameter to train", "Unfreeze some of it")
+    job.sharding.check(cluster.ranks)
+    step = Window(job, cluster, cluster.ranks).step()
+    worlds = sorted({*worlds} or {*powers_of_two(MOST_RANKS), cluster.ranks})
+    return {
+        "batch": _batch(job, step),
+        "memory": memory(job, cluster.ranks),
+        "sent": step.sent,
+        "step": _times(step),
+        "scaling": [
+            {"ranks": one.ranks, "accumulation": one.accumulation, "idle": one.idle, **_times(one), "efficiency": share}
+            for one, share in scale(job, cluster, worlds)
+        ],
+    }
+
+
+def memory(job: Job, ranks: int) -> dict[str, float]:
+    """Bytes on a rank, by part. Activations are not modelled, nor what is gathered of a model in shards."""
+    sharding, formats, elements = job.sharding, job.formats, job.sizes.elements
+    parts = held(sharding, elements, ranks, formats)
+    frozen = formats.parameters * job.sizes.frozen / sharding.parts(PARAMETER_STAGE, ranks)
+    found = {
+        "parameters": parts["parameters"] + frozen,
+        "weight copies": copied(sharding, elements, ranks, formats),
+        "gradients": max(parts["gradients at the boundary"], parts["gradients stepped with"]),
+        "optimizer state": parts["optimizer"],
+    }
+    return found | {"total": sum(found.values())}
+
+
+def _batch(job: Job, step: Step) -> Values:
+    return {
+        "global_size": job.global_size,
+        "micro_size": job.micro_size,
+        "ranks": step.ranks,
+        "accumulation": step.accumulation,
+        "idle": step.idle,
+        "micro_batches": job.micro_sizes(step.ranks),
+    }
+
+
+def _times(step: Step) -> dict[str, float]:
+    return {
+        "seconds": step.seconds,
+        "compute": step.compute,
+        "update": step.update,
+        "exposed": step.exposed,
+    }

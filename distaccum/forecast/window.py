@@ -1,0 +1,181 @@
+"""How long a window takes, and what it is made of; the model is in the room's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from distaccum.batch_plan import micro_steps_of
+from distaccum.forecast.cluster import MILLI, Cluster
+from distaccum.forecast.collectives import seconds
+from distaccum.forecast.overlap import buckets, run_pass, shares
+from distaccum.forecast.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
+from distaccum.forecast.volume import sent
+
+FORWARD = 1 / 3  # of a micro-step
+COUNT_BYTES = 8  # what the count's all-reduce carries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model: elements of each trained parameter in order, and of each block that is sharded on its own.
+
+    ``frozen``: elements that are not trained; they are held, but not counted in what is sent.
+    """
+
+    tensors: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+    frozen: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Of all trained parameters."""
+        return sum(self.tensors)
+
+    @property
+    def rest(self) -> int:
+        """What is not in a block."""
+        return self.elements - sum(self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and how. ``first_bucket_mb``: of DDP where it is not told a cap; None: as the others."""
+
+    sizes: Sizes
+    sharding: Sharding
+    global_size: int
+    micro_size: int
+    formats: Formats = field(default_factory=Formats)
+    first_bucket_mb: float | None = None
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-steps of a full window."""
+        return micro_steps_of(range(self.global_size), ranks, self.micro_size)
+
+    def micro_sizes(self, ranks: int) -> list[int]:
+        """Samples in each of them, on the rank that has most."""
+        share = -(-self.global_size // ranks)
+        return [min(self.micro_size, share - done) for done in range(0, share, self.micro_size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One window on ``ranks`` ranks, of which ``idle`` have no sample. Times in seconds, ``sent`` in bytes by kind.
+
+    ``exposed``: communication that nothing computes beside.
+    """
+
+    ranks: int
+    accumulation: int
+    idle: int
+    compute: float
+    update: float
+    exposed: float
+    sent: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.compute + self.update + self.exposed
+
+
+class Window:
+    """One window of a job on some ranks of a cluster whose micro-step time is known."""
+
+    def __init__(self, job: Job, cluster: Cluster, ranks: int) -> None:
+        assert cluster.micro_step_ms is not None
+        self._job, self._sharding, self._ranks = job, job.sharding, ranks
+        self._micro_step, self._update = cluster.micro_step_ms * MILLI, cluster.update_ms * MILLI
+        self._within = ranks // job.sharding.replicas
+        self._ring = cluster.link(self._within)
+        # Of the rings among replicas, as many leave a node as it has ranks of one replica.
+        self._across = cluster.link(ranks, rings=min(cluster.gpus, self._within))
+        self._all = cluster.link(ranks)
+
+    def step(self) -> Step:
+        """Its times and bytes."""
+        job, ranks = self._job, self._ranks
+        compute = exposed = 0.0
+        sizes = job.micro_sizes(ranks)
+        for i, samples in enumerate(sizes):
+            busy = self._micro_step * samples / job.micro_size
+            boundary = i == len(sizes) - 1
+            ends = self._micro_step_ends(
+                busy, reduces=boundary or self._sharding.every, gathers=i == 0 or not self._sharding.held
+            )
+            compute, exposed = compute + busy, exposed + max(0.0, ends - busy)
+        exposed += seconds("all-reduce", COUNT_BYTES, ranks, self._all) + self._spread()
+        in_blocks = sum(job.sizes.blocks)
+        return Step(
+            ranks=ranks,
+            accumulation=len(sizes),
+            idle=max(0, ranks - job.global_size),
+            compute=compute,
+            update=self._update / self._sharding.parts(OPTIMIZER_STAGE, ranks),
+            exposed=exposed,
+            sent=sent(self._sharding, job.sizes.elements, in_blocks, len(sizes), ranks=ranks, formats=job.formats),
+        )
+
+    def _micro_step_ends(self, busy: float, *, reduces: bool, gathers: bool) -> float:
+        """When a micro-step that computes for ``busy`` seconds has ended, what it sends included."""
+        forward, backward = FORWARD * busy, (1 - FORWARD) * busy
+        sizes, sharded = self._job.sizes, self._sharding.stage >= PARAMETER_STAGE
+        units = (sizes.rest, *sizes.blocks) if sharded else (sizes.elements,)
+        fetch = [self._gather(unit) if gathers and sharded else 0.0 for unit in units]
+        now, link = run_pass(shares(units, forward), fetch, [0.0] * len(units))
+        if sharded:
+            again = [0.0 if self._sharding.held else cost for cost in fetch]
+            again[0] = again[0] if self._sharding.whole_again else 0.0
+            messages, fetch = units[::-1], again[::-1]
+        else:
+            messages = self._buckets()
+            fetch = [0.0] * len(messages)
+        overlaps = reduces and self._sharding.overlaps
+        costs = [self._reduction(message) if overlaps else 0.0 for message in messages]
+        spent, link = run_pass(shares(messages, backward), fetch, costs, link_free=max(0.0, link - now))
+        if reduces and not overlaps:
+            link = max(link, spent) + self._reduction(sizes.elements)
+        return now + max(spent, link)
+
+    def _buckets(self) -> tuple[int, ...]:
+        cap = self._sharding.bucket_cap_mb
+        tensors = self._job.sizes.tensors
+        return (sum(tensors),) if cap is None else buckets(tensors, cap, self._job.first_bucket_mb)
+
+    def _gather(self, elements: int) -> float:
+        return seconds("all-gather", self._job.formats.gathered * elements, self._within, self._ring)
+
+    def _reduction(self, elements: int) -> float:
+        kind = "reduce-scatter" if self._sharding.scatters else "all-reduce"
+        within = seconds(kind, self._job.formats.reduced * elements, self._within, self._ring)
+        shard = FULL * elements / self._within
+        return within + seconds("all-reduce", shard, self._sharding.replicas, self._across)
+
+    def _spread(self) -> float:
+        """Of stepped parameters, after the update."""
+        if self._sharding.spread is None:
+            return 0.0
+        payload = self._job.formats.gathered * self._job.sizes.elements
+        return seconds(self._sharding.spread, payload, self._ranks, self._all)
+
+
+def powers_of_two(greatest: int) -> list[int]:
+    """1, 2, 4 ... ``greatest``, or what of these is not above it."""
+    return [2**i for i in range(greatest.bit_length())]
+
+
+def scale(job: Job, cluster: Cluster, worlds: Iterable[int]) -> Iterator[tuple[Step, float]]:
+    """A step on each number of ranks, and its efficiency; numbers that the replicas do not divide are left out."""
+    replicas = job.sharding.replicas
+    alone = _alone(job, cluster)
+    for ranks in worlds:
+        if ranks % replicas == 0:
+            step = Window(job, cluster, ranks).step()
+            yield step, alone / (ranks * step.seconds)
+
+
+def _alone(job: Job, cluster: Cluster) -> float:
+    """Seconds on one rank, which sends nothing."""
+    assert cluster.micro_step_ms is not None
+    return (job.global_size / job.micro_size * cluster.micro_step_ms + cluster.update_ms) * MILLI

@@ -1,0 +1,56 @@
+"""A Hydra command that says in one line what is wrong with its settings, and exits with 2."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from distaccum.compose_errors import check_overrides, from_hydra
+from distaccum.config import conf_dir, plain
+from distaccum.errors import ConfigError
+
+
+def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
+    """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the output folder; the exit code."""
+    exit_code = 0
+    said, composing, composed = io.StringIO(), ExitStack(), False
+
+    def task(node: DictConfig) -> None:
+        nonlocal exit_code, composed
+        composing.close()
+        composed = True
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        try:
+            check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
+            exit_code = run(plain(node), folder)
+        except ConfigError as error:
+            exit_code = complain(name, error)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+    composing.enter_context(redirect_stderr(said))  # Hydra would say it in its own words
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(task)()
+    except SystemExit as stop:
+        if composed or not stop.code:
+            raise
+        composing.close()
+        return complain(name, from_hydra(stop.__context__ or stop, sys.argv[1:]))
+    finally:
+        composing.close()
+    return exit_code
+
+
+def complain(name: str, error: Exception) -> int:
+    """One line on stderr; the exit code of bad settings."""
+    kind = "configuration error: " if isinstance(error, ConfigError) else ""
+    print(f"{name}: {kind}{error}", file=sys.stderr)  # noqa: T201
+    return 2
