@@ -95,6 +95,7 @@ MISTAKES = {
     "unwritable run directory": (["hydra.run.dir=short.txt/run"], ["hydra.run.dir=", "short.txt", "writable folder"]),
     "checkpoint that is not there": (["resume=nowhere"], ["resume=nowhere", "no such checkpoint", "never, auto or"]),
     "folder that is no checkpoint": (["resume=folder"], ["resume=folder", "manifest.json", "checkpoints/step-N"]),
+    "no length of time": (["trainer.max_time=soon"], ["trainer.max_time=soon", "not a positive length", "HH:MM:SS"]),
     "negative seed": (["seed=-1"], ["seed=-1", "out of range", "whole number from 0"]),
     "unknown W&B mode": (["metrics.wandb.mode=on"], ["metrics.wandb.mode=", "no such choice", "offline, online"]),
     "broken override": (["optim.lr=[1"], ["optim.lr=[1", "key=value"]),

@@ -206,7 +206,7 @@ def test_a_run_that_stops_says_which_rank_and_samples_and_logs_what_stopped_it(t
         assert part in found["reason"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.heavy), "fp16"])
 def test_a_run_that_skips_finishes_and_its_log_holds_what_was_skipped(tmp_path: Path, precision: str) -> None:
     """64 samples in windows of 8: two epochs are 16 attempts, of which two hold the spoiled sample."""
     succeed(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
-from tests.commands import TINY, TRAIN, command, environment, family, metrics, run, status, succeed
+from tests.commands import TINY, TRAIN, command, environment, family, metrics, status, succeed
 
 SETTINGS = (
     *TINY, "model.dropout=0.1", "batch.global_size=10", "batch.micro_size=2", "trainer.max_steps=60", "metrics=jsonl",
@@ -183,9 +183,3 @@ def test_a_sweep_that_is_preempted_ends(tmp_path: Path) -> None:
     assert started.end(pids) == 0, started.log.read_text()
     assert status(tmp_path / "1")["state"] == "preempted"
     assert not (tmp_path / "2").exists()
-
-
-def test_a_length_of_time_that_is_none_is_refused(tmp_path: Path) -> None:
-    finished = run("trainer.max_time=soon", f"hydra.run.dir={tmp_path}")
-    assert finished.returncode == 2
-    assert "trainer.max_time=soon: not a positive length of time" in finished.stderr
