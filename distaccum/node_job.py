@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import sleep
 from types import FrameType
 from typing import Any
 
@@ -16,6 +19,7 @@ from distaccum.errors import DistaccumError
 from distaccum.signals import ignore_user_signals
 
 _PORTS = range(20000, 30000)
+_AGAIN_S = 2.0
 
 
 class NodeJob:
@@ -33,7 +37,9 @@ class NodeJob:
         before = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
 
         def save_first(number: int, frame: FrameType | None) -> None:
-            process.wait()  # Slurm has sent the signal to the workers too: they save and leave
+            while process.poll() is None:  # one that is still starting ignores it
+                _tell_workers(process.pid)
+                sleep(_AGAIN_S)
             if callable(before):
                 before(number, frame)
 
@@ -43,6 +49,15 @@ class NodeJob:
             raise DistaccumError(
                 f"{folder}: torchrun ended with {process.returncode}; see its status.json, or the job's log"
             )
+
+
+def _tell_workers(launcher: int) -> None:
+    """Sends SIGUSR2 to torchrun's children, where Slurm's own signal does not get; they save and leave."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(parent) == launcher:
+                os.kill(int(stat.parent.name), signal.SIGUSR2)
 
 
 def torchrun(environment: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ request a line, forks, and answers with the exit code. The child ends as an inte
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -80,6 +81,8 @@ def main() -> None:
     import distaccum.train  # noqa: F401, PLC0415
 
     sys.path.remove(str(ROOT))  # the server's own PYTHONPATH
+    gc.collect()
+    gc.freeze()  # a child's collector would touch, and so copy, all that was imported
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

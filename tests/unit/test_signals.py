@@ -16,9 +16,11 @@ from distaccum.signals import STOP_SIGNALS, StopSignals
 @pytest.fixture(autouse=True)
 def _as_before() -> object:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
-        signal.signal(number, handler)
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

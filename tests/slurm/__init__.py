@@ -1,0 +1,1 @@
+"""Tests of ``slurm/`` against a real Slurm on this machine."""
