@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import sleep
-from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -34,21 +32,25 @@ class NodeJob:
         command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(hydra)]
         print(*command, flush=True)  # noqa: T201  into the job's log
         process = subprocess.Popen(command, preexec_fn=ignore_user_signals)  # noqa: PLW1509, S603  no threads here
-        before = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
-
-        def save_first(number: int, frame: FrameType | None) -> None:
-            while process.poll() is None:  # one that is still starting ignores it
-                _tell_workers(process.pid)
-                sleep(_AGAIN_S)
-            if callable(before):
-                before(number, frame)
-
-        signal.signal(signal.SIGUSR2, save_first)
-        if process.wait():
+        requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
+        asked: list[int] = []
+        signal.signal(signal.SIGUSR2, lambda number, _: asked.append(number))
+        exit_code = _wait(process, asked)
+        if asked and callable(requeue):
+            requeue(asked[0], None)
+        if exit_code:
             folder = hydra.runtime.output_dir
-            raise DistaccumError(
-                f"{folder}: torchrun ended with {process.returncode}; see its status.json, or the job's log"
-            )
+            raise DistaccumError(f"{folder}: torchrun ended with {exit_code}; see its status.json, or the job's log")
+
+
+def _wait(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int:
+    """The exit code; until then passes on that the run is to save and leave. A worker that is starting ignores it."""
+    while True:
+        try:
+            return process.wait(_AGAIN_S)
+        except subprocess.TimeoutExpired:
+            if asked:
+                _tell_workers(process.pid)
 
 
 def _tell_workers(launcher: int) -> None:
