@@ -28,13 +28,20 @@ class Deadline:
         self._end = None if max_time is None else began + max_time
         self._now = now
         self._windows: deque[float] = deque(maxlen=_RECENT)
+        self._warm = False
         self._save = parameters * _BYTES_A_PARAMETER / _BYTES_A_SECOND
         self._guessed = True
         self._evaluation = 0.0
         self._mark = now()
 
     def window_ended(self) -> None:
-        """A window is over; what else was timed since the last one does not belong to it."""
+        """A window is over; what else was timed since the last one does not belong to it.
+
+        The first one, in which things are compiled and loaders start, counts until there is a second.
+        """
+        if self._windows and not self._warm:
+            self._warm = True
+            self._windows.clear()
         self._windows.append(self._lap())
 
     def evaluated(self) -> None:

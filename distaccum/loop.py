@@ -47,7 +47,8 @@ class Loop:
         self._world, self._attempts = accumulator.world, accumulator.attempts
         self._meter = Meter(self._world, self.clocks)
         self._evaluation: tuple[int, dict[str, float]] | None = None
-        self._saved_step = self.clocks.step
+        # A run from another's checkpoint has none of its own yet.
+        self._saved_step = self.clocks.step if parts.config.resume == "auto" else 0
         self._attempt: tuple[Window, Outcome] | None = None  # not looked at yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
         self._watched = any(map(watches_updates, parts.callbacks))

@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from distaccum.errors import DistaccumError
+from distaccum.run_dir import RunDir, State
 from distaccum.signals import ignore_user_signals
 
 _PORTS = range(20000, 30000)
@@ -35,11 +36,10 @@ class NodeJob:
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
         asked: list[int] = []
         signal.signal(signal.SIGUSR2, lambda number, _: asked.append(number))
-        exit_code = _wait(process, asked)
-        if asked and callable(requeue):
+        exit_code, folder = _wait(process, asked), hydra.runtime.output_dir
+        if asked and callable(requeue) and RunDir(Path(folder)).state() in (None, State.PREEMPTED, State.RUNNING):
             requeue(asked[0], None)
         if exit_code:
-            folder = hydra.runtime.output_dir
             raise DistaccumError(f"{folder}: torchrun ended with {exit_code}; see its status.json, or the job's log")
 
 
@@ -93,5 +93,8 @@ def _arguments(hydra: Any) -> list[str]:
     given: list[str] = list(hydra.overrides.task)
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     where = [f"--config-dir={folder}" for folder in folders]
+    folder = hydra.runtime.output_dir
+    if any(Path(folder).glob("checkpoints/step-*")):  # it goes on, whatever it began from
+        given = [one for one in given if not one.startswith("resume=")]
     resume = [] if any(one.startswith("resume=") for one in given) else ["resume=auto"]
-    return [*where, *given, *resume, f"hydra.run.dir={hydra.runtime.output_dir}"]
+    return [*where, *given, *resume, f"hydra.run.dir={folder}"]

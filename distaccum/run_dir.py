@@ -70,6 +70,13 @@ class RunDir:
         if not self._failure.exists():
             self._write_status(state, step=step, reason=reason)
 
+    def state(self) -> State | None:
+        """What ``status.json`` says; None without one."""
+        try:
+            return State(json.loads((self.path / "status.json").read_text())["state"])
+        except (OSError, ValueError, KeyError):
+            return None
+
     def write_failure(self, reason: str) -> None:
         """``failed``, at the step last written. Of all ranks' reasons the first stays: the others follow from it."""
         with suppress(FileExistsError), self._failure.open("x") as file:

@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 from torch.distributed.rendezvous import rendezvous
 
 from distaccum.errors import ConfigError
+from distaccum.meeting import own_part
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _GROUP_TIMEOUT = timedelta(minutes=30)
@@ -33,7 +34,6 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     launched: bool = False  # by torchrun or the like; otherwise this process is a world of one
-    restarts: str = "0"  # of all processes by torchrun, before these
     planned: bool = False  # nobody has started them yet: one process checks what they are to do
 
     @classmethod
@@ -55,10 +55,7 @@ class Ranks:
             if not environment[name].isdecimal():
                 raise ConfigError(name, environment[name], "not a number", "Start with torchrun, which sets it")
             numbers[name] = int(environment[name])
-        return cls(
-            rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True,
-            restarts=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )  # fmt: skip
+        return cls(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True)
 
     def device(self) -> torch.device:
         """This rank's GPU where the machine has any, else the CPU.
@@ -75,16 +72,12 @@ class Ranks:
         return torch.device("cuda", self.local_rank)
 
     def store(self) -> Store:
-        """The key-value store that the launcher gave these ranks; one in memory for a world of one.
-
-        Torchrun keeps one store over its restarts (seen with torch 2.13), in which what the ranks before these wrote
-        still stands: each set of ranks has a part of its own.
-        """
+        """These ranks' own part of the launcher's key-value store; one in memory for a world of one."""
         if not self.launched:
             return HashStore()
         store: Store
         store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
-        return PrefixStore(f"restart-{self.restarts}/world-{self.size}", store)
+        return own_part(store, self.rank, self.size, timeout_s=_GROUP_TIMEOUT.total_seconds())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@
 #   JOB_ID                    the job's name, the same in all of them (distaccum)
 #   JOIN_SECONDS              how long they wait for each other at the start (900)
 #   STOP_SECONDS              how long the processes have to save and leave once they are asked to stop (120)
+# It exits with 0 when the run is done, 2 for bad configuration, 75 where the run was preempted: saved, to be continued.
 # With a program's name first (bash, python, pytest, torchrun, distaccum-export) that runs instead.
 set -euo pipefail
 
@@ -20,9 +21,10 @@ esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 train="$root/launch/train.py"
-check=yes
+check=yes places=(.)
 for argument in "$@"; do # what only prints needs one process and no check
     case $argument in
+        hydra.run.dir=* | hydra.sweep.dir=*) places+=("${argument#*=}") ;;
         -h | --help | --hydra-help | --version | -c | --cfg | --cfg=* | -i | --info | --info=* | --check | --check=*)
             exec python "$train" "$@" ;;
         -m | --multirun) check=no ;; # every job of a sweep is checked when its turn comes
@@ -56,5 +58,19 @@ cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 unset MASTER_ADDR MASTER_PORT # torchrun gives the workers their own
 # The workers are told whatever asks to stop, and have the time to save.
-exec torchrun "${meeting[@]}" --nproc-per-node="$NPROC" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout="$STOP_SECONDS" "$train" "$@"
+begun=$(mktemp)
+torchrun "${meeting[@]}" --nproc-per-node="$NPROC" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout="$STOP_SECONDS" "$train" "$@" &
+job=$!
+for signal in TERM INT HUP QUIT USR1; do
+    # shellcheck disable=SC2064 # expanded now, on purpose
+    trap "kill -$signal $job" "$signal"
+done
+code=0
+while kill -0 $job 2> /dev/null; do # a signal interrupts bash's own wait
+    wait $job && code=0 || code=$?
+done
+# torchrun says 0 where it was not itself that was told to stop, and 1 where it was: who starts containers has to know.
+preempted=$(find "${places[@]}" -name status.json -newer "$begun" -exec grep -l '"state": "preempted"' {} + 2> /dev/null || true)
+[ -z "$preempted" ] || exit 75
+exit "$code"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,8 +32,9 @@ def places(tensors: Iterable[Tensor]) -> Places:
     for tensor in map(local, tensors):
         if tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # a fake one, left over from compiling: it has no memory
+                if storage.nbytes():
+                    found[storage.data_ptr()] = storage.nbytes()
     return found
 
 

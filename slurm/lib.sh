@@ -64,7 +64,11 @@ read_overrides() {
         *) run_dir=$PWD/$run_dir ;;
     esac
     if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ -n "$chain" ]; then
-        ! compgen -G "$run_dir/checkpoints/step-*" > /dev/null || resume=resume=auto
+        if compgen -G "$run_dir/checkpoints/step-*" > /dev/null; then
+            resume=resume=auto
+        elif [ -e "$run_dir/metrics.jsonl" ]; then # it begins again: what it has logged is kept beside
+            mv "$run_dir/metrics.jsonl" "$run_dir/metrics.before-restart-$(date +%s).jsonl"
+        fi
     fi
     overrides+=("hydra.run.dir=$run_dir" "$resume")
     mkdir -p "$run_dir/slurm" || refuse "RUN_DIR=$run_dir: cannot be written; choose another folder"
@@ -199,7 +203,7 @@ finish() {
     [ "$state" != "done" ] || exit 0
     [ -z "$ended" ] || exit 143
     case $state:$asked in
-        preempted:* | running:yes | :yes) go_on ;;
+        preempted:* | running:yes | failed:yes | :yes) go_on ;; # some ranks may have found the others gone
         config_error:*) show_reason 2 ;;
     esac
     all_nodes_answer || await_slurm
@@ -218,12 +222,12 @@ show_reason() {
 go_on() {
     [ -z "$chain" ] || exit 0
     local step last
-    step=$(field_of "$run_dir" step)
+    step=$(sed -n 's/^step-//p' "$run_dir/checkpoints/latest" 2> /dev/null) # reached is not saved
     echo "${step:-0}" >> "$run_dir/slurm/requeues"
     last=$(tail -n 3 "$run_dir/slurm/requeues" | paste -s -d ' ')
     if [ "$last" = "${step:-0} ${step:-0} ${step:-0}" ]; then
-        say "step ${step:-0} for the third time: stopped before it gets further; give it more time (--time) or save" \
-            "more often (checkpoint.every)" >&2
+        say "saved step ${step:-0} for the third time: stopped before it gets further; give it more time (--time," \
+            "--signal and STOP_WITHIN) or save more often (checkpoint.every)" >&2
         exit 1
     fi
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-100}" ]; then

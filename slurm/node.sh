@@ -14,12 +14,12 @@ await() {
 # One node's task. Slurm's signals come here, and with cgroups no further, so they are passed on: to the workers alone,
 # which save and leave in order. torchrun would kill them, and its other children need not know what USR1 means.
 on_node() {
-    local nodes=$1 processes=$2 endpoint=$3 addresses=" $4 " restarts=$5 python=$6 agent="" address host=false
+    local nodes=$1 processes=$2 endpoint=$3 addresses=" $4 " restarts=$5 python=$6 agent="" stopped="" address host=false
     shift 6
     address=${addresses#* "$SLURMD_NODENAME"=}
     [ "$SLURM_NODEID" -ne 0 ] || host=true
     trap 'tell_workers USR1' USR1
-    trap 'tell_workers TERM || kill -TERM $agent 2> /dev/null' TERM
+    trap 'stopped=yes; tell_workers TERM || kill -TERM $agent 2> /dev/null' TERM
     (
         trap '' USR1 # ignored by all that this becomes and starts, until a worker has a handler of its own
         exec "$python" -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" \
@@ -28,6 +28,7 @@ on_node() {
             -m distaccum.train "$@"
     ) &
     agent=$!
+    [ -z "$stopped" ] || kill -TERM $agent # it came before there was anybody to tell
     await $agent
 }
 

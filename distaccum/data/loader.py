@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distaccum.batch_plan import Epoch, Ids, Plan
+from distaccum.data.host_random import host_generators
 from distaccum.data.source import MapDataset
 from distaccum.data.tally import Tally
 from distaccum.signals import leave_to_parent
@@ -86,13 +87,14 @@ class PlannedFeed:
         self._ids.seek(epoch, start)
         batches, cut = iter(self._loader), self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
-            began = perf_counter()
+            began, put_back = perf_counter(), host_generators()
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
             micro_batches = [tally.micro_batch(batch) for batch in islice(batches, filled)]
             waited = perf_counter() - began
             counts, _ = tally.add_up(micro_batches)
-            if tally.stopping:
-                return  # the window can be taken again: its place is a matter of arithmetic
+            if tally.stopping:  # the window can be taken again, and what its samples draw
+                put_back()
+                return
             yield Window(
                 epoch=epoch,
                 samples=len(cut.window(k)),

@@ -44,7 +44,7 @@ FLOORS = (
         "clocks",
         "forecast",
     },
-    {"files", "precision_config", "engine_config", "host_copy", "durations", "deadline", "signals"},
+    {"files", "precision_config", "engine_config", "host_copy", "durations", "deadline", "signals", "meeting"},
     {"checks"},
     {"errors"},
 )

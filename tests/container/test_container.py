@@ -103,6 +103,7 @@ def test_sigterm_ends_in_a_checkpoint_from_which_it_goes_on(image: Image) -> Non
         code, seconds = container.stop(STOPPED_WITHIN)
         printed = container.printed()
     print(f"SIGTERM: stopped after {seconds:.1f} s with exit code {code}")
+    assert code == 75
     run = image.volumes / "runs" / "stop"
     stopped = status(run)
     assert stopped["state"] == "preempted", (stopped, printed)

@@ -114,7 +114,9 @@ def test_the_manifest_agrees_with_itself_and_the_image() -> None:
         claim["metadata"]["name"]
     ]
     assert {one["name"] for one in train["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
-    fails, ignores = job["spec"]["podFailurePolicy"]["rules"]
+    fails, preempted, ignores = job["spec"]["podFailurePolicy"]["rules"]
+    assert (preempted["action"], preempted["onExitCodes"]["values"]) == ("Ignore", [75])
+    assert "|| exit 75" in SCRIPT.read_text()
     assert (fails["action"], fails["onExitCodes"]["containerName"]) == ("FailJob", train["name"])
     assert fails["onExitCodes"]["values"] == [2]
     assert ignores["action"] == "Ignore"

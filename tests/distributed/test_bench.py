@@ -61,6 +61,7 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
         assert max(way["weights off"] for way in (fused, ours, unfused)) <= 1e-6
 
 
+@pytest.mark.heavy
 def test_gradients_beside_other_frameworks(tmp_path: Path) -> None:
     finished = succeed(
         "exactness=true", f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=2

@@ -17,6 +17,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_deepspeed_then_fsdp2_from_its_weights_then_a_refusal(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     first, second = tmp_path / "first", tmp_path / "second"

@@ -14,7 +14,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))])
 def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> None:
     finished = run(
         *SETTINGS, "data._target_=tests.troubles.FailsOnRankOne", f"seed={attempt}", f"hydra.run.dir={tmp_path}",

@@ -169,6 +169,7 @@ def test_a_host_that_fails_or_hangs_is_not_waited_for(
 def test_without_root_or_tools_it_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("DISTACCUM_REQUIRE_TOOLS", raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert obstacle() == "ip and tc not found: install iproute2"

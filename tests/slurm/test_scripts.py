@@ -103,6 +103,10 @@ def test_a_run_is_continued_whatever_it_began_from(tmp_path: Path) -> None:
     assert _overrides("resume=/a/step-9", "x=[1, 2]", run_dir=tmp_path) == ["x=[1, 2]", place, "resume=/a/step-9"]
     again = {"SLURM_RESTART_COUNT": "1"}
     assert _overrides("resume=/a/step-9", run_dir=tmp_path, **again) == [place, "resume=/a/step-9"]  # nothing saved yet
+    (tmp_path / "metrics.jsonl").touch()
+    assert _overrides("resume=/a/step-9", run_dir=tmp_path, **again) == [place, "resume=/a/step-9"]
+    assert not (tmp_path / "metrics.jsonl").exists()  # which it would be refused for
+    assert len([*tmp_path.glob("metrics.before-restart-*.jsonl")]) == 1
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
     assert _overrides("resume=/a/step-9", run_dir=tmp_path, **again) == [place, "resume=auto"]
     assert _overrides("resume=/a/step-9", run_dir=tmp_path, chain="7") == [place, "resume=auto"]
@@ -116,9 +120,14 @@ def test_a_run_directory_that_would_change_is_refused(tmp_path: Path) -> None:
 
 
 def _go_on(run_dir: Path, step: int, restarts: int) -> subprocess.CompletedProcess[str]:
-    """What is done with a preempted run; Slurm's commands only say that they were called."""
-    run_dir.joinpath("slurm").mkdir(exist_ok=True)
-    run_dir.joinpath("status.json").write_text(f'{{\n  "state": "preempted",\n  "step": {step},\n  "reason": ""\n}}\n')
+    """What is done with a preempted run that has saved ``step``; Slurm's commands only say that they were called."""
+    for folder in ("slurm", "checkpoints"):
+        run_dir.joinpath(folder).mkdir(exist_ok=True)
+    if step:
+        run_dir.joinpath("checkpoints", "latest").write_text(f"step-{step}\n")
+    reached = step + restarts  # and not saved
+    text = f'{{\n  "state": "preempted",\n  "step": {reached},\n  "reason": ""\n}}\n'
+    run_dir.joinpath("status.json").write_text(text)
     commands = 'squeue() { echo RUNNING; }; scontrol() { echo scontrol "$@"; }; sleep() { exit 0; }'
     return _shell(f"{commands}; chain=; run_dir={run_dir}; go_on", SLURM_RESTART_COUNT=str(restarts))
 

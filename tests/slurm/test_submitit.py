@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.commands import TRAIN, metrics, status
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import SETTINGS, STEPS, logged, slow
@@ -47,6 +49,7 @@ def test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on(cluster: Cl
     assert f"resuming {sweep}/0/checkpoints/step-{step} at step {step}" in logs
 
 
+@pytest.mark.heavy
 def test_the_reason_of_a_job_that_fails_is_told_where_the_sweep_was_started(cluster: Cluster, tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, str(TRAIN), "-m", "hydra/launcher=slurm", f"hydra.sweep.dir={tmp_path}", "optim.lr=abc"],

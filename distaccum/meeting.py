@@ -1,0 +1,49 @@
+"""A part of the launcher's store that belongs to these ranks alone.
+
+Torchrun keeps one store over its restarts (seen with torch 2.13), in which what the ranks before these wrote still
+stands, and its count of restarts is each agent's own. So the ranks agree on a name that nobody can have used: a rank
+shows a fresh word, and rank 0 answers to that word.
+"""
+
+from __future__ import annotations
+
+from secrets import token_hex
+from time import monotonic, sleep
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
+
+_POLL_S = 0.01
+
+
+def own_part(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
+    """The part; every one of the ``size`` ranks calls this.
+
+    Raises:
+        TimeoutError: on rank 0, if some rank has not come within ``timeout_s`` seconds. (On the others the store's own
+            time-out raises.)
+    """
+    if rank == 0:
+        name = token_hex(8)
+        _welcome(store, range(1, size), name, timeout_s)
+    else:
+        word = token_hex(8)
+        store.set(f"meeting/{rank}", word)
+        name = store.get(f"meeting/answer/{word}").decode()
+        store.set(f"meeting/{name}/{rank}", "here")
+    return PrefixStore(f"ranks/{name}", store)
+
+
+def _welcome(store: Store, ranks: range, name: str, timeout_s: float) -> None:
+    """Answers each rank's word until it is here: the first one found may be of a rank before it."""
+    deadline, absent, answered = monotonic() + timeout_s, list(ranks), dict[int, bytes]()
+    while True:
+        absent = [rank for rank in absent if not store.check([f"meeting/{name}/{rank}"])]
+        if not absent:
+            return
+        if monotonic() > deadline:
+            raise TimeoutError(f"ranks {absent} have not come within {timeout_s:.0f} s")
+        for rank in absent:
+            if store.check([f"meeting/{rank}"]) and (word := store.get(f"meeting/{rank}")) != answered.get(rank):
+                store.set(f"meeting/answer/{word.decode()}", name)
+                answered[rank] = word
+        sleep(_POLL_S)
