@@ -151,7 +151,7 @@ def test_two_containers_make_one_job(image: Image) -> None:
     assert first.printed().count("done: 3 updates") + second.printed().count("done: 3 updates") == 1
 
 
-@pytest.mark.parametrize("tests", ["unit", "architecture", "distributed/test_default_run.py"])
+@pytest.mark.parametrize("tests", ["unit", "architecture", "distributed/test_evaluation.py"])
 def test_the_tests_pass_inside(image: Image, tests: str) -> None:
     code, printed = image.run("pytest", "-q", f"/opt/distaccum/tests/{tests}", timeout=1800)
     print(printed.splitlines()[-1])
