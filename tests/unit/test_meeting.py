@@ -49,4 +49,6 @@ def test_a_word_of_a_rank_before_is_not_taken_for_the_rank() -> None:
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
-    own_part(HashStore(), 0, 1, timeout_s=0.1).set("a", "b")
+    part = own_part(HashStore(), 0, 1, timeout_s=0.1)
+    part.set("a", "b")
+    assert part.get("a") == b"b"
