@@ -57,6 +57,8 @@ def summarise(
         saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto goes on"
         if not parts.config.checkpoint.every:
             saved = "checkpoint.every=0, so nothing is saved"
+        elif not clocks.step:
+            saved = "nothing to save yet; the same command with resume=auto begins"
         where = f"{clocks.step} of {parts.total_steps} updates"
         console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
         return

@@ -81,3 +81,13 @@ def test_a_run_from_a_named_checkpoint_has_one_of_its_own_when_it_is_preempted_a
     assert _losses(tmp_path / "parts", asks=True, resume=str(start)) == []
     assert (tmp_path / "parts" / "checkpoints" / "step-9").is_dir()
     assert _losses(tmp_path / "parts") == whole[9:]
+
+
+def test_before_the_first_update_it_does_not_claim_to_have_saved(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _losses(tmp_path, asks=True) == []
+    assert not (tmp_path / "checkpoints").exists()
+    said = capsys.readouterr().out
+    assert "preempted (SIGUSR1): 0 of 12 updates; nothing to save yet" in said
+    assert "saved in" not in said
