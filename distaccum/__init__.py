@@ -8,21 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distaccum.accumulator import Accumulator as Accumulator
-    from distaccum.data.source import Source as Source
-    from distaccum.deepspeed_json.read import from_deepspeed_json as from_deepspeed_json
-    from distaccum.signals import StopSignals as StopSignals
-    from distaccum.trainer import Trainer as Trainer
-    from distaccum.world import World as World
+    from distaccum.accumulation.accumulator import Accumulator as Accumulator
+    from distaccum.data.spec import Source as Source
+    from distaccum.distributed.signals import StopSignals as StopSignals
+    from distaccum.distributed.world import World as World
+    from distaccum.train.from_deepspeed import from_deepspeed_json as from_deepspeed_json
+    from distaccum.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 _HOMES = {
-    "Accumulator": "distaccum.accumulator",
-    "Source": "distaccum.data.source",
-    "StopSignals": "distaccum.signals",
-    "Trainer": "distaccum.trainer",
-    "World": "distaccum.world",
-    "from_deepspeed_json": "distaccum.deepspeed_json.read",
+    "Accumulator": "distaccum.accumulation.accumulator",
+    "Source": "distaccum.data.spec",
+    "StopSignals": "distaccum.distributed.signals",
+    "Trainer": "distaccum.train.trainer",
+    "World": "distaccum.distributed.world",
+    "from_deepspeed_json": "distaccum.train.from_deepspeed",
 }
 
 

@@ -22,18 +22,20 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum import build
-from distaccum.batch_plan import BatchPlan
-from distaccum.data.feeds import feed_of
-from distaccum.data.tally import Tally
-from distaccum.engine_config import EngineConfig, engine_config
+from distaccum.accumulation.step import run_window
+from distaccum.config.engine import EngineConfig, engine_config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.data.counter import Tally
+from distaccum.data.factory import feed_of
+from distaccum.data.plan.batch import BatchPlan
+from distaccum.data.prefetch import to_device
+from distaccum.data.window import Window
+from distaccum.distributed.world import World
+from distaccum.engines import factory as build
 from distaccum.engines.base import Engine, StepResult
-from distaccum.loss import count_labels, cross_entropy, from_mean
-from distaccum.normaliser import Count, weigh
-from distaccum.precision_config import PrecisionConfig
-from distaccum.prefetch import to_device
-from distaccum.window import Window, run_window
-from distaccum.world import World
+from distaccum.losses.base import from_mean
+from distaccum.losses.cross_entropy import count_labels, cross_entropy
+from distaccum.losses.normalize import Count, weigh
 
 __all__ = [
     "BatchPlan",
@@ -50,10 +52,18 @@ __all__ = [
 
 
 def wrap(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World, *, engine: str | EngineConfig = "ddp",
-    precision: str | PrecisionConfig = "fp32", clip_norm: float | None = None, clip_value: float | None = None,
-    global_size: int | None = None, micro_size: int | None = None, seed: int = 0,
-) -> Engine:  # fmt: skip
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    world: World,
+    *,
+    engine: str | EngineConfig = "ddp",
+    precision: str | PrecisionConfig = "fp32",
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    global_size: int | None = None,
+    micro_size: int | None = None,
+    seed: int = 0,
+) -> Engine:
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
     Args:
@@ -72,9 +82,17 @@ def wrap(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return build.wrap(
-        model, optimizers, world, engine_config(engine), PrecisionConfig.of(precision), clip_norm=clip_norm,
-        clip_value=clip_value, global_size=global_size, micro_size=micro_size, seed=seed,
-    )  # fmt: skip
+        model,
+        optimizers,
+        world,
+        engine_config(engine),
+        PrecisionConfig.of(precision),
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        global_size=global_size,
+        micro_size=micro_size,
+        seed=seed,
+    )
 
 
 def plan_windows(

@@ -35,19 +35,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from distaccum.accumulator import Accumulator
-from distaccum.build import Parts, build_parts
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config import RunConfig, conf_dir, from_node, plain
-from distaccum.data.feeds import make_feed
+from distaccum.config.schema import RunConfig, conf_dir, from_node, plain
+from distaccum.data.factory import make_feed
 from distaccum.data.loader import MicroBatchIds
-from distaccum.deadline import Deadline
-from distaccum.host_copy import HostCopy
-from distaccum.loop import Loop
-from distaccum.prefetch import to_device
-from distaccum.run_dir import RunDir
+from distaccum.data.prefetch import to_device
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import World, open_world
+from distaccum.engines.host_copy import HostCopy
 from distaccum.testing.counters import Operations
-from distaccum.world import Ranks, World, open_world
+from distaccum.train.components import Parts, build_parts
+from distaccum.train.loop import Loop
+from distaccum.train.run_dir import RunDir
+from distaccum.train.time_limit import Deadline
 
 Step = Callable[[], None]
 
@@ -117,11 +118,21 @@ def accumulator_of(parts: Parts, world: World) -> Accumulator:
     """As ``distaccum-train`` makes it."""
     config = parts.config
     return Accumulator(
-        parts.model, parts.optimizers, global_size=config.batch.global_size, micro_size=config.batch.micro_size,
-        count=parts.loss.count, schedule=parts.schedule, clip_norm=config.optim.clip_norm,
-        clip_value=config.optim.clip_value, nonfinite=config.trainer.nonfinite, max_skips=config.trainer.max_skips,
-        engine=config.engine, precision=config.precision, prefetch=config.trainer.prefetch, world=world,
-    )  # fmt: skip
+        parts.model,
+        parts.optimizers,
+        global_size=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+        count=parts.loss.count,
+        schedule=parts.schedule,
+        clip_norm=config.optim.clip_norm,
+        clip_value=config.optim.clip_value,
+        nonfinite=config.trainer.nonfinite,
+        max_skips=config.trainer.max_skips,
+        engine=config.engine,
+        precision=config.precision,
+        prefetch=config.trainer.prefetch,
+        world=world,
+    )
 
 
 def with_trainer(parts: Parts, world: World) -> Step:
@@ -131,9 +142,15 @@ def with_trainer(parts: Parts, world: World) -> Step:
     if world.is_main:
         run_dir.make()
     loop = Loop(
-        parts, accumulator, feed, run_dir=run_dir, store=CheckpointStore(run_dir.checkpoints, keep=0), sinks=(),
-        wandb_id="", deadline=Deadline(None, began=0.0, parameters=parts.parameters),
-    )  # fmt: skip
+        parts,
+        accumulator,
+        feed,
+        run_dir=run_dir,
+        store=CheckpointStore(run_dir.checkpoints, keep=0),
+        sinks=(),
+        wandb_id="",
+        deadline=Deadline(None, began=0.0, parameters=parts.parameters),
+    )
     windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
 
     def window() -> None:  # what Loop.fit does with each of them

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distaccum.engines.update import Update, zero_in_place
-from distaccum.host_copy import HostCopy
+from distaccum.distributed.world import World
+from distaccum.engines.fused_update import Update, zero_in_place
+from distaccum.engines.host_copy import HostCopy
 from distaccum.precision.scaler import LossScaler
-from distaccum.world import World
 
 SCALE, CLIP_NORM, NORM = 2.0**16, 1.0, 3.0  # of the loss; the largest norm; the gradient's, so that it is clipped
 LAYERS = 8

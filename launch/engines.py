@@ -22,19 +22,21 @@ from typing import Any, cast
 
 from held import Held, alive, allocated
 
-from distaccum.build import Parts, build_parts, wrap
-from distaccum.config import RunConfig
-from distaccum.data.feeds import make_feed
-from distaccum.data.tally import Tally
-from distaccum.engine_config import settings_of
+from distaccum.accumulation.step import run_window
+from distaccum.config.engine import settings_of
+from distaccum.config.schema import RunConfig
+from distaccum.data.counter import Tally
+from distaccum.data.factory import make_feed
+from distaccum.data.window import Window
+from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.factory import wrap
 from distaccum.forecast import volume as theory
 from distaccum.forecast.collectives import KINDS, ring_bytes
 from distaccum.forecast.sharding import Sharding
-from distaccum.loss import Loss
+from distaccum.losses.base import Loss
 from distaccum.testing.counters import Wire
-from distaccum.window import Window, run_window
-from distaccum.world import World
+from distaccum.train.components import Parts, build_parts
 
 ACCUMULATION, MICRO_SIZE, LENGTH = 4, 2, 32
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 192}  # 2.7 million parameters, whose rows 2, 3 and 4 ranks share evenly
@@ -99,10 +101,16 @@ class Rig:
         config = parts.config
         self._loss, (self._optimizer,) = parts.loss, parts.optimizers
         self._engine: Engine = wrap(
-            parts.model, parts.optimizers, world, settings_of(way.engine)(**way.options), config.precision,
-            clip_norm=config.optim.clip_norm, clip_value=config.optim.clip_value,
-            global_size=config.batch.global_size, micro_size=config.batch.micro_size,
-        )  # fmt: skip
+            parts.model,
+            parts.optimizers,
+            world,
+            settings_of(way.engine)(**way.options),
+            config.precision,
+            clip_norm=config.optim.clip_norm,
+            clip_value=config.optim.clip_value,
+            global_size=config.batch.global_size,
+            micro_size=config.batch.micro_size,
+        )
         feed = make_feed(parts.source, parts.plan, world)
         self._windows = feed.windows(0, 0, Tally(world, parts.loss.count))
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from distaccum import Accumulator
-from distaccum.loss import count_labels
-from distaccum.world import World
+from distaccum.distributed.world import World
+from distaccum.losses.cross_entropy import count_labels
 
 VOCABULARY, WIDTH, SAMPLES, LONGEST = 64, 32, 4, 32
 STEPS = 4  # micro-batches of a full window on each rank; a ragged one has half of them
@@ -56,9 +56,13 @@ def ours(world: World, micro_batches: MicroBatches) -> Tensor:
         lambda *_: found.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))  # type: ignore[union-attr]
     )
     acc = Accumulator(
-        model, optimizer, global_size=STEPS * SAMPLES * world.size, micro_size=SAMPLES, world=world,
+        model,
+        optimizer,
+        global_size=STEPS * SAMPLES * world.size,
+        micro_size=SAMPLES,
+        world=world,
         count=lambda batch: count_labels(batch["labels"]),
-    )  # fmt: skip
+    )
     for window in acc.windows(iter(micro_batches)):
         for micro in window:
             with acc.accumulate():

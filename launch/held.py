@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.engines.shards import local
+from distaccum.engines.dtensor import local
 
 Places = dict[int, int]
 """Memory of tensors: by its address, the bytes."""

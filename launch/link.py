@@ -27,15 +27,15 @@ from link_command import command, complain
 from link_hosts import LinkError, obstacle, torchrun, two_hosts
 from link_worker import WAYS
 
-from distaccum.batch_plan import micro_steps_of
-from distaccum.checks import require, require_count, require_positive
-from distaccum.config import from_node
-from distaccum.engine_config import DDPConfig
+from distaccum.config.checks import require, require_count, require_positive
+from distaccum.config.engine import DDPConfig
+from distaccum.config.precision import PrecisionConfig
+from distaccum.config.schema import from_node
+from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes, Window
-from distaccum.precision_config import PrecisionConfig
 
 RANKS = 2
 TIMEOUT_S = 1200
@@ -89,9 +89,13 @@ def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, laten
         **engine_of(name, config.engine, precision),
     )
     cluster = Cluster(
-        nodes=RANKS, gpus=1, link_gbps=mbit / 1000, latency_us=latency_us, micro_step_ms=row["micro_step_ms"],
+        nodes=RANKS,
+        gpus=1,
+        link_gbps=mbit / 1000,
+        latency_us=latency_us,
+        micro_step_ms=row["micro_step_ms"],
         update_ms=row["update_ms"],
-    )  # fmt: skip
+    )
     return Window(job, cluster, RANKS).step().seconds
 
 

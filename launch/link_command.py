@@ -13,8 +13,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from distaccum.compose_errors import check_overrides, from_hydra
-from distaccum.config import conf_dir, plain
+from distaccum.config.hydra_errors import check_overrides, from_hydra
+from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
 
 

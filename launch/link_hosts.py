@@ -178,18 +178,27 @@ def _start(
 ) -> subprocess.Popen[str]:
     host, first = hosts[rank], hosts[0]
     start = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:{PORT}",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        f"--node-rank={rank}",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first.address}:{PORT}",
         f"--rdzv-conf=is_host={int(rank == 0)}",  # hosts of one name cannot tell whose address it is
         f"--local-addr={host.address}",
-    ]  # fmt: skip
+    ]
     kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), host.device)
     with file.with_suffix(".out").open("w") as out, file.with_suffix(".err").open("w") as err:
         return subprocess.Popen(  # noqa: S603  as the user asks
-            host.command(*start, *arguments), stdout=out, stderr=err, text=True,
+            host.command(*start, *arguments),
+            stdout=out,
+            stderr=err,
+            text=True,
             env=kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | interface | dict(environment),
-        )  # fmt: skip
+        )
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], timeout: float) -> bool:

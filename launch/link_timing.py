@@ -8,10 +8,10 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from distaccum.build import Parts
-from distaccum.normaliser import weigh
-from distaccum.prefetch import to_device
-from distaccum.window import Window
+from distaccum.data.prefetch import to_device
+from distaccum.data.window import Window
+from distaccum.losses.normalize import weigh
+from distaccum.train.components import Parts
 
 MILLI = 1e-3
 

@@ -22,12 +22,15 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.build import Parts, build_parts, wrap
-from distaccum.config import RunConfig, from_node
-from distaccum.data.feeds import make_feed
-from distaccum.data.tally import Tally
-from distaccum.window import Window, run_window
-from distaccum.world import Ranks, World, open_world
+from distaccum.accumulation.step import run_window
+from distaccum.config.schema import RunConfig, from_node
+from distaccum.data.counter import Tally
+from distaccum.data.factory import make_feed
+from distaccum.data.window import Window
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import World, open_world
+from distaccum.engines.factory import wrap
+from distaccum.train.components import Parts, build_parts
 
 WARM_UP = 2  # windows: DDP rebuilds its buckets, the optimizer makes its state, TCP finds its pace
 PINGS = 50
@@ -70,9 +73,14 @@ def distaccum(parts: Parts, world: World) -> Step:
     """The same update by ``run_window``: nothing is reduced before the boundary."""
     config = parts.config
     engine = wrap(
-        parts.model, parts.optimizers, world, config.engine, config.precision, clip_norm=config.optim.clip_norm,
+        parts.model,
+        parts.optimizers,
+        world,
+        config.engine,
+        config.precision,
+        clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
-    )  # fmt: skip
+    )
 
     def step(window: Window) -> None:
         assert run_window(engine, window, parts.loss).applied

@@ -23,20 +23,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distaccum.build import build_parts
-from distaccum.config import RunConfig, from_node
-from distaccum.data.feeds import make_feed
-from distaccum.data.tally import Tally
-from distaccum.engine_config import DDPConfig, FSDP2Config
-from distaccum.engines.fsdp2_units import blocks_of
+from distaccum.config.engine import DDPConfig, FSDP2Config
+from distaccum.config.instantiate import build
+from distaccum.config.schema import RunConfig, from_node
+from distaccum.data.counter import Tally
+from distaccum.data.factory import make_feed
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import open_world
+from distaccum.engines.fsdp2.wrap import blocks_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.report import report
 from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes
-from distaccum.nodes import build
-from distaccum.optim import build_optimizer
-from distaccum.world import Ranks, open_world
+from distaccum.train.components import build_parts
+from distaccum.train.optimizer import build_optimizer
 
 MIB = 2**20
 WARM_UP, TIMED = 2, 5  # micro-steps that are measured
@@ -177,9 +178,12 @@ def plan(values: Values) -> Values:
     sizes = sizes_of(config)
     formats = Formats.of(config.engine, config.precision, moments_of(config))
     job = Job(
-        sizes=sizes, sharding=Sharding.of(config.engine), formats=formats, global_size=config.batch.global_size,
+        sizes=sizes,
+        sharding=Sharding.of(config.engine),
+        formats=formats,
+        global_size=config.batch.global_size,
         micro_size=config.batch.micro_size,
-    )  # fmt: skip
+    )
     guess = replace(cluster, micro_step_ms=cluster.micro_step_ms or 1.0)
     report(job, guess, [cluster.ranks])  # what cannot work is said before anything is measured
     if cluster.micro_step_ms is None:

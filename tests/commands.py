@@ -18,8 +18,12 @@ from tests.forked import ROOT, Forks
 _FORKS = Forks()
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (  # a model and a text so small that a window takes milliseconds
-    "data.seq_len=16", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "schedule.warmup_steps=2",
-)  # fmt: skip
+    "data.seq_len=16",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "schedule.warmup_steps=2",
+)
 QUIET = ("trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl", "trainer.log_every=1")
 
 
@@ -45,7 +49,7 @@ def run(
     cwd: Path | None = None,
     timeout: float = 240,
     **extra: str,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+) -> subprocess.CompletedProcess[str]:
     """Runs to the end and returns what it printed; the caller looks at the exit code.
 
     A single process is forked where imports are done; ranks are started by torchrun, from nothing.
@@ -56,11 +60,16 @@ def run(
         )
     return subprocess.run(
         command(world, script, arguments),
-        capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, env=environment(**extra),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        cwd=cwd,
+        env=environment(**extra),
+    )
 
 
-def succeed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def succeed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """:func:`run`, which must exit with 0."""
     finished = run(*arguments, **options)
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -71,8 +80,10 @@ def kill_when(run_dir: Path, records: int, *arguments: object, world: int) -> No
     """Starts a run and kills every one of its processes, without warning, once it has logged so many records."""
     process = subprocess.Popen(
         command(world, TRAIN, [*arguments, f"hydra.run.dir={run_dir}"]),
-        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         deadline = time.monotonic() + 120
         file = run_dir / "metrics.jsonl"

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum.engine_config import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
-from distaccum.shuffle import Shuffle
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.data.plan.shuffle import Shuffle
 from tests import matrix
 from tests.matrix import GLOBAL_SIZE, IGNORED, PADDING, SEED, VOCABULARY
 
@@ -51,10 +51,13 @@ EPSILON = 1e-2
 # Of fp32 what was asked for; else multiples of the unit roundoff, of which an element takes part in some ten: a forward
 # and a backward round weights, activations and their gradients. The largest errors measured are 2 and 3 of them.
 TOLERANCES = {
-    ("fp32", "sgd"): 1e-6, ("fp32", "adamw"): 1e-6,
-    ("bf16", "sgd"): 4 * 2.0**-8, ("bf16", "adamw"): 4 * 2.0**-8,
-    ("fp16", "sgd"): 4 * 2.0**-11, ("fp16", "adamw"): 4 * 2.0**-11,
-}  # fmt: skip
+    ("fp32", "sgd"): 1e-6,
+    ("fp32", "adamw"): 1e-6,
+    ("bf16", "sgd"): 4 * 2.0**-8,
+    ("bf16", "adamw"): 4 * 2.0**-8,
+    ("fp16", "sgd"): 4 * 2.0**-11,
+    ("fp16", "adamw"): 4 * 2.0**-11,
+}
 Weights = Mapping[str, Tensor]
 
 

@@ -18,28 +18,32 @@ WORKER = ROOT / "tests" / "distributed" / "engine_matrix_worker.py"
 # Of each mutant: the engine and the number format to look at it in.
 MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
     (
-        "ddp", "bf16",
+        "ddp",
+        "bf16",
         Mutant(
             "ddp: the engine's averaging forgotten",
             (("engines/ddp.py", "1 if scaler else world.size\n", "1\n"),),
         ),
     ),
     (
-        "ddp", "fp16",
+        "ddp",
+        "fp16",
         Mutant(
             "ddp: in fp16 the average is not made a sum",
             (("engines/ddp.py", "self._sums_to = world.size if scaler else 1", "self._sums_to = 1"),),
         ),
     ),
     (
-        "zero1", "fp32",
+        "zero1",
+        "fp32",
         Mutant(
             "zero1: what each rank has stepped is not spread",
             (("engines/ddp.py", "            self._shards.spread()", "            pass"),),
         ),
     ),
     (
-        "zero1", "fp32",
+        "zero1",
+        "fp32",
         Mutant(
             "zero1: only the last rank's part is spread",
             (
@@ -52,21 +56,24 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         ),
     ),
     (
-        "fsdp2 boundary", "bf16",
+        "fsdp2 boundary",
+        "bf16",
         Mutant(
             "fsdp2: the loss is weighed as for an average",
             (("engines/fsdp2.py", "averages_over = world.device, 1", "averages_over = world.device, world.size"),),
         ),
     ),
     (
-        "fsdp2 every", "fp16",
+        "fsdp2 every",
+        "fp16",
         Mutant(
             "fsdp2: its own division left in",
             (("engines/fsdp2.py", "            sharded.set_gradient_divide_factor(1.0)\n", ""),),
         ),
     ),
     (
-        "fsdp2 boundary", "fp32",
+        "fsdp2 boundary",
+        "fp32",
         Mutant(
             "fsdp2: reduced in the first micro-step alone",
             (
@@ -76,21 +83,24 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         ),
     ),
     (
-        "fsdp2 boundary", "fp32",
+        "fsdp2 boundary",
+        "fp32",
         Mutant(
             "fsdp2: ranks do not keep pace",
             (("engines/pace.py", "return most - micro_steps", "return 0"),),
         ),
     ),
     (
-        "fsdp2 every", "fp32",
+        "fsdp2 every",
+        "fp32",
         Mutant(
             "fsdp2: a step for nothing adds its gradient",
             (("engines/pace.py", "torch.zeros_like(output)", "torch.ones_like(output)"),),
         ),
     ),
     (
-        "fsdp2 boundary", "fp32",
+        "fsdp2 boundary",
+        "fp32",
         Mutant(
             "fsdp2: shards go on from the last window's gradient",
             (
@@ -103,20 +113,22 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         ),
     ),
     (
-        "deepspeed 3", "bf16",
+        "deepspeed 3",
+        "bf16",
         Mutant(
             "deepspeed: its averaging forgotten",
             (("engines/deepspeed.py", "1 if scaler else world.size\n", "1\n"),),
         ),
     ),
     (
-        "deepspeed 2", "fp16",
+        "deepspeed 2",
+        "fp16",
         Mutant(
             "deepspeed: in fp16 the average is not made a sum",
             (("engines/deepspeed.py", "divisor / (self._world.size if self._scaler else 1)", "divisor"),),
         ),
     ),
-)  # fmt: skip
+)
 
 
 def main() -> int:

@@ -49,9 +49,13 @@ class Forks:
     def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         if self._server is None or self._server.poll() is not None:
             self._server = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
                 env=dict(environment) | {"PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+            )
         return self._server
 
     @staticmethod
@@ -78,7 +82,7 @@ def main() -> None:
     """Serves until the tests close the pipe; returns in children alone."""
     import torch._dynamo  # noqa: F401, PLC0415  what every optimizer imports
 
-    import distaccum.train  # noqa: F401, PLC0415
+    import distaccum.train.cli  # noqa: F401, PLC0415
 
     sys.path.remove(str(ROOT))  # the server's own PYTHONPATH
     gc.collect()

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum.loss import from_mean
-from distaccum.shuffle import Shuffle
+from distaccum.data.plan.shuffle import Shuffle
+from distaccum.losses.base import from_mean
 
 GLOBAL_SIZE = 24
 SEED = 3

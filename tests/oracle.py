@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from distaccum.build import build_parts
-from distaccum.config import from_node
-from distaccum.shuffle import Shuffle
+from distaccum.config.schema import from_node
+from distaccum.data.plan.shuffle import Shuffle
+from distaccum.train.components import build_parts
 
 
 def train(config: dict[str, object], steps: int) -> list[tuple[float, float]]:

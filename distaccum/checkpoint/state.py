@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from distaccum.accumulation.progress import Clocks
 from distaccum.checkpoint import tensors
-from distaccum.clocks import Clocks
-from distaccum.engine_config import BY_PARAMETER
+from distaccum.config.engine import BY_PARAMETER
+from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, Keeps
-from distaccum.errors import CheckpointError, MisuseError
-from distaccum.world import World
+from distaccum.engines.state import merged
+from distaccum.errors import CheckpointError
 
 VERSION = 3
 _READ = (2, 3)  # 2 had one file of each kind, written by rank 0
@@ -68,7 +69,7 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
     shared = engine.keeps is Keeps.SHARE
     tensors.write(folder, "model", state.model, world, shared=shared)
     tensors.write(folder, "optimizer", state.optimizer, world, shared=shared)
-    values = _merged(state.optimizer_values, world) if shared else state.optimizer_values
+    values = merged(state.optimizer_values, world) if shared else state.optimizer_values
     engine.save_files(folder)
     if world.is_main:
         record = {
@@ -82,28 +83,6 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
     (folder / f"random-{world.rank}.json").write_text(json.dumps(_random_state()))
     if data is not None:
         torch.save(data, folder / f"data-{world.rank}.pt")
-
-
-def whole_state(engine: Engine, world: World) -> EngineState:
-    """The state on every rank, whichever had it; a collective where the engine keeps a share on each.
-
-    Raises:
-        MisuseError: it goes to files only.
-    """
-    state = engine.state()
-    if engine.keeps is Keeps.WHOLE:
-        return state
-    if engine.keeps is Keeps.FILES:
-        raise MisuseError("this engine's state is only kept in files: save with the Trainer, which resumes from them")
-    model, optimizer = (
-        {name: tensor.detach().clone() for name, tensor in tensors.gathered(part, world).items()}
-        for part in (state.model, state.optimizer)
-    )  # clones: of what only some ranks hold, only they would see later updates
-    return replace(state, model=model, optimizer=optimizer, optimizer_values=_merged(state.optimizer_values, world))
-
-
-def _merged(values: Mapping[str, Any], world: World) -> dict[str, Any]:
-    return {name: value for given in world.everyone(dict(values)) for name, value in given.items()}
 
 
 def read(folder: Path) -> RunState:

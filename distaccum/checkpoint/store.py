@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from distaccum.checkpoint.files import sync, write_json, write_text
+from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
-from distaccum.files import sync, write_json, write_text
-from distaccum.world import World
 
 MANIFEST = "manifest.json"
 _LATEST = "latest"

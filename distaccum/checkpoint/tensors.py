@@ -7,13 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
-from distaccum.world import World
 
 
 def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, *, shared: bool) -> None:
@@ -27,21 +26,6 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
     alone = all(set(names) <= set(given[0]) for names in given)
     if world.is_main or own:
         save_file(_storable(own), folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors")
-
-
-def gathered(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """What any rank has, on every rank; on the host, where it comes from another one. A collective."""
-    given = world.everyone(list(tensors))
-    missed = {name for names in given for name in names if not all(name in others for others in given)}
-    whole, sent = dict(tensors), set[str]()
-    for rank, names in enumerate(given):
-        due = [name for name in names if name in missed - sent]
-        box: list[Any] = [{name: tensors[name].cpu() for name in due} if rank == world.rank else None]
-        if due:
-            dist.broadcast_object_list(box, src=rank, group=world.host_group)
-            whole = box[0] | whole
-        sent.update(due)
-    return whole
 
 
 class TensorFiles(Mapping[str, Tensor]):

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distaccum.batch_plan import Epoch, Ids, Plan
-from distaccum.data.host_random import host_generators
-from distaccum.data.source import MapDataset
-from distaccum.data.tally import Tally
-from distaccum.signals import leave_to_parent
-from distaccum.window import Window
-from distaccum.world import World
+from distaccum.data.counter import Tally
+from distaccum.data.plan.batch import Epoch, Ids, Plan
+from distaccum.data.spec import MapDataset
+from distaccum.data.window import Window
+from distaccum.distributed.random import host_generators
+from distaccum.distributed.signals import leave_to_parent
+from distaccum.distributed.world import World
 
 Collate = Callable[[list[Any]], Any]
 
@@ -58,9 +58,15 @@ class PlannedFeed:
     """
 
     def __init__(
-        self, dataset: MapDataset, plan: Plan, world: World, *, collate: Collate | None = None, num_workers: int = 0,
+        self,
+        dataset: MapDataset,
+        plan: Plan,
+        world: World,
+        *,
+        collate: Collate | None = None,
+        num_workers: int = 0,
         group_by: Ids | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert len(dataset) == plan.samples
         self._plan, self._world = plan, world
         self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from distaccum.data.counter import Tally
 from distaccum.data.loader import Collate
-from distaccum.data.tally import Tally
+from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.world import World
 from distaccum.errors import DataError
-from distaccum.normaliser import Counts
-from distaccum.stream_plan import StreamPlan
-from distaccum.window import MicroBatch, Window
-from distaccum.world import World
+from distaccum.losses.normalize import Counts
 
 
 class StreamFeed:
@@ -77,9 +77,13 @@ class StreamFeed:
             if samples:
                 waited = perf_counter() - began
                 window = Window(
-                    epoch=epoch, samples=samples, counts=counts, micro_batches=micro_batches, data_wait_s=waited,
+                    epoch=epoch,
+                    samples=samples,
+                    counts=counts,
+                    micro_batches=micro_batches,
+                    data_wait_s=waited,
                     ids=partial(iter, ids),
-                )  # fmt: skip
+                )
                 self._given = (index - 1, window)
                 yield window
             if tally.stopping:

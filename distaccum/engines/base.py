@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from distaccum.host_copy import HostCopy
+from distaccum.engines.host_copy import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)

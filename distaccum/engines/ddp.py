@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from distaccum.distributed.world import World
 from distaccum.engines.base import NO_DOCUMENTS, EngineState, Keeps, StepResult
-from distaccum.engines.boundary import Boundary, trained
-from distaccum.engines.optimizer_shards import OptimizerShards
-from distaccum.engines.reduction import average_in
-from distaccum.engines.shards import mebibytes
-from distaccum.engines.update import zero_in_place
-from distaccum.engines.use import Use
+from distaccum.engines.comm_hooks import average_in
+from distaccum.engines.dtensor import mebibytes
+from distaccum.engines.fused_update import zero_in_place
+from distaccum.engines.optimizer_step import Boundary, trained
+from distaccum.engines.unused_parameters import Use
+from distaccum.engines.zero1 import OptimizerShards
 from distaccum.errors import MisuseError
-from distaccum.precision.placement import place
+from distaccum.precision.autocast import place
 from distaccum.precision.policy import FP32, PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
-from distaccum.world import World
 
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
 _renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
@@ -53,11 +53,20 @@ class DDPEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World, *,
-        clip_norm: float | None = None, clip_value: float | None = None, scaler: LossScaler | None = None,
-        underflow_every: int = 0, policy: PrecisionPolicy = FP32, bucket_cap_mb: float = 25.0,
-        find_unused_parameters: bool = False, shards: OptimizerShards | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        world: World,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: LossScaler | None = None,
+        underflow_every: int = 0,
+        policy: PrecisionPolicy = FP32,
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        shards: OptimizerShards | None = None,
+    ) -> None:
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
         self.device, self.averages_over = world.device, 1 if scaler else world.size
@@ -81,9 +90,14 @@ class DDPEngine:
             self._ddp.register_comm_hook(None, average_in(policy.reduce_dtype, world.size))
         self.sync_buffers()
         self._boundary = Boundary(
-            optimizers, trained(model), (model, self._body, self._ddp), clip_norm=clip_norm, clip_value=clip_value,
-            scaler=scaler, underflow_every=underflow_every,
-        )  # fmt: skip
+            optimizers,
+            trained(model),
+            (model, self._body, self._ddp),
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            scaler=scaler,
+            underflow_every=underflow_every,
+        )
         self.min_loss_scale, self._scale = self._boundary.min_loss_scale, scaler.scale if scaler else None
         self._parameters = list(self._boundary.parameters.values())
         self._use = Use(self._parameters) if find_unused_parameters else None

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.errors import MisuseError
 
@@ -65,33 +64,3 @@ class _Lock:
 def _refuse(method: str, **_: object) -> NoReturn:
     remedy = "delete the line, as the window's end steps and zeroes by itself"
     raise MisuseError(f"{method}() was called by hand: {remedy}")
-
-
-class OwnedScheduler:
-    """A torch scheduler that only its owner steps: by hand, ``step`` raises MisuseError.
-
-    Its state includes the optimizer's groups, whose rates torch's chainable schedulers go on from and do not save.
-    """
-
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler, self._step = scheduler, scheduler.step
-        scheduler.step = self._refuse  # type: ignore[assignment,method-assign]  # there is no hook for it
-
-    def step(self) -> None:
-        """After an applied update."""
-        self._step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, and the settings of the optimizer's groups."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._scheduler.optimizer.param_groups]
-        state = {name: value for name, value in self._scheduler.state_dict().items() if name != "step"}
-        return {"scheduler": state, "groups": groups}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up :meth:`state_dict`."""
-        for group, saved in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
-        self._scheduler.load_state_dict(state["scheduler"])
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise MisuseError("scheduler.step() was called by hand: delete the line, as applied updates step it")

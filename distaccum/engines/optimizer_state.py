@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distaccum.engines.shards import shard_like, whole
+from distaccum.engines.dtensor import shard_like, whole
 from distaccum.errors import MisuseError
 
 _PREFIX, _OF_GROUPS = "state.", "groups."
@@ -55,9 +55,11 @@ def collect(
 
 
 def load(
-    optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor],
+    optimizers: Iterable[Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Gives each optimizer here what was kept of its parameters, and of its groups what is no setting of theirs.
 
     A parameter of which nothing was kept, as the saved run had never used it, begins anew.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
-from distaccum.checks import require, require_count, require_positive, require_types
+from distaccum.config.checks import require, require_count, require_positive, require_types
 from distaccum.forecast.collectives import Link
 
 BITS, GIGA, MILLI = 8, 1e9, 1e-3

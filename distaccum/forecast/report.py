@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from distaccum.batch_plan import check_sizes
-from distaccum.checks import require
+from distaccum.config.checks import require
+from distaccum.data.plan.batch import check_sizes
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.sharding import PARAMETER_STAGE
 from distaccum.forecast.volume import copied, held

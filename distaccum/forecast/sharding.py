@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distaccum.engine_config import DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config
+from distaccum.config.precision import PrecisionConfig
 from distaccum.errors import ConfigError
-from distaccum.precision_config import PrecisionConfig
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3  # of ZeRO, from which on it is sharded
 FULL, HALF = 4, 2  # bytes an element
@@ -71,17 +71,23 @@ def _optimizer_sharded(settings: Zero1Config) -> Sharding:
 
 def _sharded(settings: FSDP2Config) -> Sharding:
     return Sharding(
-        stage=PARAMETER_STAGE, scatters=True, every=settings.sync == "every",
-        held=not settings.reshard_after_forward, replicas=settings.replicas,
-    )  # fmt: skip
+        stage=PARAMETER_STAGE,
+        scatters=True,
+        every=settings.sync == "every",
+        held=not settings.reshard_after_forward,
+        replicas=settings.replicas,
+    )
 
 
 def _by_the_paper(settings: DeepSpeedConfig) -> Sharding:
     between = OPTIMIZER_STAGE <= settings.stage <= GRADIENT_STAGE
     return Sharding(
-        stage=settings.stage, scatters=settings.stage > 0, spread="all-gather" if between else None, overlaps=False,
+        stage=settings.stage,
+        scatters=settings.stage > 0,
+        spread="all-gather" if between else None,
+        overlaps=False,
         whole_again=True,
-    )  # fmt: skip
+    )
 
 
 _SHARDINGS: dict[type, Callable[[Any], Sharding]] = {
@@ -125,9 +131,11 @@ def _of_cast_models(settings: DeepSpeedConfig, precision: PrecisionConfig) -> Fo
     casts = precision.name in _CASTS
     cast = HALF if casts else FULL
     return Formats(
-        parameters=cast, gathered=cast, gradients=FULL if settings.stage else cast,
+        parameters=cast,
+        gathered=cast,
+        gradients=FULL if settings.stage else cast,
         copies=FULL if casts or settings.stage else 0,
-    )  # fmt: skip
+    )
 
 
 _CASTS = ("bf16", "fp16")

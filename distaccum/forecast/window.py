@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from distaccum.batch_plan import micro_steps_of
+from distaccum.data.plan.batch import micro_steps_of
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.collectives import seconds
 from distaccum.forecast.overlap import buckets, run_pass, shares

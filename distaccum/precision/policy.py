@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distaccum.precision_config import PrecisionConfig
+from distaccum.config.precision import PrecisionConfig
 
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -48,15 +48,28 @@ class LossScaler(ShardedGradScaler):
     """
 
     def __init__(
-        self, device: torch.device | str, *, init_scale: float = 2.0**16, growth_factor: float = 2.0,
-        backoff_factor: float = 0.5, growth_interval: int = 2000, hysteresis: int = 1,
-        consecutive_hysteresis: bool = False, min_scale: float = 1.0, max_scale: float = 2.0**24, dynamic: bool = True,
+        self,
+        device: torch.device | str,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        dynamic: bool = True,
         group: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            torch.device(device).type, init_scale=init_scale, growth_factor=growth_factor,
-            backoff_factor=backoff_factor, growth_interval=growth_interval, process_group=group,
-        )  # fmt: skip
+            torch.device(device).type,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            process_group=group,
+        )
         lowest, highest = (min_scale, max_scale) if dynamic else (init_scale, init_scale)
         # As fp32 has them, for the scale is compared with them.
         self.min_scale, self.max_scale = torch.tensor([lowest, highest], dtype=torch.float32).tolist()

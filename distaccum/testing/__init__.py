@@ -18,7 +18,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from distaccum.world import Ranks, World, open_world
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import World, open_world
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from distaccum.distributed.world import World
 from distaccum.testing import single_process_world
-from distaccum.world import World
 
 
 @pytest.fixture

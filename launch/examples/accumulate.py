@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator
-from distaccum.data.lines import lines
-from distaccum.loss import count_labels
+from distaccum.data.datasets.lines import lines
+from distaccum.losses.cross_entropy import count_labels
 from distaccum.models.gpt import GPT
 
 torch.manual_seed(0)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from distaccum.data.padding import Pad
-from distaccum.data.source import Source
-from distaccum.data.text import documentation
-from distaccum.data.tokenizer import load_tokenizer, padding_id, train_tokenizer
-from distaccum.trainer import Trainer
-from distaccum.transformers_loss import CausalLM
+from distaccum.data.collate import Pad
+from distaccum.data.datasets.text import documentation
+from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
+from distaccum.data.spec import Source
+from distaccum.losses.transformers import CausalLM
+from distaccum.train.trainer import Trainer
 
 MAX_LENGTH = 128
 
@@ -58,9 +58,14 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(known)
     else:
         config = LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=256, max_position_embeddings=MAX_LENGTH, use_cache=False,
-        )  # fmt: skip
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            max_position_embeddings=MAX_LENGTH,
+            use_cache=False,
+        )
         model = AutoModelForCausalLM.from_config(config)
     settings = {
         "batch": {"global_size": None, "tokens": args.tokens, "micro_size": args.micro_size, "group_by_length": True},

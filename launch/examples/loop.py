@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from distaccum import World
 from distaccum import functional as da
-from distaccum.data.lines import lines
+from distaccum.data.datasets.lines import lines
 from distaccum.models.gpt import GPT
 
 world = World.join()  # the processes that torchrun started; without torchrun, this one

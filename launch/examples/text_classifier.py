@@ -15,9 +15,9 @@ import argparse
 import torch
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from distaccum.data.labelled import labelled_text
-from distaccum.trainer import Trainer
-from distaccum.transformers_loss import SequenceClassification
+from distaccum.data.datasets.labelled import labelled_text
+from distaccum.losses.transformers import SequenceClassification
+from distaccum.train.trainer import Trainer
 
 parser = argparse.ArgumentParser(description="Fine-tune a text classifier.")
 parser.add_argument("path", help="CSV or JSON-lines file with columns text and label")
@@ -38,9 +38,13 @@ def main() -> None:
         model = AutoModelForSequenceClassification.from_pretrained(args.pretrained, **classes)
     else:
         config = BertConfig(
-            vocab_size=data.vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=256, **classes,
-        )  # fmt: skip
+            vocab_size=data.vocab_size,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            **classes,
+        )
         model = AutoModelForSequenceClassification.from_config(config)
     settings = {
         "batch": {"global_size": args.global_size, "micro_size": args.micro_size, "group_by_length": True},

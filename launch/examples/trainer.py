@@ -10,10 +10,10 @@ import hashlib
 import torch
 
 from distaccum import Trainer
-from distaccum.callbacks import EarlyStop
-from distaccum.data.lines import lines
-from distaccum.loss import CrossEntropy
+from distaccum.data.datasets.lines import lines
+from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.gpt import GPT
+from distaccum.train.callbacks import EarlyStop
 
 torch.manual_seed(0)
 model = GPT(vocab_size=256, seq_len=64, n_layer=2, n_head=2, n_embd=32, dropout=0.0)
@@ -25,7 +25,7 @@ trainer = Trainer(
     {
         "batch": {"global_size": 64, "micro_size": 8},
         "optim": {"lr": 3e-3, "clip_norm": 1.0},
-        "schedule": {"_target_": "distaccum.schedule.Constant"},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"max_steps": 20, "log_every": 5, "eval_every": 10},
         "metrics": {"wandb": {"mode": "disabled"}},
     },

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import distaccum
-from distaccum.engine_config import ENGINES
+from distaccum.config.engine import ENGINES
 
 PACKAGE = Path(__file__).parents[2] / "distaccum"
 

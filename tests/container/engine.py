@@ -52,9 +52,13 @@ class Engine:
         command = ["buildah", *storage, *map(str, arguments)]
         with (self.folder / "buildah.log").open("a") as log:
             finished = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, check=False,
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
                 env=os.environ | {"TMPDIR": str(self.folder)},
-            )  # fmt: skip
+            )
             log.write(finished.stdout)
         assert finished.returncode == 0, (self.folder / "buildah.log").read_text()[-6000:]
         return finished.stdout.strip()

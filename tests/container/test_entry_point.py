@@ -18,8 +18,12 @@ def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(
         ["/bin/bash", str(ENTRY), *TINY, "metrics=jsonl", "hydra.run.dir=runs/a", *arguments],
-        cwd=folder, env=environment(PATH=path, NPROC="2"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment(PATH=path, NPROC="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_a_container_that_is_stopped_says_that_it_was_preempted(tmp_path: Path) -> None:

@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from distaccum import World
+from distaccum.config.precision import PrecisionConfig
 from distaccum.engines.base import EngineState
-from distaccum.engines.deepspeed import DeepSpeedEngine
-from distaccum.engines.deepspeed_install import load_deepspeed
+from distaccum.engines.deepspeed.compat import load_deepspeed
+from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
-from distaccum.normaliser import weigh
+from distaccum.losses.normalize import weigh
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
-from distaccum.precision_config import PrecisionConfig
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -129,23 +129,37 @@ def settings_of(stage: int, precision: str, *, clip: float = 0.0, **zero: Any) -
 
 
 def wrap(
-    world: World, stage: int, precision: str, optimizer: Callable[[Any], Optimizer], *, clip: float = 0.0,
-    scaler: LossScaler | None = None, **zero: Any,
-) -> DeepSpeedEngine:  # fmt: skip
+    world: World,
+    stage: int,
+    precision: str,
+    optimizer: Callable[[Any], Optimizer],
+    *,
+    clip: float = 0.0,
+    scaler: LossScaler | None = None,
+    **zero: Any,
+) -> DeepSpeedEngine:
     torch.manual_seed(world.rank + 1)  # rank 0's weights are everyone's
     model = Model()
     if precision == "fp16" and scaler is None:
         scaler = LossScaler("cpu", init_scale=2.0**10)
     return DeepSpeedEngine(
-        model, [optimizer(model.parameters())], world, settings=settings_of(stage, precision, clip=clip, **zero),
-        policy=PrecisionPolicy.of(PrecisionConfig(name=precision)), scaler=scaler,
-    )  # fmt: skip
+        model,
+        [optimizer(model.parameters())],
+        world,
+        settings=settings_of(stage, precision, clip=clip, **zero),
+        policy=PrecisionPolicy.of(PrecisionConfig(name=precision)),
+        scaler=scaler,
+    )
 
 
 def train_on(
-    engine: DeepSpeedEngine, window: Sequence[MicroBatches], world: World, *, late: bool = False,
+    engine: DeepSpeedEngine,
+    window: Sequence[MicroBatches],
+    world: World,
+    *,
+    late: bool = False,
     spoil: dict[tuple[int, int], float] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """One window; ``late``: the count comes with the step. ``spoil``: factors of a loss, by rank and micro-step."""
     own, count = window[world.rank], float(count_of(window))
     engine.keep_pace(len(own))
@@ -353,8 +367,12 @@ def overflow(world: World) -> Any:
     """Planted overflows: which windows step, at which scale, and how exactly where the scale has just grown."""
     found = {}
     options: dict[str, Any] = {
-        "init_scale": 2.0**10, "growth_interval": 2, "hysteresis": 2, "min_scale": 2.0**8, "max_scale": 2.0**11,
-    }  # fmt: skip
+        "init_scale": 2.0**10,
+        "growth_interval": 2,
+        "hysteresis": 2,
+        "min_scale": 2.0**8,
+        "max_scale": 2.0**11,
+    }
     rule = LossScaler("cpu", **options)
     expected: list[Any] = []
     for kind in PATTERN:
@@ -410,9 +428,11 @@ def nonfinite(world: World) -> Any:
                     names = world.union(list(result.nonfinite()))
                     untouched = same(before, weights_of(engine)) and all(map(torch.equal, state, state_of(engine)))
                     found[f"{stage} {precision}"] = {
-                        "skipped": not result.applied, "untouched": untouched, "head named": "head.weight" in names,
+                        "skipped": not result.applied,
+                        "untouched": untouched,
+                        "head named": "head.weight" in names,
                         "norm": not torch.isfinite(result.grad_norm).item(),
-                    }  # fmt: skip
+                    }
             runs[numbers] = weights_of(engine)
         found[f"{stage} {precision}"]["as without it"] = same(*runs.values())
     return found

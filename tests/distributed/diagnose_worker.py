@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum import World
-from distaccum.diagnose import diagnose
+from distaccum.accumulation.diagnose import diagnose
+from distaccum.accumulation.step import run_window
+from distaccum.data.window import MicroBatch, Window
 from distaccum.engines.ddp import DDPEngine
-from distaccum.window import MicroBatch, Window, run_window
 
 # By case: the sample numbers of each rank's micro-batches.
 SHARES: dict[str, tuple[list[list[int]], list[list[int]]]] = {
@@ -47,9 +48,13 @@ def window(case: str, rank: int) -> Window:
     """This rank's share."""
     share, count = SHARES[case][rank], sum(len(ids) for ids in chain(*SHARES[case]))
     return Window(
-        epoch=0, samples=count, counts={"loss": count}, data_wait_s=0.0, ids=lambda: share,
+        epoch=0,
+        samples=count,
+        counts={"loss": count},
+        data_wait_s=0.0,
+        ids=lambda: share,
         micro_batches=[MicroBatch(torch.stack([*map(sample, ids)]), {"loss": len(ids)}) for ids in share],
-    )  # fmt: skip
+    )
 
 
 def main(world: World) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, Source, World
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.distributed.environment import Ranks
 from distaccum.engines.base import Engine
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
-from distaccum.world import Ranks
 from tests import engine_matrix, matrix
 from tests.engine_matrix import BETAS, DECAY, ENGINES, EPSILON, MICRO_SIZES, RATE, UPDATES, Cell
 from tests.matrix import GLOBAL_SIZE, SEED
@@ -47,9 +47,16 @@ def precision_of(name: str) -> PrecisionConfig:
 def accumulator(cell: Cell, model: nn.Module, optimizer: Optimizer, world: World) -> Accumulator:
     """As a user makes it."""
     return Accumulator(
-        model, optimizer, global_size=GLOBAL_SIZE, micro_size=MICRO_SIZES[cell.world], count=matrix.Two().count,
-        seed=SEED, world=world, engine=ENGINES[cell.engine], precision=precision_of(cell.precision),
-    )  # fmt: skip
+        model,
+        optimizer,
+        global_size=GLOBAL_SIZE,
+        micro_size=MICRO_SIZES[cell.world],
+        count=matrix.Two().count,
+        seed=SEED,
+        world=world,
+        engine=ENGINES[cell.engine],
+        precision=precision_of(cell.precision),
+    )
 
 
 def source_of(samples: Any) -> Source:

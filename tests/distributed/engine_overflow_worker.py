@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum import Accumulator, Source, World
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from tests.distributed.engine_matrix_worker import allow_fp16, weights_of
 from tests.engine_matrix import ENGINES
 
@@ -117,16 +117,28 @@ def trained(engine: str, case: Case, world: World) -> dict[str, Any]:
     model = Rows()
     samples: Any = [sample(window, place) for window in range(len(WINDOWS)) for place in range(GLOBAL_SIZE)]
     scaler = ScalerConfig(
-        initial_scale_power=POWER, growth_interval=GROWTH_INTERVAL, min_scale=MIN_SCALE, max_scale=MAX_SCALE,
+        initial_scale_power=POWER,
+        growth_interval=GROWTH_INTERVAL,
+        min_scale=MIN_SCALE,
+        max_scale=MAX_SCALE,
         hysteresis=case.hysteresis,
-    )  # fmt: skip
+    )
     loss = Sum(2.0**30 if case.precision == "fp16" else float("nan"))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=case.fused)
     acc = Accumulator(
-        model, optimizer, global_size=GLOBAL_SIZE, micro_size=MICRO_SIZE, count=loss.count, schedule=rate, world=world,
-        clip_norm=CLIP_NORM, nonfinite="skip", max_skips=100, engine=ENGINES[engine],
+        model,
+        optimizer,
+        global_size=GLOBAL_SIZE,
+        micro_size=MICRO_SIZE,
+        count=loss.count,
+        schedule=rate,
+        world=world,
+        clip_norm=CLIP_NORM,
+        nonfinite="skip",
+        max_skips=100,
+        engine=ENGINES[engine],
         precision=PrecisionConfig(name=case.precision, scaler=scaler),
-    )  # fmt: skip
+    )
     seen, touched, rows_differ = [], [], 0.0
     before = weights_of(acc.engine, world)
     for number, window in enumerate(acc.windows(Source(train=samples, held_out=None, description="", shuffle=False))):

@@ -14,8 +14,8 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from distaccum import Accumulator, Source, Trainer, World
-from distaccum.callbacks import Callback, Run
-from distaccum.loss import CrossEntropy
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.callbacks import Callback, Run
 
 
 class OneRankStops(Callback):
@@ -45,9 +45,14 @@ def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
     if held_out < world.size:
         metrics = {}  # which need a sample on every rank
     trainer = Trainer(
-        nn.Linear(4, 3), CrossEntropy(), source, config, callbacks=[OneRankStops(world.rank)], metrics=metrics,
+        nn.Linear(4, 3),
+        CrossEntropy(),
+        source,
+        config,
+        callbacks=[OneRankStops(world.rank)],
+        metrics=metrics,
         run_dir=folder,
-    )  # fmt: skip
+    )
     return trainer.fit() | json.loads((folder / "status.json").read_text())
 
 

@@ -24,12 +24,12 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum import Accumulator, Source, Trainer, World
-from distaccum.engine_config import DDPConfig, EngineConfig, FSDP2Config
-from distaccum.engines.fsdp2 import FSDP2Engine
-from distaccum.engines.shards import local
+from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.distributed.environment import Ranks
+from distaccum.engines.dtensor import local
+from distaccum.engines.fsdp2.engine import FSDP2Engine
 from distaccum.errors import ConfigError
-from distaccum.precision_config import PrecisionConfig
-from distaccum.world import Ranks
 from tests.distributed.engine_matrix_worker import weights_of
 
 FEATURES, WIDTH, BLOCKS = 5, 7, 3  # divided by nothing
@@ -144,9 +144,16 @@ def source_of(data: Any) -> Source:
 
 
 def train(
-    make: Make, data: Any, world: World, engine: EngineConfig, *, size: int, micro: int,
-    between: Callable[[Accumulator], None] | None = None, **options: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+    make: Make,
+    data: Any,
+    world: World,
+    engine: EngineConfig,
+    *,
+    size: int,
+    micro: int,
+    between: Callable[[Accumulator], None] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
     """The weights after an epoch; ``between`` is called after every backward."""
     acc, loss = accumulator(make, world, engine, size, micro, **options), Squares()
     for window in acc.windows(source_of(data)):
@@ -167,9 +174,17 @@ def off_by(make: Make, found: dict[str, Tensor], true: dict[str, Tensor]) -> flo
 
 
 def exact(
-    make: Make, world: World, engine: EngineConfig, *, size: int = 12, micro: int = 2, number: int = 41,
-    clip_norm: float | None = None, clip_value: float | None = None, **options: Any,
-) -> float:  # fmt: skip
+    make: Make,
+    world: World,
+    engine: EngineConfig,
+    *,
+    size: int = 12,
+    micro: int = 2,
+    number: int = 41,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    **options: Any,
+) -> float:
     """How far off an epoch of ``number`` samples is."""
     data, clips = samples(number), {"clip_norm": clip_norm, "clip_value": clip_value}
     found = train(make, data, world, engine, size=size, micro=micro, **clips, **options)
@@ -442,9 +457,12 @@ def activations(world: World) -> dict[str, Any]:
         torch.manual_seed(3)
         model = Model(width=16)
         engine = accumulator(
-            lambda model=model: (model, [SGD(model.parameters(), lr=0.0)]), world,
-            FSDP2Config(activation_checkpoint=name), 64, 64,
-        ).engine  # fmt: skip
+            lambda model=model: (model, [SGD(model.parameters(), lr=0.0)]),
+            world,
+            FSDP2Config(activation_checkpoint=name),
+            64,
+            64,
+        ).engine
         engine.keep_pace(1)
         with engine.micro_step(sync=True), Computed() as computed:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -453,9 +471,12 @@ def activations(world: World) -> dict[str, Any]:
         gradients = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
         first = first or gradients
         found[name] = {
-            "kept": kept, "same": all(map(torch.equal, gradients, first)), "gradients": len(gradients),
-            "products": computed.calls["addmm"] + computed.calls["mm"], "tanh": computed.calls["tanh"],
-        }  # fmt: skip
+            "kept": kept,
+            "same": all(map(torch.equal, gradients, first)),
+            "gradients": len(gradients),
+            "products": computed.calls["addmm"] + computed.calls["mm"],
+            "tanh": computed.calls["tanh"],
+        }
         engine.zero_gradients()
     return found
 

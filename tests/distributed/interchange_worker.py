@@ -21,10 +21,10 @@ from torch import Tensor
 from distaccum import Accumulator, World
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore, verify
-from distaccum.engine_config import EngineConfig, engine_config
-from distaccum.loss import cross_entropy
+from distaccum.config.engine import EngineConfig, engine_config
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.losses.cross_entropy import cross_entropy
 from distaccum.models.gpt import GPT
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
 
 ENGINES = ("ddp", "zero1", "fsdp2")
 BEFORE, ALL = 3, 7  # windows: the epoch's end lies between
@@ -50,10 +50,17 @@ class Run:
         optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, weight_decay=0.1, fused=True)
         scaler = ScalerConfig(initial_scale_power=10, growth_interval=2)
         self.acc = Accumulator(
-            model, optimizer, global_size=6, micro_size=2, count=lambda batch: batch[1].numel(), engine=engine,
-            precision=PrecisionConfig(name=precision, scaler=scaler), clip_norm=1.0, world=world,
+            model,
+            optimizer,
+            global_size=6,
+            micro_size=2,
+            count=lambda batch: batch[1].numel(),
+            engine=engine,
+            precision=PrecisionConfig(name=precision, scaler=scaler),
+            clip_norm=1.0,
+            world=world,
             schedule=lambda step: 0.9**step,
-        )  # fmt: skip
+        )
         self.losses: list[float] = []
 
     def train(self, windows: int) -> None:
@@ -93,9 +100,12 @@ class Run:
                 digest.update(name.encode() + part[name].detach().cpu().contiguous().numpy().tobytes())
         clocks = asdict(self.acc.clocks)
         return {
-            "losses": self.losses, "digest": digest.hexdigest(), "scaler": dict(state.scaler), "clocks": clocks,
+            "losses": self.losses,
+            "digest": digest.hexdigest(),
+            "scaler": dict(state.scaler),
+            "clocks": clocks,
             "names": sorted(state.optimizer),
-        }  # fmt: skip
+        }
 
 
 def main() -> None:

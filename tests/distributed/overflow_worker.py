@@ -22,9 +22,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, Source, World
 from distaccum import functional as da
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.errors import NonFiniteError
 from distaccum.precision.scaler import LossScaler
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
 
 MICRO_SIZE, MICRO_STEPS = 2, 3
 GOOD, BAD = "good", "bad"
@@ -167,9 +167,17 @@ def run(windows: Sequence[tuple[int, str]], case: Case, world: World) -> Records
 
 
 def by_hand(
-    model: nn.Module, optimizers: list[Optimizer], source: Source, records: Records, *, scheduler: str, world: World,
-    global_size: int, micro_size: int, **options: Any,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    source: Source,
+    records: Records,
+    *,
+    scheduler: str,
+    world: World,
+    global_size: int,
+    micro_size: int,
+    **options: Any,
+) -> None:
     """Level 1, which leaves rates alone."""
     loss = Squares()
     engine = da.wrap(model, optimizers, world, **options)
@@ -285,9 +293,16 @@ def endless(
     model, optimizers = make(case.fused)
     source, loss = source_of(windows, world, case), Squares()
     acc = Accumulator(
-        model, optimizers, count=loss.count, precision=precision, world=world, micro_size=MICRO_SIZE,
-        global_size=MICRO_SIZE * MICRO_STEPS * world.size, clip_norm=1.0, **options,
-    )  # fmt: skip
+        model,
+        optimizers,
+        count=loss.count,
+        precision=precision,
+        world=world,
+        micro_size=MICRO_SIZE,
+        global_size=MICRO_SIZE * MICRO_STEPS * world.size,
+        clip_norm=1.0,
+        **options,
+    )
     states, scales, applied, message = [snapshot(model, optimizers)], [], [], ""
     try:
         for window in acc.windows(source):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator, World
-from distaccum.checkpoint.state import whole_state
-from distaccum.engine_config import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.engines.state import whole_state
 from distaccum.errors import MisuseError, NonFiniteError
 
 ENGINES: dict[str, EngineConfig] = {
@@ -85,9 +85,15 @@ class Stream:
 def accumulator(engine: EngineConfig, model: nn.Module, **options: Any) -> Accumulator:
     """Windows of eight samples, in micro-batches of two; SGD."""
     return Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), global_size=8, micro_size=2, engine=engine, world=WORLD,
-        count=lambda batch: len(batch[1]), **options,
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        global_size=8,
+        micro_size=2,
+        engine=engine,
+        world=WORLD,
+        count=lambda batch: len(batch[1]),
+        **options,
+    )
 
 
 def squares(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -111,9 +117,14 @@ def twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(
-    engine: EngineConfig, stream: Stream, *, form: str = "tensor", loss: Callable[..., Tensor] = loss_of,
-    at_once: bool = False, **options: Any,
-) -> Any:  # fmt: skip
+    engine: EngineConfig,
+    stream: Stream,
+    *,
+    form: str = "tensor",
+    loss: Callable[..., Tensor] = loss_of,
+    at_once: bool = False,
+    **options: Any,
+) -> Any:
     """Applied or not, and the norm, window by window; or what was raised."""
     torch.manual_seed(1)
     acc = accumulator(engine, Model(form), **options)

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from distaccum import Accumulator, World
+from distaccum.config.precision import PrecisionConfig
 from distaccum.models.gpt import GPT
-from distaccum.precision_config import PrecisionConfig
 
 GLOBAL_SIZE, IGNORED, SEED = 32, -100, 3
 ACCUMULATIONS = (1, 2, 8)

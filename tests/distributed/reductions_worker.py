@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.batch_plan import BatchPlan
+from distaccum.accumulation.step import run_window
+from distaccum.data.counter import Tally
 from distaccum.data.loader import PlannedFeed
-from distaccum.data.tally import Tally
+from distaccum.data.plan.batch import BatchPlan
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import World, open_world
 from distaccum.engines.ddp import DDPEngine
-from distaccum.loss import CrossEntropy
+from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.testing.counters import Operations
-from distaccum.window import run_window
-from distaccum.world import Ranks, World, open_world
 
 COUNTED = ("gradient reductions", "gradient bytes", "other reductions", "other bytes", "other collectives")
 WIDTH = 256  # a layer's weight is 256 KiB, so that buckets of 0.25 MiB hold one layer each

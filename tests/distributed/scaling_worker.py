@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator, Source, World
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 
 RANKS, MICRO_SIZE, MICRO_STEPS, FEATURES = 2, 2, 4, 4
 GLOBAL_SIZE = RANKS * MICRO_SIZE * MICRO_STEPS
@@ -80,10 +80,17 @@ def trained(world: World) -> tuple[list[Tensor], list[float], list[int]]:
     )
     loss = Linear()
     acc = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=LR, fused=True), global_size=GLOBAL_SIZE, micro_size=MICRO_SIZE,
-        count=loss.count, schedule=rate, clip_norm=CLIP_NORM, max_skips=100, world=world,
+        model,
+        torch.optim.SGD(model.parameters(), lr=LR, fused=True),
+        global_size=GLOBAL_SIZE,
+        micro_size=MICRO_SIZE,
+        count=loss.count,
+        schedule=rate,
+        clip_norm=CLIP_NORM,
+        max_skips=100,
+        world=world,
         precision=PrecisionConfig(name="fp16", scaler=scaler),
-    )  # fmt: skip
+    )
     found: tuple[list[Tensor], list[float], list[int]] = ([], [], [])
     for window in acc.windows(Source(train=samples, held_out=None, description="linear", shuffle=False)):
         acc.step(window, loss)

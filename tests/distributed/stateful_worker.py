@@ -67,7 +67,7 @@ if __name__ == "__main__":
         config = {
             "batch": {"global_size": 8, "micro_size": 2},
             "optim": {"optimizer": {"_target_": "torch.optim.AdamW"}},
-            "schedule": {"_target_": "distaccum.schedule.Constant"},
+            "schedule": {"_target_": "distaccum.train.schedules.Constant"},
             "trainer": {"max_steps": int(steps), "log_every": 1},
             "checkpoint": {"every": 3},
             "metrics": {"console": False, "wandb": {"mode": "disabled"}},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum import Accumulator, Trainer, World
-from distaccum.callbacks import Callback
+from distaccum.train.callbacks import Callback
 
 GLOBAL_SIZE, MICRO_SIZE, WIDTH = 8, 2, 3
 BATCHES = {"7 and 4": (7, 4), "5 and 0": (5, 0)}

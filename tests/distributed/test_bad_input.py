@@ -19,7 +19,8 @@ MISTAKES = {
     "infinite rate": (["optim.lr=inf"], ["optim.lr=inf", "positive finite", "Use a value"]),
     "zero clip norm": (["optim.clip_norm=0"], ["optim.clip_norm=0", "positive finite", "Use a value"]),
     "micro above global": (
-        ["batch.global_size=8", "batch.micro_size=9"], ["batch.micro_size=9", "batch.global_size=8", "lower the one"],
+        ["batch.global_size=8", "batch.micro_size=9"],
+        ["batch.micro_size=9", "batch.global_size=8", "lower the one"],
     ),
     "no batch": (["batch.global_size=0"], ["batch.global_size=0", "at least 1", "State a positive number"]),
     "half a sample": (["batch.micro_size=1.5"], ["batch.micro_size=1.5", "Integer", "Give a value of the type"]),
@@ -32,7 +33,8 @@ MISTAKES = {
     "unknown precision by name": (["precision.name=fp8"], ["precision=fp8", "no such choice", "Use one of fp32, tf32"]),
     "TF32 on a CPU": (["precision=tf32"], ["precision=tf32", "a CPU has no TF32", "precision=fp32, or bf16"]),
     "reduction in fp64": (
-        ["precision.reduce_dtype=fp64"], ["precision.reduce_dtype=fp64", "no such choice", "Use one of fp32, bf16"],
+        ["precision.reduce_dtype=fp64"],
+        ["precision.reduce_dtype=fp64", "no such choice", "Use one of fp32, bf16"],
     ),
     "module that is not there": (
         ["precision=bf16", "precision.keep_fp32=[tokns]"],
@@ -44,13 +46,16 @@ MISTAKES = {
     ),
     "no list of modules": (["precision.only=head"], ["precision.only=head", "List", "Give a value of the type"]),
     "negative sampling of underflow": (
-        ["precision.underflow_every=-1"], ["precision.underflow_every=-1", "at least 0", "0 to sample none"],
+        ["precision.underflow_every=-1"],
+        ["precision.underflow_every=-1", "at least 0", "0 to sample none"],
     ),
     "scale that cannot grow": (
-        ["precision.scaler.growth_factor=1"], ["precision.scaler.growth_factor=1.0", "above 1", "such as 2"],
+        ["precision.scaler.growth_factor=1"],
+        ["precision.scaler.growth_factor=1.0", "above 1", "such as 2"],
     ),
     "scale that cannot shrink": (
-        ["precision.scaler.backoff_factor=1"], ["precision.scaler.backoff_factor=1.0", "between 0 and 1", "0.5"],
+        ["precision.scaler.backoff_factor=1"],
+        ["precision.scaler.backoff_factor=1.0", "between 0 and 1", "0.5"],
     ),
     "no hysteresis": (["precision.scaler.hysteresis=0"], ["precision.scaler.hysteresis=0", "whole number from 1"]),
     "no floor of the scale": (["precision.scaler.min_scale=0"], ["precision.scaler.min_scale=0.0", "positive finite"]),
@@ -59,23 +64,30 @@ MISTAKES = {
         ["precision.scaler.initial_scale_power=30", "max_scale=1.67772e+07", "Move one"],
     ),
     "no growth interval": (
-        ["precision.scaler.growth_interval=0"], ["precision.scaler.growth_interval=0", "whole number from 1"],
+        ["precision.scaler.growth_interval=0"],
+        ["precision.scaler.growth_interval=0", "whole number from 1"],
     ),
     "negative scale": (
-        ["precision.scaler.static_scale=-1"], ["precision.scaler.static_scale=-1.0", "positive finite", "Use a value"],
+        ["precision.scaler.static_scale=-1"],
+        ["precision.scaler.static_scale=-1.0", "positive finite", "Use a value"],
     ),
     "unknown answer to NaN": (
-        ["trainer.nonfinite=ignore"], ["trainer.nonfinite=ignore", "no such choice", "Use one of stop, skip"],
+        ["trainer.nonfinite=ignore"],
+        ["trainer.nonfinite=ignore", "no such choice", "Use one of stop, skip"],
     ),
     "no skips": (["trainer.max_skips=0"], ["trainer.max_skips=0", "at least 1", "whole number from 1"]),
     "two ways of clipping": (
-        ["optim.clip_value=0.5"], ["optim.clip_value=0.5", "optim.clip_norm=1.0", "Set one of them to null"],
+        ["optim.clip_value=0.5"],
+        ["optim.clip_value=0.5", "optim.clip_norm=1.0", "Set one of them to null"],
     ),
     "fused by chance": (["optim.fused=maybe"], ["optim.fused=maybe", "no such choice", "Use one of auto, True, False"]),
     "optimizer that cannot fuse": (
         [
-            "optim=sgd", "optim.fused=true", "optim.optimizer._target_=torch.optim.Rprop",
-            "~optim.optimizer.momentum", "~optim.optimizer.weight_decay",
+            "optim=sgd",
+            "optim.fused=true",
+            "optim.optimizer._target_=torch.optim.Rprop",
+            "~optim.optimizer.momentum",
+            "~optim.optimizer.weight_decay",
         ],
         ["optim.fused=True", "torch.optim.Rprop takes no fused argument", "Use optim.fused=auto"],
     ),
@@ -90,7 +102,8 @@ MISTAKES = {
     "unknown argument": (["+model.depth=2"], ["model.depth=2", "no such argument", "It takes vocab_size"]),
     "heads that do not fit": (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3", "multiple"]),
     "target that is not there": (
-        ["model._target_=no.such.Model"], ["model._target_=no.such.Model", "cannot be imported", "PYTHONPATH"],
+        ["model._target_=no.such.Model"],
+        ["model._target_=no.such.Model", "cannot be imported", "PYTHONPATH"],
     ),
     "unwritable run directory": (["hydra.run.dir=short.txt/run"], ["hydra.run.dir=", "short.txt", "writable folder"]),
     "checkpoint that is not there": (["resume=nowhere"], ["resume=nowhere", "no such checkpoint", "never, auto or"]),
@@ -99,7 +112,7 @@ MISTAKES = {
     "negative seed": (["seed=-1"], ["seed=-1", "out of range", "whole number from 0"]),
     "unknown W&B mode": (["metrics.wandb.mode=on"], ["metrics.wandb.mode=", "no such choice", "offline, online"]),
     "broken override": (["optim.lr=[1"], ["optim.lr=[1", "key=value"]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +180,21 @@ def test_environment_of_half_a_launcher(tmp_path: Path) -> None:
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_anything_is_saved_from_it(tmp_path: Path) -> None:
     finished = run(
-        "data.seq_len=16", "model.n_layer=1", "model.n_embd=16", "batch.global_size=4", "batch.micro_size=2",
-        "optim.lr=1e30", "optim.clip_norm=null", "trainer.max_steps=50", "checkpoint.every=1", "trainer.log_every=1",
-        "schedule=constant", "metrics=jsonl", f"hydra.run.dir={tmp_path}", world=2,
-    )  # fmt: skip
+        "data.seq_len=16",
+        "model.n_layer=1",
+        "model.n_embd=16",
+        "batch.global_size=4",
+        "batch.micro_size=2",
+        "optim.lr=1e30",
+        "optim.clip_norm=null",
+        "trainer.max_steps=50",
+        "checkpoint.every=1",
+        "trainer.log_every=1",
+        "schedule=constant",
+        "metrics=jsonl",
+        f"hydra.run.dir={tmp_path}",
+        world=2,
+    )
     assert finished.returncode == 1
     assert "NaN or infinite" in finished.stderr
     assert status(tmp_path)["state"] == "failed"

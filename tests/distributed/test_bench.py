@@ -20,9 +20,14 @@ from tests.commands import ROOT, succeed
 )
 def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int, precision: str) -> None:
     finished = succeed(
-        "bench.windows=10", "bench.pairs=1", f"batch.global_size={32 * world}", f"precision={precision}",
-        f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=world,
-    )  # fmt: skip
+        "bench.windows=10",
+        "bench.pairs=1",
+        f"batch.global_size={32 * world}",
+        f"precision={precision}",
+        f"hydra.run.dir={tmp_path}",
+        script=ROOT / "launch" / "bench.py",
+        world=world,
+    )
     figures = json.loads((tmp_path / "bench.json").read_text())
     hand, ours = figures["hand-written"], figures["Trainer"]
     assert f"accumulation 8, {world} ranks" in finished.stdout
@@ -40,9 +45,12 @@ def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int,
 def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Path) -> None:
     """And arrives at the same weights; a fused kernel's traffic is looked at, not taken from its schema."""
     finished = succeed(
-        "boundary=true", "bench.boundary_sizes=[10000,100000]", "bench.pairs=1", f"hydra.run.dir={tmp_path}",
+        "boundary=true",
+        "bench.boundary_sizes=[10000,100000]",
+        "bench.pairs=1",
+        f"hydra.run.dir={tmp_path}",
         script=ROOT / "launch" / "bench.py",
-    )  # fmt: skip
+    )
     figures = json.loads((tmp_path / "bench.json").read_text())
     assert set(figures) == {"10000", "100000"}
     for row in figures.values():
@@ -63,9 +71,7 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
 
 @pytest.mark.heavy
 def test_gradients_beside_other_frameworks(tmp_path: Path) -> None:
-    finished = succeed(
-        "exactness=true", f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=2
-    )  # fmt: skip
+    finished = succeed("exactness=true", f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=2)
     figures = json.loads((tmp_path / "bench.json").read_text())
     for window in ("full window", "ragged window"):
         assert figures["distaccum"][window] <= 1e-6

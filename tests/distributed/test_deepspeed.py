@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distaccum.engines.deepspeed_install import refuse_faulty
+from distaccum.engines.deepspeed.compat import refuse_faulty
 from distaccum.errors import ConfigError
 from tests.commands import ROOT
 from tests.commands import run as run_script

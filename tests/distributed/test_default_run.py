@@ -43,14 +43,29 @@ def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> No
     """The default model and optimizer, 20 updates."""
     runs = {}
     for global_size, world, micro in [
-        (48, 1, 48), (48, 1, 7), (48, 2, 6), (48, 2, 5), (48, 3, 4), (48, 4, 12), (50, 1, 50), (50, 3, 4), (50, 4, 12),
-    ]:  # fmt: skip
+        (48, 1, 48),
+        (48, 1, 7),
+        (48, 2, 6),
+        (48, 2, 5),
+        (48, 3, 4),
+        (48, 4, 12),
+        (50, 1, 50),
+        (50, 3, 4),
+        (50, 4, 12),
+    ]:
         run_dir = tmp_path / f"{global_size}-{world}-{micro}"
         succeed(
-            f"batch.global_size={global_size}", f"batch.micro_size={micro}", "trainer.max_steps=20",
-            "trainer.log_every=1", "trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl",
-            f"hydra.run.dir={run_dir}", world=world, timeout=600,
-        )  # fmt: skip
+            f"batch.global_size={global_size}",
+            f"batch.micro_size={micro}",
+            "trainer.max_steps=20",
+            "trainer.log_every=1",
+            "trainer.eval_every=0",
+            "checkpoint.every=0",
+            "metrics=jsonl",
+            f"hydra.run.dir={run_dir}",
+            world=world,
+            timeout=600,
+        )
         runs.setdefault(global_size, []).append(metrics(run_dir))
     for first, *others in runs.values():
         for other in others:

@@ -12,9 +12,13 @@ from tests.commands import ROOT, succeed
 from tests.distributed import diagnose_worker
 
 EXPECTED = {
-    "rank": 1, "micro_batch": 1, "samples": [4, diagnose_worker.SPOILED], "stage": "input", "module": "",
+    "rank": 1,
+    "micro_batch": 1,
+    "samples": [4, diagnose_worker.SPOILED],
+    "stage": "input",
+    "module": "",
     "parameters": ["2.weight", "2.bias", "0.weight", "0.bias"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

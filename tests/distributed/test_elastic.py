@@ -16,9 +16,16 @@ import pytest
 from tests.commands import TINY, TRAIN, environment, family, metrics, status, succeed
 
 SETTINGS = (
-    *TINY, "batch.global_size=10", "batch.micro_size=2", "trainer.max_steps=60", "metrics=jsonl", "trainer.log_every=1",
-    "trainer.eval_every=0", "checkpoint.every=10", "resume=auto",
-)  # fmt: skip
+    *TINY,
+    "batch.global_size=10",
+    "batch.micro_size=2",
+    "trainer.max_steps=60",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "checkpoint.every=10",
+    "resume=auto",
+)
 
 
 @pytest.fixture(scope="module")

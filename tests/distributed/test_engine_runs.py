@@ -12,9 +12,15 @@ import pytest
 from tests.commands import ROOT, environment, metrics, run, status, succeed
 
 SMALL = (
-    "data=lines", "model.n_layer=1", "model.n_embd=16", "model.n_head=2", "batch.micro_size=4", "metrics=jsonl",
-    "trainer.log_every=1", "trainer.eval_every=0",
-)  # fmt: skip
+    "data=lines",
+    "model.n_layer=1",
+    "model.n_embd=16",
+    "model.n_head=2",
+    "batch.micro_size=4",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+)
 
 
 @pytest.mark.heavy
@@ -22,15 +28,24 @@ def test_deepspeed_then_fsdp2_from_its_weights_then_a_refusal(tmp_path: Path) ->
     pytest.importorskip("deepspeed")
     first, second = tmp_path / "first", tmp_path / "second"
     succeed(
-        *SMALL, "engine=deepspeed", "engine.stage=3", "trainer.max_steps=3", "checkpoint.every=2",
-        f"hydra.run.dir={first}", world=2,
-    )  # fmt: skip
+        *SMALL,
+        "engine=deepspeed",
+        "engine.stage=3",
+        "trainer.max_steps=3",
+        "checkpoint.every=2",
+        f"hydra.run.dir={first}",
+        world=2,
+    )
     assert json.loads((first / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
     assert "ZeRO-3" in json.loads((first / "plan.json").read_text())["engine"]
     went_on = succeed(
-        *SMALL, "engine=fsdp2", "trainer.max_steps=3", f"resume={first}/checkpoints/step-2", f"hydra.run.dir={second}",
+        *SMALL,
+        "engine=fsdp2",
+        "trainer.max_steps=3",
+        f"resume={first}/checkpoints/step-2",
+        f"hydra.run.dir={second}",
         world=2,
-    )  # fmt: skip
+    )
     text = " ".join(went_on.stdout.split())
     assert "weights, clocks and data carry over, optimizer state (in DeepSpeed's files, for ZeRO stage 3 on 2" in text
     (again,) = metrics(second)
@@ -46,7 +61,7 @@ def test_deepspeed_then_fsdp2_from_its_weights_then_a_refusal(tmp_path: Path) ->
 def test_exported_weights_start_a_run(tmp_path: Path) -> None:
     first, file = tmp_path / "first", tmp_path / "weights.safetensors"
     succeed(*SMALL, "engine=fsdp2", "trainer.max_steps=2", "checkpoint.every=2", f"hydra.run.dir={first}", world=2)
-    succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "export.py")
+    succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "checkpoint" / "export.py")
     succeed(*SMALL, f"init_from={file}", "trainer.max_steps=1", f"hydra.run.dir={tmp_path / 'second'}")
     went_on = f"resume={first}/checkpoints/step-2"
     succeed(*SMALL, went_on, "trainer.max_steps=3", f"hydra.run.dir={tmp_path / 'third'}")

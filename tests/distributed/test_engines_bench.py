@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distaccum.distributed.world import World
 from distaccum.testing.counters import Wire, ring_bytes
-from distaccum.world import World
 from tests.commands import ROOT, TINY, succeed
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -33,9 +33,12 @@ CLOSE = pytest.approx(1, abs=1e-4)  # beside the moments there is one number a t
 def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     folder = tmp_path_factory.mktemp("engines")
     finished = succeed(
-        "engines=true", f"hydra.run.dir={folder}", script=ROOT / "launch" / "bench.py", world=request.param,
+        "engines=true",
+        f"hydra.run.dir={folder}",
+        script=ROOT / "launch" / "bench.py",
+        world=request.param,
         COLUMNS="200",
-    )  # fmt: skip
+    )
     found: Figures = json.loads((folder / "bench.json").read_text())
     tables = (folder / "engines.md").read_text()
     assert set(found["engines"]) == {*PLAIN, *DEEPSPEED}
@@ -182,9 +185,13 @@ def test_what_a_ring_sends() -> None:
 def test_the_overlay_of_two_tiny_runs(tmp_path: Path) -> None:
     plot = tmp_path / "curves.png"
     finished = succeed(
-        "engines=[ddp,zero1]", "steps=3", f"out={tmp_path / 'runs'}", f"plot={plot}", f"overrides=[{','.join(TINY)}]",
+        "engines=[ddp,zero1]",
+        "steps=3",
+        f"out={tmp_path / 'runs'}",
+        f"plot={plot}",
+        f"overrides=[{','.join(TINY)}]",
         script=ROOT / "launch" / "overlay.py",
-    )  # fmt: skip
+    )
     lines = (tmp_path / "runs" / "overlay.md").read_text().splitlines()
     assert lines[2].startswith("| ddp | 3 | ")
     assert lines[3].startswith("| zero1 | 3 | ")

@@ -43,17 +43,26 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     assert records[3]["eval_bits_per_byte"] == pytest.approx(records[3]["eval_loss"] / np.log(2))
     last = {key: records[3][key] for key in METRICS[:3] + METRICS[6:12]}
     assert last == {
-        "step": 4, "window": 4, "epoch": 0, "loss_scale": 1.0, "applied": True, "skipped": 0, "nonfinite": 0,
-        "samples": 32, "tokens": 32 * 16,
-    }  # fmt: skip
+        "step": 4,
+        "window": 4,
+        "epoch": 0,
+        "loss_scale": 1.0,
+        "applied": True,
+        "skipped": 0,
+        "nonfinite": 0,
+        "samples": 32,
+        "tokens": 32 * 16,
+    }
     assert status(tmp_path) == {"state": "done", "step": 4, "reason": ""}
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["unit"], plan["global_size"], plan["world_size"], plan["accumulation_steps"]) == ("samples", 8, 2, 2)
     assert plan["windows_per_epoch"] == -(-plan["samples"] // 8)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-2", "step-4"]
     assert sorted(path.name for path in (tmp_path / ".hydra").iterdir()) == [
-        "config.yaml", "hydra.yaml", "overrides.yaml",
-    ]  # fmt: skip
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    ]
     assert f"hydra.run.dir={tmp_path}" not in OmegaConf.load(tmp_path / ".hydra" / "overrides.yaml")
     assert "global batch 8 samples = 2 ranks x 2 micro-steps of at most 3" in finished.stdout
     for baseline in ("bits per byte", "byte bigram", "zlib -9"):
@@ -77,17 +86,28 @@ def test_a_refused_run_leaves_the_old_ones_files_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", [["-m", "distaccum.train"], [str(ROOT / "launch" / "train.py")]])
 def test_python_alone_is_a_world_of_one(tmp_path: Path, start: list[str]) -> None:
     subprocess.run(
-        [sys.executable, *start, *SHORT, f"hydra.run.dir={tmp_path}"], env=environment(), check=True, timeout=60,
+        [sys.executable, *start, *SHORT, f"hydra.run.dir={tmp_path}"],
+        env=environment(),
+        check=True,
+        timeout=60,
         capture_output=True,
-    )  # fmt: skip
+    )
     assert json.loads((tmp_path / "plan.json").read_text())["world_size"] == 1
 
 
 def test_digits_are_learnt_and_their_accuracy_reported(tmp_path: Path) -> None:
     finished = succeed(
-        "data=digits", "model=cnn", "batch.global_size=64", "batch.micro_size=16", "trainer.max_steps=300",
-        "optim.lr=1e-2", "metrics=jsonl", "checkpoint.every=0", f"hydra.run.dir={tmp_path}", world=2,
-    )  # fmt: skip
+        "data=digits",
+        "model=cnn",
+        "batch.global_size=64",
+        "batch.micro_size=16",
+        "trainer.max_steps=300",
+        "optim.lr=1e-2",
+        "metrics=jsonl",
+        "checkpoint.every=0",
+        f"hydra.run.dir={tmp_path}",
+        world=2,
+    )
     assert metrics(tmp_path)[-1]["eval_accuracy"] > 0.9
     assert "eval_bits_per_byte" not in metrics(tmp_path)[-1]
     assert "accuracy" in finished.stdout
@@ -98,20 +118,38 @@ def test_token_shards_train(tmp_path: Path) -> None:
     for shard in range(3):
         (np.arange(3000) % 50).astype("<u2").tofile(tmp_path / f"{shard}.bin")
     succeed(
-        *SHORT, "data=tokens", f"data.path='{tmp_path}/*.bin'", "data.vocab_size=50", "data.held_out=0.1",
-        "optim.lr=0.02", "trainer.max_steps=40", "trainer.eval_every=40", f"hydra.run.dir={tmp_path / 'run'}",
-    )  # fmt: skip
+        *SHORT,
+        "data=tokens",
+        f"data.path='{tmp_path}/*.bin'",
+        "data.vocab_size=50",
+        "data.held_out=0.1",
+        "optim.lr=0.02",
+        "trainer.max_steps=40",
+        "trainer.eval_every=40",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    )
     assert metrics(tmp_path / "run")[-1]["eval_loss"] < 0.75 * np.log(50)  # the sequence is regular
 
 
 def test_epochs_end_a_run_too(tmp_path: Path) -> None:
     succeed(
-        *QUIET, "data=digits", "model=cnn", "batch.global_size=500", "batch.micro_size=250",
-        "trainer.max_steps=null", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path}",
-    )  # fmt: skip
+        *QUIET,
+        "data=digits",
+        "model=cnn",
+        "batch.global_size=500",
+        "batch.micro_size=250",
+        "trainer.max_steps=null",
+        "trainer.max_epochs=2",
+        f"hydra.run.dir={tmp_path}",
+    )
     assert [(r["step"], r["epoch"], r["samples"]) for r in metrics(tmp_path)] == [
-        (1, 0, 500), (2, 0, 1000), (3, 0, 1437), (4, 1, 1937), (5, 1, 2437), (6, 1, 2874),
-    ]  # fmt: skip
+        (1, 0, 500),
+        (2, 0, 1000),
+        (3, 0, 1437),
+        (4, 1, 1937),
+        (5, 1, 2437),
+        (6, 1, 2874),
+    ]
 
 
 def test_workers_load_the_same_windows(tmp_path: Path) -> None:
@@ -123,9 +161,14 @@ def test_workers_load_the_same_windows(tmp_path: Path) -> None:
 def test_a_world_larger_than_the_global_batch_is_exact_too(tmp_path: Path) -> None:
     for world in (1, 3):
         succeed(
-            *TINY, *QUIET, "batch.global_size=2", "batch.micro_size=1", "trainer.max_steps=6",
-            f"hydra.run.dir={tmp_path / str(world)}", world=world,
-        )  # fmt: skip
+            *TINY,
+            *QUIET,
+            "batch.global_size=2",
+            "batch.micro_size=1",
+            "trainer.max_steps=6",
+            f"hydra.run.dir={tmp_path / str(world)}",
+            world=world,
+        )
     assert [r["loss"] for r in metrics(tmp_path / "3")] == pytest.approx(
         [r["loss"] for r in metrics(tmp_path / "1")], rel=1e-5
     )

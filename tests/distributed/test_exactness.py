@@ -47,10 +47,18 @@ def cells(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[Cell]:
     for world, sizes in SIZES.items():
         sweep = tmp_path_factory.mktemp(f"world-{world}")
         succeed(
-            "-m", "data=text", f"data.path={text}", *TINY, *QUIET, f"trainer.max_steps={STEPS}",
-            f"batch.global_size={','.join(map(str, GLOBAL_SIZES))}", f"optim={','.join(OPTIMIZERS)}",
-            f"batch.micro_size={','.join(map(str, sizes))}", f"hydra.sweep.dir={sweep}", world=world,
-        )  # fmt: skip
+            "-m",
+            "data=text",
+            f"data.path={text}",
+            *TINY,
+            *QUIET,
+            f"trainer.max_steps={STEPS}",
+            f"batch.global_size={','.join(map(str, GLOBAL_SIZES))}",
+            f"optim={','.join(OPTIMIZERS)}",
+            f"batch.micro_size={','.join(map(str, sizes))}",
+            f"hydra.sweep.dir={sweep}",
+            world=world,
+        )
         jobs = product(GLOBAL_SIZES, OPTIMIZERS, sizes)
         cells += [
             Cell(world=world, micro_size=micro, global_size=size, optimizer=optimizer, run_dir=sweep / str(number))
@@ -88,10 +96,18 @@ def test_evaluation_is_the_same_on_every_world(tmp_path: Path, text: Path) -> No
     for world in (1, 3):
         run_dir = tmp_path / str(world)
         succeed(
-            "data=text", f"data.path={text}", *TINY, "metrics=jsonl", "checkpoint.every=0", "trainer.max_steps=3",
-            "batch.global_size=12", "batch.micro_size=4", "trainer.eval_every=1", f"hydra.run.dir={run_dir}",
+            "data=text",
+            f"data.path={text}",
+            *TINY,
+            "metrics=jsonl",
+            "checkpoint.every=0",
+            "trainer.max_steps=3",
+            "batch.global_size=12",
+            "batch.micro_size=4",
+            "trainer.eval_every=1",
+            f"hydra.run.dir={run_dir}",
             world=world,
-        )  # fmt: skip
+        )
         found[world] = [record["eval_loss"] for record in metrics(run_dir)]
     assert len(found[1]) == 3
     assert found[3] == pytest.approx(found[1], rel=1e-5)

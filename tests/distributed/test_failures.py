@@ -9,17 +9,30 @@ import pytest
 from tests.commands import ROOT, run, status, succeed
 
 SETTINGS = (
-    "model=cnn", "~data.seq_len", "~data.held_out", "~data.vocab_size", "batch.global_size=4", "batch.micro_size=1",
-    "trainer.max_steps=40", "trainer.log_every=1", "metrics=jsonl", "checkpoint.every=2",
-)  # fmt: skip
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "trainer.max_steps=40",
+    "trainer.log_every=1",
+    "metrics=jsonl",
+    "checkpoint.every=2",
+)
 
 
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))])
 def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> None:
     finished = run(
-        *SETTINGS, "data._target_=tests.troubles.FailsOnRankOne", f"seed={attempt}", f"hydra.run.dir={tmp_path}",
-        world=2, PYTHONPATH=str(ROOT), timeout=60,
-    )  # fmt: skip
+        *SETTINGS,
+        "data._target_=tests.troubles.FailsOnRankOne",
+        f"seed={attempt}",
+        f"hydra.run.dir={tmp_path}",
+        world=2,
+        PYTHONPATH=str(ROOT),
+        timeout=60,
+    )
     assert finished.returncode == 1
     found = status(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1: OSError: the disk of rank 1 is gone")

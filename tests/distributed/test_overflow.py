@@ -110,8 +110,13 @@ def test_one_spoiled_value_skips_its_window_and_nothing_else(
     for rank in found:
         first, bad, last = rank["clocks"]
         assert bad == first | {
-            "window": 2, "epoch_window": 2, "samples": 2 * samples, "tokens": 2 * samples, "skipped": 1, "nonfinite": 1
-        }  # fmt: skip
+            "window": 2,
+            "epoch_window": 2,
+            "samples": 2 * samples,
+            "tokens": 2 * samples,
+            "skipped": 1,
+            "nonfinite": 1,
+        }
         assert (first["step"], last["step"], last["nonfinite"], last["window"]) == (1, 2, 1, 3)
         assert [rank["rates"][0], rank["rates"][2]] == rank["reference rates"]
         assert rank["rates"][0] != rank["rates"][2]
@@ -162,9 +167,15 @@ def test_overflows_that_the_floor_does_not_end_end_the_run_on_all_ranks_alike(
         assert rank["scales"][-10:] == [1.0] * 10
         assert (rank["clocks"]["step"], rank["clocks"]["nonfinite"]) == (1, 26)
     _said_by_all(
-        found, "window 27 is NaN or infinite", "10 in a row", "loss scale 1", "of b.0.weight", "step 1",
-        "rank 0: 312, 313, 314, 315, 316, 317", "rank 1: 318, 319, 320, 321, 322, 323",
-    )  # fmt: skip
+        found,
+        "window 27 is NaN or infinite",
+        "10 in a row",
+        "loss scale 1",
+        "of b.0.weight",
+        "step 1",
+        "rank 0: 312, 313, 314, 315, 316, 317",
+        "rank 1: 318, 319, 320, 321, 322, 323",
+    )
     if by == "step":  # the loss is known, so the window can be looked into
         _said_by_all(found, "It began on rank 1 in micro-batch 1 (samples 320, 321)")
 
@@ -185,10 +196,20 @@ def test_where_no_scale_can_fall_the_first_one_stops_the_run_or_several_in_a_row
 
 
 SPOILED_RUN = (
-    "model=cnn", "~data.seq_len", "~data.held_out", "~data.vocab_size", "data._target_=tests.troubles.OneSampleIsNaN",
-    "batch.global_size=8", "batch.micro_size=2", "trainer.max_steps=null", "trainer.max_epochs=2",
-    "trainer.log_every=1", "trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl",
-)  # fmt: skip
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.troubles.OneSampleIsNaN",
+    "batch.global_size=8",
+    "batch.micro_size=2",
+    "trainer.max_steps=null",
+    "trainer.max_epochs=2",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "checkpoint.every=0",
+    "metrics=jsonl",
+)
 
 
 def test_a_run_that_stops_says_which_rank_and_samples_and_logs_what_stopped_it(tmp_path: Path) -> None:
@@ -210,9 +231,15 @@ def test_a_run_that_stops_says_which_rank_and_samples_and_logs_what_stopped_it(t
 def test_a_run_that_skips_finishes_and_its_log_holds_what_was_skipped(tmp_path: Path, precision: str) -> None:
     """64 samples in windows of 8: two epochs are 16 attempts, of which two hold the spoiled sample."""
     succeed(
-        *SPOILED_RUN, f"precision={precision}", *(["trainer.nonfinite=skip"] if precision == "fp32" else []),
-        "schedule=constant", "schedule.warmup_steps=19", f"hydra.run.dir={tmp_path}", world=2, PYTHONPATH=str(ROOT),
-    )  # fmt: skip
+        *SPOILED_RUN,
+        f"precision={precision}",
+        *(["trainer.nonfinite=skip"] if precision == "fp32" else []),
+        "schedule=constant",
+        "schedule.warmup_steps=19",
+        f"hydra.run.dir={tmp_path}",
+        world=2,
+        PYTHONPATH=str(ROOT),
+    )
     records = metrics(tmp_path)
     assert [record["window"] for record in records] == [*range(1, 17)]
     skipped = [i for i, record in enumerate(records) if not record["applied"]]

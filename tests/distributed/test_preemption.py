@@ -16,9 +16,17 @@ from distaccum.checkpoint.store import CheckpointStore
 from tests.commands import TINY, TRAIN, command, environment, family, metrics, status, succeed
 
 SETTINGS = (
-    *TINY, "model.dropout=0.1", "batch.global_size=10", "batch.micro_size=2", "trainer.max_steps=60", "metrics=jsonl",
-    "trainer.log_every=1", "trainer.eval_every=20", "checkpoint.every=25", "resume=auto",
-)  # fmt: skip
+    *TINY,
+    "model.dropout=0.1",
+    "batch.global_size=10",
+    "batch.micro_size=2",
+    "trainer.max_steps=60",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=20",
+    "checkpoint.every=25",
+    "resume=auto",
+)
 ENDLESS = (*SETTINGS, "trainer.max_steps=100000", "trainer.eval_every=0")
 EXACT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")
 GONE_S = 45  # torchrun gives its workers 30
@@ -34,8 +42,10 @@ class Started:
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
                 command(world, TRAIN, [*arguments, f"hydra.run.dir={run_dir}"]),
-                env=environment(**extra), stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                env=environment(**extra),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
 
     def await_records(self, number: int) -> None:
         """Waits until so many are logged, and one of this process's own."""
@@ -130,12 +140,14 @@ def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Pa
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
-        ("worker", signal.SIGKILL), ("launcher", signal.SIGKILL), ("launcher", signal.SIGUSR1),
+        ("worker", signal.SIGKILL),
+        ("launcher", signal.SIGKILL),
+        ("launcher", signal.SIGUSR1),
         ("launcher", signal.SIGTERM),
         pytest.param("worker", signal.SIGTERM, marks=pytest.mark.heavy),
         pytest.param("worker", signal.SIGUSR1, marks=pytest.mark.heavy),
     ],
-)  # fmt: skip
+)
 def test_nobody_is_left_behind(tmp_path: Path, whom: str, number: signal.Signals) -> None:
     """With loading processes, which are in the workers' process groups, and W&B's process beside them."""
     run_dir = tmp_path / "run"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.data.lines import lines
+from distaccum.data.datasets.lines import lines
 from tests.commands import ROOT, environment, metrics, status
 
 README = (ROOT / "README.md").read_text()

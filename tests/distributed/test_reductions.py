@@ -42,7 +42,7 @@ def test_each_bucket_is_reduced_once_per_update(counted: list[dict[str, Any]], a
 @pytest.mark.parametrize("dtype", BYTES)
 def test_gradients_travel_in_the_format_that_was_asked_for(
     counted: list[dict[str, Any]], dtype: str, rank: int
-) -> None:  # fmt: skip
+) -> None:
     """Four micro-batches; half the bytes in 16 bits, and nothing more besides."""
     counts, plain = counted[rank]["by dtype"][dtype], counted[rank]["counts"]["4"]
     assert counts["gradient bytes"] * 4 == counts["parameter bytes"] * BYTES[dtype]
@@ -55,7 +55,7 @@ def test_gradients_travel_in_the_format_that_was_asked_for(
 @pytest.mark.parametrize("dtype", BYTES)
 def test_a_reduced_gradient_is_as_right_as_its_format_allows(
     counted: list[dict[str, Any]], dtype: str, rank: int
-) -> None:  # fmt: skip
+) -> None:
     """Each of 100,000 elements against fp64: within three roundings of the format."""
     assert 0.1 < counted[rank]["worst error"][dtype] <= 1.0
 

@@ -9,9 +9,17 @@ import pytest
 from tests.commands import TINY, kill_when, metrics, run, status, succeed
 
 SETTINGS = (
-    *TINY, "model.dropout=0.1", "batch.global_size=10", "batch.micro_size=2", "trainer.max_steps=60", "metrics=jsonl",
-    "trainer.log_every=1", "trainer.eval_every=20", "checkpoint.every=7", "resume=auto",
-)  # fmt: skip
+    *TINY,
+    "model.dropout=0.1",
+    "batch.global_size=10",
+    "batch.micro_size=2",
+    "trainer.max_steps=60",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=20",
+    "checkpoint.every=7",
+    "resume=auto",
+)
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])

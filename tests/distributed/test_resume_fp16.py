@@ -10,10 +10,21 @@ import pytest
 from tests.commands import TINY, kill_when, metrics, status, succeed
 
 SETTINGS = (
-    *TINY, "batch.global_size=6", "batch.micro_size=2", "trainer.max_steps=30", "metrics=jsonl", "trainer.log_every=1",
-    "trainer.eval_every=0", "checkpoint.every=4", "resume=auto", "precision=fp16", "precision.scaler.growth_interval=7",
-    "precision.scaler.hysteresis=2", "precision.scaler.initial_scale_power=22", "precision.underflow_every=0",
-)  # fmt: skip
+    *TINY,
+    "batch.global_size=6",
+    "batch.micro_size=2",
+    "trainer.max_steps=30",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "checkpoint.every=4",
+    "resume=auto",
+    "precision=fp16",
+    "precision.scaler.growth_interval=7",
+    "precision.scaler.hysteresis=2",
+    "precision.scaler.initial_scale_power=22",
+    "precision.underflow_every=0",
+)
 EXACT = ("step", "window", "loss", "grad_norm", "lr", "loss_scale", "applied", "skipped", "nonfinite", "samples")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from distaccum.config import conf_dir, plain
+from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
 from tests.commands import QUIET, ROOT, TINY, metrics, status, succeed
 from tests.two_hosts import Hosts, hosts, need_hosts, obstacle, succeed_on, torchrun, two_hosts

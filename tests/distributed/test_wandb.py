@@ -15,9 +15,14 @@ from wandb.proto import wandb_internal_pb2
 from tests.commands import TINY, metrics, run, succeed
 
 SETTINGS = (
-    *TINY, "batch.global_size=8", "batch.micro_size=2", "trainer.max_steps=6", "trainer.log_every=1",
-    "trainer.eval_every=3", "checkpoint.every=3",
-)  # fmt: skip
+    *TINY,
+    "batch.global_size=8",
+    "batch.micro_size=2",
+    "trainer.max_steps=6",
+    "trainer.log_every=1",
+    "trainer.eval_every=3",
+    "checkpoint.every=3",
+)
 BLOCK, HEADER = 32768, 7
 
 

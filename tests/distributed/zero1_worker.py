@@ -78,9 +78,15 @@ def trained(make: Make, engine: str, world: World, **options: Any) -> dict[str, 
     """An epoch; the weights after each window are compared over the ranks."""
     model, optimizers = make()
     acc = Accumulator(
-        model, optimizers, global_size=GLOBAL_SIZE, micro_size=1, count=Squares().count, world=world, engine=engine,
+        model,
+        optimizers,
+        global_size=GLOBAL_SIZE,
+        micro_size=1,
+        count=Squares().count,
+        world=world,
+        engine=engine,
         **options,
-    )  # fmt: skip
+    )
     data: Any = samples(GLOBAL_SIZE * WINDOWS - 5)  # the last window is of one sample
     alike = True
     for window in acc.windows(Source(train=data, held_out=None, description="", shuffle=False)):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distaccum.world import Ranks, World, open_world
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import World, open_world
 
 
 @pytest.fixture

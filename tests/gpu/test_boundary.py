@@ -14,12 +14,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, Source, prefetch
 from distaccum import functional as da
+from distaccum.accumulation.step import Outcome
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.host_copy import HostCopy
+from distaccum.engines.host_copy import HostCopy
 from distaccum.precision.scaler import LossScaler
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
-from distaccum.window import Outcome
-from distaccum.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -180,9 +180,15 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale(gpu_world: World, ma
     samples[3 * SAMPLES + 1][0].fill_(1e6)  # beyond fp16: the fourth window overflows
     model = _model(gpu_world)
     acc = Accumulator(
-        model, make(model), global_size=SAMPLES, micro_size=SAMPLES // 2, count=SquaredError().count, clip_norm=1.0,
-        precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=10)), world=gpu_world,
-    )  # fmt: skip
+        model,
+        make(model),
+        global_size=SAMPLES,
+        micro_size=SAMPLES // 2,
+        count=SquaredError().count,
+        clip_norm=1.0,
+        precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=10)),
+        world=gpu_world,
+    )
     outcomes: list[Outcome] = []
     weights: list[list[Tensor]] = []
     for window in acc.windows(_in_order(samples)):
@@ -203,9 +209,14 @@ def test_batches_copied_beside_the_compute_arrive_whole(gpu_world: World, monkey
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4096, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)).to(gpu_world.device)
         acc = Accumulator(
-            model, _one(model), global_size=256, micro_size=64, count=SquaredError().count, prefetch=ahead,
+            model,
+            _one(model),
+            global_size=256,
+            micro_size=64,
+            count=SquaredError().count,
+            prefetch=ahead,
             world=gpu_world,
-        )  # fmt: skip
+        )
         for _ in range(5):
             for window in acc.windows(_in_order(wide)):
                 acc.step(window, SquaredError())

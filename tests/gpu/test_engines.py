@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator
-from distaccum.engine_config import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
-from distaccum.loss import cross_entropy
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.data.plan.shuffle import Shuffle
+from distaccum.distributed.world import World
+from distaccum.losses.cross_entropy import cross_entropy
 from distaccum.models.gpt import GPT
-from distaccum.shuffle import Shuffle
-from distaccum.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -48,9 +48,17 @@ def _model() -> GPT:
 def _accumulator(world: World, engine: EngineConfig, precision: str) -> Accumulator:
     model = _model()
     return Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), global_size=8, micro_size=3, seed=0,
-        count=lambda batch: batch[1].numel(), engine=engine, precision=precision, clip_norm=1.0, world=world,
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        global_size=8,
+        micro_size=3,
+        seed=0,
+        count=lambda batch: batch[1].numel(),
+        engine=engine,
+        precision=precision,
+        clip_norm=1.0,
+        world=world,
+    )
 
 
 def _train(acc: Accumulator) -> list[float]:

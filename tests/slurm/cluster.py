@@ -126,9 +126,15 @@ class Cluster:
         files = (f"--{name}-file={self.folder / name}" for name in ("pid", "seed"))
         address = self.folder / "munge.socket"
         self._launch(
-            "munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={address}",
-            f"--log-file={log}", *files,
-        )  # fmt: skip
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={address}",
+            f"--log-file={log}",
+            *files,
+        )
         self._await(address.exists, 10, "munged")
 
     def start_node(self, node: str) -> None:
@@ -140,9 +146,13 @@ class Cluster:
         assert path, program
         with (self.folder / f"{name}.out").open("ab") as out:
             self._daemons[name] = subprocess.Popen(
-                [path, *arguments], env=self.environment(), stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                [path, *arguments],
+                env=self.environment(),
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def environment(self, **extra: str) -> dict[str, str]:
         """What a client program of this cluster needs, and ``extra``."""
@@ -169,9 +179,14 @@ class Cluster:
     def command(self, *arguments: object, check: bool = True, cwd: Path | None = None, **extra: str) -> str:
         """Runs a client program (``scontrol``, ``squeue``, ...) and returns what it printed."""
         finished = subprocess.run(
-            list(map(str, arguments)), env=self.environment(**extra), cwd=cwd or self.folder, capture_output=True,
-            text=True, timeout=60, check=False,
-        )  # fmt: skip
+            list(map(str, arguments)),
+            env=self.environment(**extra),
+            cwd=cwd or self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert finished.returncode == 0 or not check, finished.stdout + finished.stderr
         return finished.stdout
 

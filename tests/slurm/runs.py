@@ -13,9 +13,15 @@ TRAIN = ROOT / "slurm" / "train.sbatch"
 SWEEP = ROOT / "slurm" / "sweep.sbatch"
 STEPS = 40
 SETTINGS = (
-    *TINY, "batch.global_size=10", "batch.micro_size=2", "metrics=jsonl", "trainer.log_every=1", "trainer.eval_every=0",
-    "checkpoint.every=10", f"trainer.max_steps={STEPS}",
-)  # fmt: skip
+    *TINY,
+    "batch.global_size=10",
+    "batch.micro_size=2",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "checkpoint.every=10",
+    f"trainer.max_steps={STEPS}",
+)
 _EXACT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from distaccum.callbacks import Callback, Run
-from distaccum.window import Outcome
+from distaccum.accumulation.step import Outcome
+from distaccum.train.callbacks import Callback, Run
 
 
 class Slow(Callback):

@@ -32,8 +32,11 @@ def _shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     variables = {"PATH": os.environ["PATH"], "home": str(ROOT), "job": "1", "SLURM_JOB_ID": "1"} | variables
     return subprocess.run(
         ["bash", "-uc", f'source "$home/slurm/lib.sh"; {script}'],  # noqa: S607  the user's bash, as in a job
-        env=variables, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def _environment(name: str, **variables: str) -> list[str]:

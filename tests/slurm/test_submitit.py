@@ -53,8 +53,12 @@ def test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on(cluster: Cl
 def test_the_reason_of_a_job_that_fails_is_told_where_the_sweep_was_started(cluster: Cluster, tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, str(TRAIN), "-m", "hydra/launcher=slurm", f"hydra.sweep.dir={tmp_path}", "optim.lr=abc"],
-        env=cluster.environment(NPROC="1"), capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env=cluster.environment(NPROC="1"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert finished.returncode == 1
     assert f"distaccum: {tmp_path}/0: torchrun ended with 1; see its status.json, or the job's log" in finished.stderr
     assert "optim.lr" in status(tmp_path / "0")["reason"]

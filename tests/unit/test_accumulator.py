@@ -23,10 +23,10 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum import Accumulator
-from distaccum.engine_config import DDPConfig
+from distaccum.config.engine import DDPConfig
+from distaccum.data.prefetch import on_device
+from distaccum.distributed.world import World
 from distaccum.errors import BatchStatisticsWarning, CheckpointError, ConfigError, DataError, MisuseError
-from distaccum.prefetch import on_device
-from distaccum.world import World
 
 DATA: Any = [torch.tensor([float(i), 1.0]) for i in range(10)]
 
@@ -121,9 +121,14 @@ def test_windows_that_count_nothing_are_skipped(gloo_world: World, counted_befor
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     acc = Accumulator(
-        model, optimizer, global_size=4, micro_size=2, count=count if counted_before else None, scheduler=scheduler,
+        model,
+        optimizer,
+        global_size=4,
+        micro_size=2,
+        count=count if counted_before else None,
+        scheduler=scheduler,
         world=gloo_world,
-    )  # fmt: skip
+    )
     before, seen = _weights(acc), 0
     for window in acc.windows(DataLoader(DATA, batch_size=2)):
         for micro in window:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum.accumulator import Accumulator
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.distributed.world import World
+from distaccum.engines.host_copy import HostCopy
 from distaccum.errors import MisuseError, NonFiniteError
-from distaccum.host_copy import HostCopy
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
-from distaccum.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
 SIZE = 4
@@ -51,9 +51,15 @@ def _accumulator(world: World, *, fused: bool = True, **options: Any) -> Accumul
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5) for optimizer in optimizers]
     # A loader without shuffling keeps the order: window k is known by its samples.
     return Accumulator(
-        model, optimizers, global_size=SIZE, micro_size=2, count=Squares().count, scheduler=schedulers, world=world,
+        model,
+        optimizers,
+        global_size=SIZE,
+        micro_size=2,
+        count=Squares().count,
+        scheduler=schedulers,
+        world=world,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _loader(data: list[Tensor]) -> Any:
@@ -98,9 +104,13 @@ def test_a_skipped_window_moves_the_data_on_and_nothing_else(gloo_world: World, 
             assert not acc.last.grad_norm.isfinite()
     high, low = (65536.0, 32768.0) if precision == "fp16" else (1.0, 1.0)
     assert seen == [
-        (True, high, 1, 1, 0), (True, high, 2, 2, 0), (False, high, 2, 3, 1),
-        (True, low, 3, 4, 1), (True, low, 4, 5, 1), (True, low, 5, 6, 1),
-    ]  # fmt: skip
+        (True, high, 1, 1, 0),
+        (True, high, 2, 2, 0),
+        (False, high, 2, 3, 1),
+        (True, low, 3, 4, 1),
+        (True, low, 4, 5, 1),
+        (True, low, 5, 6, 1),
+    ]
     assert (acc.clocks.skipped, acc.clocks.samples, acc.clocks.epoch) == (1, 24, 1)
     assert _rates(acc) == [0.01 * 0.5**5] * 2
     assert all(weight.isfinite().all() for weight in _weights(acc))
@@ -231,9 +241,14 @@ def test_a_count_that_is_known_late_does_not_strain_fp16(gloo_world: World, per_
         model = nn.Linear(3, 1)
         count = None if late else lambda batch: per_sample * len(batch)
         acc = Accumulator(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), global_size=SIZE, micro_size=2, count=count,
-            precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=12)), world=gloo_world,
-        )  # fmt: skip
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            global_size=SIZE,
+            micro_size=2,
+            count=count,
+            precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=12)),
+            world=gloo_world,
+        )
         loader = _loader(_data(set(), windows=12))
         for k, window in enumerate(acc.windows(loader)):
             for micro in window:
@@ -274,9 +289,13 @@ def test_an_abandoned_window_of_a_stream_is_given_again(gloo_world: World) -> No
 
     model = nn.Linear(3, 1)
     acc = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), global_size=SIZE, micro_size=2, count=Squares().count,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        global_size=SIZE,
+        micro_size=2,
+        count=Squares().count,
         world=gloo_world,
-    )  # fmt: skip
+    )
     stream, seen = Endless(), []
 
     def run() -> None:

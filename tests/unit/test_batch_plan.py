@@ -4,15 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distaccum.batch_plan import BatchPlan
+from distaccum.data.plan.batch import BatchPlan
 from distaccum.errors import ConfigError
 
 plans = st.builds(
     lambda samples, micro, more, world: BatchPlan(
         samples=samples, global_size=micro + more, micro_size=micro, world_size=world
     ),
-    st.integers(1, 300), st.integers(1, 40), st.integers(0, 60), st.integers(1, 9),
-)  # fmt: skip
+    st.integers(1, 300),
+    st.integers(1, 40),
+    st.integers(0, 60),
+    st.integers(1, 9),
+)
 
 
 @given(plans)
@@ -49,9 +52,15 @@ def test_ranks_take_equal_numbers_of_micro_steps_none_above_the_micro_size(plan:
 def test_the_plan_that_is_written_down() -> None:
     plan = BatchPlan(samples=130, global_size=50, micro_size=6, world_size=4)
     assert plan.as_dict() == {
-        "unit": "samples", "samples": 130, "global_size": 50, "micro_size": 6, "world_size": 4,
-        "accumulation_steps": 3, "windows_per_epoch": 3, "last_window_size": 30,
-    }  # fmt: skip
+        "unit": "samples",
+        "samples": 130,
+        "global_size": 50,
+        "micro_size": 6,
+        "world_size": 4,
+        "accumulation_steps": 3,
+        "windows_per_epoch": 3,
+        "last_window_size": 30,
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from distaccum.build import Parts, assemble
-from distaccum.config import from_node
-from distaccum.data.adopt import as_source
+from distaccum.config.schema import from_node
+from distaccum.data.adapters import as_source
 from distaccum.errors import ConfigError
+from distaccum.train.components import Parts, assemble
 
 
 class SquaredError:

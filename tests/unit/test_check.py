@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.train import main
+from distaccum.train.cli import main
 from tests.commands import ROOT
 
 README = (ROOT / "README.md").read_text().splitlines()
@@ -59,10 +59,13 @@ def test_the_check_knows_the_number_of_processes(
         (["engine.name=fsdp2"], "engine.name=fsdp2: engine=... chooses its settings too. Write engine=fsdp2"),
         (["engine=deepspeed", "engine.json.fp16=1"], "engine.json.fp16=1: engine.json is one value. Give all of it as"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_of_another_engine_is_refused_by_name(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 2
     assert message in capsys.readouterr().err

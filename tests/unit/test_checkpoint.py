@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distaccum.accumulation.progress import Clocks
 from distaccum.checkpoint import state
 from distaccum.checkpoint.store import CheckpointStore, verify
-from distaccum.clocks import Clocks
+from distaccum.distributed.world import World
 from distaccum.engines.ddp import DDPEngine
 from distaccum.errors import CheckpointError
-from distaccum.world import World
 
 
 class Tied(nn.Module):

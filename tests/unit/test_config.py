@@ -6,10 +6,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from distaccum.config import RunConfig, conf_dir, from_node
+from distaccum.config.instantiate import build
+from distaccum.config.precision import PrecisionConfig
+from distaccum.config.schema import RunConfig, conf_dir, from_node
 from distaccum.errors import ConfigError
-from distaccum.nodes import build
-from distaccum.precision_config import PrecisionConfig
 
 
 def test_settings_are_typed_and_frozen() -> None:
@@ -36,11 +36,11 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
     config = from_node(
         {
             "optim": {"optimizer": {"_target_": "torch.optim.SGD"}},
-            "schedule": {"_target_": "distaccum.schedule.Constant"},
+            "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         }
     )
     assert config.optim.optimizer == {"_target_": "torch.optim.SGD"}
-    assert config.schedule == {"_target_": "distaccum.schedule.Constant"}
+    assert config.schedule == {"_target_": "distaccum.train.schedules.Constant"}
     config = from_node({"optim": {"optimizer": {"fused": False}}, "schedule": {"warmup_steps": 5}})
     assert config.optim.optimizer == RunConfig().optim.optimizer | {"fused": False}
     assert config.schedule == RunConfig().schedule | {"warmup_steps": 5}
@@ -118,10 +118,20 @@ def test_a_scale_starts_where_the_settings_say() -> None:
 
 
 ALIASES = {
-    "fp32": "fp32", "no": "fp32", "float32": "fp32", "32-true": "fp32", "tf32": "tf32", "fp16": "fp16",
-    "16-mixed": "fp16", "float16": "fp16", "mixed_float16": "fp16", "bf16": "bf16", "bf16-mixed": "bf16",
-    "bfloat16": "bf16", "mixed_bfloat16": "bf16",
-}  # fmt: skip
+    "fp32": "fp32",
+    "no": "fp32",
+    "float32": "fp32",
+    "32-true": "fp32",
+    "tf32": "tf32",
+    "fp16": "fp16",
+    "16-mixed": "fp16",
+    "float16": "fp16",
+    "mixed_float16": "fp16",
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "mixed_bfloat16": "bf16",
+}
 
 
 @pytest.mark.parametrize(("alias", "name"), [*ALIASES.items(), ("32", "fp32")])  # to Hydra, 32 is a number and no group
@@ -177,11 +187,19 @@ def test_a_target_that_cannot_be_called_is_explained(node: dict[str, object], me
 @pytest.mark.parametrize(
     ("group", "file"),
     [
-        ("batch", "samples"), ("engine", "ddp"), ("engine", "zero1"), ("engine", "fsdp2"), ("engine", "deepspeed"),
-        ("precision", "fp32"), ("trainer", "default"),
-        ("callbacks", "none"), ("checkpoint", "default"), ("metrics", "wandb"), ("optim", "adamw"),
+        ("batch", "samples"),
+        ("engine", "ddp"),
+        ("engine", "zero1"),
+        ("engine", "fsdp2"),
+        ("engine", "deepspeed"),
+        ("precision", "fp32"),
+        ("trainer", "default"),
+        ("callbacks", "none"),
+        ("checkpoint", "default"),
+        ("metrics", "wandb"),
+        ("optim", "adamw"),
     ],
-)  # fmt: skip
+)
 def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) -> None:
     node = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{file}.yaml"))
     defaults = from_node({"engine": file}) if group == "engine" else RunConfig()

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from distaccum.batch_plan import BatchPlan
-from distaccum.data.adopt import as_source
-from distaccum.data.digits import digits
+from distaccum.data.adapters import as_source
+from distaccum.data.counter import Tally
+from distaccum.data.datasets.digits import digits
+from distaccum.data.datasets.text import docs, text
+from distaccum.data.datasets.tokens import tokens
 from distaccum.data.loader import PlannedFeed
-from distaccum.data.tally import Tally
-from distaccum.data.text import docs, text
-from distaccum.data.tokens import tokens
+from distaccum.data.plan.batch import BatchPlan
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
-from distaccum.loss import CrossEntropy
-from distaccum.world import World
+from distaccum.losses.cross_entropy import CrossEntropy
 
 
 def test_docs_is_real_text_in_next_byte_pairs() -> None:

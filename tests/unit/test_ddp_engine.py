@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distaccum.distributed.world import World
 from distaccum.engines.ddp import DDPEngine
 from distaccum.errors import MisuseError
 from distaccum.testing.counters import Operations
-from distaccum.world import World
 
 
 class Branches(nn.Module):

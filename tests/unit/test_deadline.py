@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distaccum.deadline import Deadline
+from distaccum.train.time_limit import Deadline
 
 
 class Clock:

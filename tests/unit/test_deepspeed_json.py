@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from distaccum.batch_plan import BatchPlan
-from distaccum.config import from_node
-from distaccum.deepspeed_json.generate import generate
-from distaccum.deepspeed_json.keys import HELD, KINDS, REFUSED
-from distaccum.deepspeed_json.read import from_deepspeed_json
-from distaccum.engine_config import DeepSpeedConfig
+from distaccum.config.engine import DeepSpeedConfig
+from distaccum.config.instantiate import build
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.config.schema import from_node
+from distaccum.data.plan.batch import BatchPlan
+from distaccum.engines.deepspeed.config.generate import generate
+from distaccum.engines.deepspeed.config.keys import HELD, KINDS, REFUSED
 from distaccum.errors import ConfigError
-from distaccum.nodes import build
-from distaccum.precision_config import PrecisionConfig, ScalerConfig
+from distaccum.train.from_deepspeed import from_deepspeed_json
 
 RANKS = 2
 FP16 = PrecisionConfig(name="fp16")
@@ -382,7 +382,9 @@ def test_one_thing_under_two_names(twice: dict[str, Any]) -> None:
 
 
 def test_neither_torch_nor_deepspeed_is_imported() -> None:
-    code = "import sys, distaccum.deepspeed_json.read;assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
+    code = (
+        "import sys, distaccum.train.from_deepspeed;assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -484,7 +486,7 @@ def test_an_empty_file_is_deepspeeds_defaults() -> None:
     assert "batch" not in config
     assert config["optim"] == {"clip_norm": 1.0}
     assert config["engine"]["stage"] == 0
-    assert config["schedule"] == {"_target_": "distaccum.schedule.Constant"}
+    assert config["schedule"] == {"_target_": "distaccum.train.schedules.Constant"}
     assert from_deepspeed_json({"gradient_clipping": 0}, world_size=RANKS)["optim"] == {"clip_norm": None}
 
 

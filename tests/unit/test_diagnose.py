@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distaccum.diagnose import NonFinite, Stage, diagnose, explain
+from distaccum.accumulation.diagnose import NonFinite, Stage, diagnose, explain
+from distaccum.accumulation.step import run_window
+from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.world import World
 from distaccum.engines.ddp import DDPEngine
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
-from distaccum.window import MicroBatch, Window, run_window
-from distaccum.world import World
 
 FP32, FP16 = PrecisionPolicy(name="fp32"), PrecisionPolicy(name="fp16", compute_dtype=torch.float16)
 
@@ -71,14 +72,18 @@ def _window(batches: Sequence[Any]) -> Window:
     micro_batches = [MicroBatch(batch, {"loss": 2.0}) for batch in batches]
     total = 2.0 * len(batches)
     return Window(
-        epoch=0, samples=int(total), counts={"loss": total}, micro_batches=micro_batches, data_wait_s=0.0,
+        epoch=0,
+        samples=int(total),
+        counts={"loss": total},
+        micro_batches=micro_batches,
+        data_wait_s=0.0,
         ids=lambda: [(10 + 2 * i, 11 + 2 * i) for i in range(len(batches))],
-    )  # fmt: skip
+    )
 
 
 def _diagnose(
     model: nn.Module, batches: Sequence[Any], world: World, *, loss: Any = None, policy: PrecisionPolicy = FP32
-) -> tuple[NonFinite, ...]:  # fmt: skip
+) -> tuple[NonFinite, ...]:
     return diagnose(_engine(model, world, policy=policy), _window(batches), loss or Sum(), world)
 
 
@@ -342,9 +347,13 @@ def test_nothing_need_be_known_of_samples_and_counts(gloo_world: World) -> None:
 
 def test_a_message_names_a_few() -> None:
     finding = NonFinite(
-        rank=3, micro_batch=2, samples=tuple(range(6)), stage=Stage.BACKWARD, module="blocks.1.fc",
+        rank=3,
+        micro_batch=2,
+        samples=tuple(range(6)),
+        stage=Stage.BACKWARD,
+        module="blocks.1.fc",
         parameters=tuple("abcdefg"),
-    )  # fmt: skip
+    )
     assert explain([finding]) == (
         "It began on rank 3 in micro-batch 2 (samples 0, 1, 2, 3 and 2 more): the loss is finite, the gradient is not "
         "from blocks.1.fc on; not finite are the gradients of a, b, c, d and 3 more"

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from distaccum.config import from_node
-from distaccum.durations import seconds_of
+from distaccum.config.durations import seconds_of
+from distaccum.config.schema import from_node
 from distaccum.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("00:00:01", 1), ("12:00:00", 43200), ("30:00", 1800), ("1-12:00:00", 129600), ("01:12:00:00", 129600),
-        ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2d", 172800), (90, 90), (0.5, 0.5), ("100:00:00", 360000),
+        ("00:00:01", 1),
+        ("12:00:00", 43200),
+        ("30:00", 1800),
+        ("1-12:00:00", 129600),
+        ("01:12:00:00", 129600),
+        ("90s", 90),
+        ("1.5m", 90),
+        ("12h", 43200),
+        ("2d", 172800),
+        (90, 90),
+        (0.5, 0.5),
+        ("100:00:00", 360000),
     ],
-)  # fmt: skip
+)
 def test_what_people_write(text: object, seconds: float) -> None:
     assert seconds_of("trainer.max_time", text) == seconds
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distaccum.build import assemble
-from distaccum.config import from_node
-from distaccum.data.adopt import as_source
+from distaccum.config.schema import from_node
+from distaccum.data.adapters import as_source
 from distaccum.errors import ConfigError
-from distaccum.loss import CrossEntropy
+from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.gpt import GPT
+from distaccum.train.components import assemble
 
 
 def _check(model: nn.Module, **engine: Any) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from distaccum.config import from_node
-from distaccum.engine_config import DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
+from distaccum.config.schema import from_node
 from distaccum.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_settings_are_taken_as_they_are(engine: Any) -> None:
         (lambda: DDPConfig(name="fsdp2"), r"engine\.name=fsdp2: this is DDPConfig"),
         (lambda: Zero1Config(name="ddp"), r"engine\.name=ddp: this is Zero1Config"),
     ],
-)  # fmt: skip
+)
 def test_a_value_of_the_wrong_type_is_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

@@ -8,15 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distaccum import export
-from distaccum.checkpoint import state, weights
+from distaccum.accumulation.progress import Clocks
+from distaccum.checkpoint import export, state, weights
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.clocks import Clocks
-from distaccum.engine_config import ENGINES, engine_config
+from distaccum.config.engine import ENGINES, engine_config
+from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.functional import wrap
-from distaccum.world import World
 
 
 class Tied(nn.Module):

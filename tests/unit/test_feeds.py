@@ -9,21 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from distaccum.data.feeds import make_feed, make_plan
-from distaccum.data.lines import lines
+from distaccum.data.counter import Tally
+from distaccum.data.datasets.lines import lines
+from distaccum.data.factory import make_feed, make_plan
 from distaccum.data.loader import MicroBatchIds, padding_share
-from distaccum.data.source import Source
-from distaccum.data.tally import Tally
+from distaccum.data.spec import Source
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
-from distaccum.normaliser import weigh
-from distaccum.world import World
+from distaccum.losses.normalize import weigh
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 50)
 DATA: Any = [torch.full((int(length),), i) for i, length in enumerate(LENGTHS)]
 SOURCE = Source(
-    train=DATA, held_out=None, description="", lengths=LENGTHS,
+    train=DATA,
+    held_out=None,
+    description="",
+    lengths=LENGTHS,
     collate=lambda samples: torch.nn.utils.rnn.pad_sequence(samples, True, -1),
-)  # fmt: skip
+)
 
 
 def _plan(world: int, **sizes: Any) -> Any:

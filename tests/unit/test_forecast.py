@@ -17,8 +17,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distaccum.batch_plan import BatchPlan
-from distaccum.engine_config import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.data.plan.batch import BatchPlan
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.collectives import Link, ring_bytes, ring_seconds, seconds, tree_seconds
@@ -27,16 +28,19 @@ from distaccum.forecast.report import memory, report
 from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.volume import copied, held, sent
 from distaccum.forecast.window import Job, Sizes, Window, powers_of_two, scale
-from distaccum.precision_config import PrecisionConfig
 from tests.commands import ROOT, TINY, run, succeed
 
 sys.path.insert(0, str(ROOT / "launch"))
 import plan
 
 ENGINES: list[EngineConfig] = [
-    DDPConfig(), Zero1Config(), FSDP2Config(), FSDP2Config(sync="every"), FSDP2Config(reshard_after_forward=False),
+    DDPConfig(),
+    Zero1Config(),
+    FSDP2Config(),
+    FSDP2Config(sync="every"),
+    FSDP2Config(reshard_after_forward=False),
     *(DeepSpeedConfig(stage=stage) for stage in range(4)),
-]  # fmt: skip
+]
 SIZES = Sizes(tensors=(4_000_000, *(1_000_000,) * 8), blocks=(2_000_000,) * 4)
 CLUSTER = Cluster(nodes=4, gpus=2, link_gbps=10, local_gbps=100, latency_us=20, micro_step_ms=50, update_ms=3)
 LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
@@ -147,9 +151,16 @@ def test_memory_by_hand_for_each_engine() -> None:
     """MiB of parameters, fp32 copies, gradients and optimizer state of 2**20 parameters on 4 ranks."""
     whole = Sizes(tensors=(2**20,))
     expected = [
-        (4, 0, 4, 8), (4, 0, 4, 2), (1, 0, 4, 2), (1, 0, 1, 2), (1, 0, 4, 2),
-        (4, 0, 4, 8), (4, 1, 4, 2), (4, 1, 4, 2), (1, 1, 4, 2),
-    ]  # fmt: skip
+        (4, 0, 4, 8),
+        (4, 0, 4, 2),
+        (1, 0, 4, 2),
+        (1, 0, 1, 2),
+        (1, 0, 4, 2),
+        (4, 0, 4, 8),
+        (4, 1, 4, 2),
+        (4, 1, 4, 2),
+        (1, 1, 4, 2),
+    ]
     for engine, parts in zip(ENGINES, expected, strict=True):
         *found, total = (size / 2**20 for size in memory(_job(engine, sizes=whole), 4).values())
         assert (tuple(found), total) == (parts, sum(parts)), engine
@@ -157,9 +168,12 @@ def test_memory_by_hand_for_each_engine() -> None:
     assert frozen["parameters"] == 2 * 2**20
     half = memory(_job(DeepSpeedConfig(stage=1), sizes=whole, precision=PrecisionConfig(name="bf16")), 4)
     assert half == {
-        "parameters": 2 * 2**20, "weight copies": 2**20, "gradients": 4 * 2**20, "optimizer state": 2 * 2**20,
+        "parameters": 2 * 2**20,
+        "weight copies": 2**20,
+        "gradients": 4 * 2**20,
+        "optimizer state": 2 * 2**20,
         "total": 9 * 2**20,
-    }  # fmt: skip
+    }
 
 
 def test_what_is_sent_by_hand() -> None:
@@ -359,8 +373,13 @@ def test_a_report_has_the_planned_world_among_the_others() -> None:
     (planned,) = (row for row in found["scaling"] if row["ranks"] == 6)
     assert {key: planned[key] for key in found["step"]} == found["step"]
     assert found["batch"] == {
-        "global_size": 64, "micro_size": 2, "ranks": 6, "accumulation": 6, "idle": 0, "micro_batches": [2] * 5 + [1],
-    }  # fmt: skip
+        "global_size": 64,
+        "micro_size": 2,
+        "ranks": 6,
+        "accumulation": 6,
+        "idle": 0,
+        "micro_batches": [2] * 5 + [1],
+    }
     assert json.loads(json.dumps(found)) == found
     odd = report(_job(FSDP2Config(replicas=3)), replace(CLUSTER, nodes=3), [1, 3, 6, 8])
     assert [row["ranks"] for row in odd["scaling"]] == [3, 6]
@@ -372,9 +391,17 @@ PLAN = ROOT / "launch" / "plan.py"
 def test_the_command_plans_a_model_larger_than_the_machine(tmp_path: Path) -> None:
     """A GPT of 39 billion parameters, which would take 155 GB."""
     finished = succeed(
-        "engine=fsdp2", "model.n_layer=48", "model.n_embd=8192", "model.n_head=64", "batch.global_size=4",
-        "batch.micro_size=1", "cluster.micro_step_ms=1000", f"hydra.run.dir={tmp_path}", script=PLAN, COLUMNS="100",
-    )  # fmt: skip
+        "engine=fsdp2",
+        "model.n_layer=48",
+        "model.n_embd=8192",
+        "model.n_head=64",
+        "batch.global_size=4",
+        "batch.micro_size=1",
+        "cluster.micro_step_ms=1000",
+        f"hydra.run.dir={tmp_path}",
+        script=PLAN,
+        COLUMNS="100",
+    )
     found = json.loads((tmp_path / "plan.json").read_text())
     block = 12 * 8192**2 + 2 * 8192
     assert found["block_sizes"] == [block] * 48

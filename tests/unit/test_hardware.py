@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from distaccum.config.precision import PRECISIONS, PrecisionConfig
 from distaccum.errors import ConfigError, PrecisionWarning
 from distaccum.precision import hardware
 from distaccum.precision.hardware import Gpu
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision_config import PRECISIONS, PrecisionConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 P100 = Gpu(name="Tesla P100", capability=(6, 0), bf16=False, tf32=False)
@@ -44,9 +44,13 @@ def test_what_the_hardware_cannot_do_is_refused_by_name(name: str, gpu: Gpu | No
     [
         *((name, A100) for name in PRECISIONS),
         *((name, None) for name in PRECISIONS if name != "tf32"),
-        ("fp32", P100), ("fp16", P100), ("fp32", T4), ("fp16", T4), ("bf16", MI250),
+        ("fp32", P100),
+        ("fp16", P100),
+        ("fp32", T4),
+        ("fp16", T4),
+        ("bf16", MI250),
     ],
-)  # fmt: skip
+)
 def test_what_it_can_do_is_not(name: str, gpu: Gpu | None) -> None:
     hardware.refuse(_policy(name), gpu)
 

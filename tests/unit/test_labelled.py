@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distaccum.data.labelled import LabelledText, labelled_text
+from distaccum.data.datasets.labelled import LabelledText, labelled_text
 from distaccum.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -20,7 +20,7 @@ TEXTS = [("A fine lamp, really", "good"), ('It says "no"\non two lines', "bad"),
 ROWS = [(f"{text} {i}", label) for i in range(7) for text, label in TEXTS]
 DIGEST = """
 import hashlib, sys
-from distaccum.data.labelled import labelled_text
+from distaccum.data.datasets.labelled import labelled_text
 data = labelled_text(path=sys.argv[1])
 samples = [sample["input_ids"].tolist() for sample in [*data.source.train, *data.source.held_out]]
 print(hashlib.sha256(repr((sorted(data.tokenizer.get_vocab().items()), samples)).encode()).hexdigest())

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from distaccum.accumulator import Accumulator
-from distaccum.build import Parts, build_parts
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config import from_node
-from distaccum.data.feeds import make_feed
-from distaccum.deadline import Deadline
+from distaccum.config.schema import from_node
+from distaccum.data.factory import make_feed
+from distaccum.distributed.signals import StopSignals
+from distaccum.distributed.world import World
 from distaccum.errors import DataError
-from distaccum.loop import Loop
-from distaccum.run_dir import RunDir
-from distaccum.signals import StopSignals
-from distaccum.training import train
-from distaccum.world import World
+from distaccum.train.components import Parts, build_parts
+from distaccum.train.loop import Loop
+from distaccum.train.run import train
+from distaccum.train.run_dir import RunDir
+from distaccum.train.time_limit import Deadline
 
 
 class Ignored:
@@ -56,9 +56,9 @@ def _parts(counting: list[int], *, global_size: int = 1, resume: str = "never", 
         "batch": {"global_size": global_size, "micro_size": 1},
         "data": {"_target_": f"{__name__}.Ignored", "counting": counting},
         "model": {"_target_": "distaccum.models.cnn.CNN", "channels": 2, "classes": 3},
-        "loss": {"_target_": "distaccum.loss.CrossEntropy"},
+        "loss": {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"},
         "optim": {"optimizer": {"_target_": "torch.optim.SGD"}},
-        "schedule": {"_target_": "distaccum.schedule.Constant"},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"log_every": 1, **limits},
         "checkpoint": {"every": 100},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
@@ -70,14 +70,24 @@ def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> t
     parts, sink = _parts(counting, **limits), Collected()
     folder.mkdir(exist_ok=True)
     accumulator = Accumulator(
-        parts.model, parts.optimizers, global_size=1, micro_size=1, count=parts.loss.count, schedule=parts.schedule,
+        parts.model,
+        parts.optimizers,
+        global_size=1,
+        micro_size=1,
+        count=parts.loss.count,
+        schedule=parts.schedule,
         world=world,
-    )  # fmt: skip
+    )
     loop = Loop(
-        parts, accumulator, make_feed(parts.source, parts.plan, world), run_dir=RunDir(folder),
-        store=CheckpointStore(folder / "checkpoints", keep=0), sinks=[sink], wandb_id="",
+        parts,
+        accumulator,
+        make_feed(parts.source, parts.plan, world),
+        run_dir=RunDir(folder),
+        store=CheckpointStore(folder / "checkpoints", keep=0),
+        sinks=[sink],
+        wandb_id="",
         deadline=Deadline(None, began=0.0, parameters=0),
-    )  # fmt: skip
+    )
     loop.fit()
     return loop, sink
 

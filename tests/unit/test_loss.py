@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from distaccum.loss import CrossEntropy, cross_entropy, scores
+from distaccum.losses.base import scores
+from distaccum.losses.cross_entropy import CrossEntropy, cross_entropy
 from distaccum.testing.counters import Operations
 
 

@@ -10,7 +10,7 @@ from time import sleep
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from distaccum.meeting import own_part
+from distaccum.distributed.rendezvous import own_part
 
 SIZE = 3
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from distaccum.accumulator import Accumulator
-from distaccum.clocks import Clocks
-from distaccum.metrics.meter import Meter
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.step import Outcome
+from distaccum.data.window import Window
+from distaccum.distributed.world import World
 from distaccum.testing.counters import Operations
-from distaccum.window import Outcome, Window
-from distaccum.world import World
+from distaccum.train.metrics.meter import Meter
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -19,9 +20,11 @@ def test_ranks_reduce_one_format_whatever_their_own_sums_are_in(gloo_world: Worl
     """A rank without a micro-batch cannot know in what the others' losses are computed."""
     counts = {"a": 2.0, "b": 4.0}
     outcome = Outcome(
-        step=None, loss_sums={"a": torch.tensor(3.0, dtype=dtype), "b": torch.tensor(2.0, dtype=dtype)},
-        counts=counts, grad_norm=torch.tensor(7.0, dtype=dtype),
-    )  # fmt: skip
+        step=None,
+        loss_sums={"a": torch.tensor(3.0, dtype=dtype), "b": torch.tensor(2.0, dtype=dtype)},
+        counts=counts,
+        grad_norm=torch.tensor(7.0, dtype=dtype),
+    )
     window = Window(epoch=3, samples=2, counts=counts, micro_batches=[], data_wait_s=0.0)
     meter = Meter(gloo_world, Clocks())
     meter.add(window, outcome)
@@ -43,7 +46,7 @@ def test_a_late_skips_record_ends_with_its_window_and_the_interval_goes_on(
     gloo_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("distaccum.metrics.meter.perf_counter", lambda: now[0])
+    monkeypatch.setattr("distaccum.train.metrics.meter.perf_counter", lambda: now[0])
     window = Window(epoch=0, samples=2, counts={"loss": 2.0}, micro_batches=[], data_wait_s=0.0)
     skipped = Outcome(
         loss_sums={"loss": torch.tensor(1.0)}, counts={"loss": 2.0}, grad_norm=torch.tensor(1.0), step=None

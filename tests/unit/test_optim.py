@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config import OptimConfig
+from distaccum.config.schema import OptimConfig
 from distaccum.errors import ConfigError
-from distaccum.optim import build_optimizer
+from distaccum.train.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from distaccum.distributed.world import World
 from distaccum.engines.ddp import DDPEngine
-from distaccum.engines.optimizer_shards import OptimizerShards
-from distaccum.world import World
+from distaccum.engines.zero1 import OptimizerShards
 
 SIZES = ((40, 30), (30,), (1, 1), (7, 11), (500,), (3, 3, 3), (90, 2))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distaccum.data.padding import Pad
+from distaccum.data.collate import Pad
 from distaccum.errors import DataError
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from distaccum.config.precision import PrecisionConfig
 from distaccum.errors import ConfigError, PrecisionWarning
-from distaccum.precision.modules import check_compiled, check_globs, check_parameters, describe
-from distaccum.precision.placement import place
+from distaccum.precision.autocast import place
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision_config import PrecisionConfig
+from distaccum.precision.selection import check_compiled, check_globs, check_parameters, describe
 
 CPU = torch.device("cpu")
 SIXTEEN_BIT = [("bf16", torch.bfloat16), ("fp16", torch.float16)]

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from distaccum.config.precision import PRECISIONS, PrecisionConfig
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision_config import PRECISIONS, PrecisionConfig
 
 CPU = torch.device("cpu")
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from distaccum.callbacks import Callback, Run
-from distaccum.loss import CrossEntropy
+from distaccum.accumulation.step import Outcome
+from distaccum.distributed.world import World
+from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.cnn import CNN
-from distaccum.run_dir import RunDir
-from distaccum.trainer import Trainer
-from distaccum.window import Outcome
-from distaccum.world import World
+from distaccum.train.callbacks import Callback, Run
+from distaccum.train.run_dir import RunDir
+from distaccum.train.trainer import Trainer
 
 
 class Noisy:
@@ -51,14 +51,21 @@ def _losses(folder: Path, *, preempted_at: int | None = None, asks: bool = False
     run_dir.make()
     random.seed(0)
     config = {
-        "resume": resume, "batch": {"global_size": 4, "micro_size": 2}, "trainer": {"max_steps": 12, "log_every": 1},
-        "checkpoint": {"every": 3}, "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }  # fmt: skip
+        "resume": resume,
+        "batch": {"global_size": 4, "micro_size": 2},
+        "trainer": {"max_steps": 12, "log_every": 1},
+        "checkpoint": {"every": 3},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
     torch.manual_seed(0)
     trainer = Trainer(
-        CNN(channels=1, classes=3), CrossEntropy(), Noisy(asks=asks), config, run_dir=folder,
+        CNN(channels=1, classes=3),
+        CrossEntropy(),
+        Noisy(asks=asks),
+        config,
+        run_dir=folder,
         callbacks=[PreemptsAt(preempted_at)] if preempted_at else [],
-    )  # fmt: skip
+    )
     trainer.fit()
     assert trainer.preempted == (asks or preempted_at is not None)
     if not run_dir.metrics.exists():

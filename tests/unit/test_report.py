@@ -8,13 +8,14 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distaccum.build import assemble, wrap
-from distaccum.config import from_node
-from distaccum.data.adopt import as_source
-from distaccum.loss import CrossEntropy
-from distaccum.report import introduce
-from distaccum.run_dir import RunDir
-from distaccum.world import World
+from distaccum.config.schema import from_node
+from distaccum.data.adapters import as_source
+from distaccum.distributed.world import World
+from distaccum.engines.factory import wrap
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.components import assemble
+from distaccum.train.report import introduce
+from distaccum.train.run_dir import RunDir
 
 
 def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 
 from distaccum import Source, Trainer
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config import from_node
+from distaccum.config.schema import from_node
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
-from distaccum.loss import CrossEntropy
-from distaccum.resume import find_start
-from distaccum.run_dir import RunDir
-from distaccum.world import World
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.resume import find_start
+from distaccum.train.run_dir import RunDir
 
 SOURCE = Source(train=[(torch.randn(4), torch.tensor(i % 3)) for i in range(16)], held_out=None, description="")
 
@@ -24,7 +24,7 @@ SOURCE = Source(train=[(torch.randn(4), torch.tensor(i % 3)) for i in range(16)]
 def _config(**more: Any) -> dict[str, Any]:
     return {
         "batch": {"global_size": 8, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.schedule.Constant"},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"max_steps": 2, "eval_every": 0},
         "metrics": {"wandb": {"mode": "disabled"}},
     } | more

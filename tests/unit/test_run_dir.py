@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.errors import ConfigError
-from distaccum.run_dir import RunDir, State
+from distaccum.train.run_dir import RunDir, State
 
 
 def _status(path: Path) -> list[object]:

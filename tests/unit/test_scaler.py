@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
+from distaccum.distributed.world import World
 from distaccum.precision.scaler import LossScaler
 from distaccum.testing import single_process_world
 from distaccum.testing.counters import Operations
-from distaccum.world import World
 
 both = pytest.mark.parametrize(
     "Scaler",

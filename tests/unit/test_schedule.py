@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distaccum.errors import ConfigError
-from distaccum.schedule import Constant, Cosine
+from distaccum.train.schedules import Constant, Cosine
 
 
 def test_cosine_follows_torchs_own_after_the_warm_up() -> None:

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from distaccum.shuffle import Shuffle
+from distaccum.data.plan.shuffle import Shuffle
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1023, 1024, 1025, 50_000])

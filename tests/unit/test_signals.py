@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from distaccum.signals import STOP_SIGNALS, StopSignals
+from distaccum.distributed.signals import STOP_SIGNALS, StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,8 @@ def test_in_another_thread_there_is_none_and_no_error() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own service")
 def test_a_process_whose_parent_is_killed_is_told() -> None:
-    child = "import signal, time; from distaccum.signals import *; s = StopSignals().__enter__(); stop_with_parent(); "
+    child = "import signal, time; from distaccum.distributed.signals import *; "
+    child += "s = StopSignals().__enter__(); stop_with_parent(); "
     child += (
         "print('ready', flush=True)\nwith s.telling(lambda name: (print(name, flush=True), exit())): time.sleep(60)"
     )
@@ -94,7 +95,7 @@ def test_a_process_whose_parent_is_killed_is_told() -> None:
 def test_a_process_that_is_leaving_is_not_killed_by_being_asked_again() -> None:
     """Python gives its handlers up before its last exit handlers have run."""
     program = (
-        "import atexit, os, signal; from distaccum.signals import StopSignals\n"
+        "import atexit, os, signal; from distaccum.distributed.signals import StopSignals\n"
         "class Last:\n    def __del__(self): os.kill(os.getpid(), signal.SIGUSR1)\n"
         "with StopSignals(): os.kill(os.getpid(), signal.SIGUSR1)\n"
         "import sys; sys.last = Last()\n"

@@ -6,12 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distaccum.metrics.sinks import ConsoleSink, JsonlSink, rewind_jsonl
+from distaccum.train.metrics.loggers import ConsoleSink, JsonlSink, rewind_jsonl
 
 RECORD = {
-    "step": 3, "loss": 0.1 + 0.2, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 5.0, "eval_bits_per_byte": 2.25,
-    "loss_scale": 1.0, "applied": True, "skipped": 0,
-}  # fmt: skip
+    "step": 3,
+    "loss": 0.1 + 0.2,
+    "grad_norm": 1.0,
+    "lr": 1e-3,
+    "tokens_per_s": 5.0,
+    "eval_bits_per_byte": 2.25,
+    "loss_scale": 1.0,
+    "applied": True,
+    "skipped": 0,
+}
 
 
 def test_numbers_are_written_unrounded_and_appended(tmp_path: Path) -> None:

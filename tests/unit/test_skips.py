@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Source, Trainer
-from distaccum.callbacks import Callback, Run
+from distaccum.accumulation.step import Outcome
+from distaccum.distributed.world import World
 from distaccum.errors import NonFiniteError
-from distaccum.window import Outcome
-from distaccum.world import World
+from distaccum.train.callbacks import Callback, Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
 BAD = (9, 20, 21)  # samples
@@ -63,7 +63,7 @@ def _trainer(folder: Path, *, bad: tuple[int, ...] = BAD, callbacks: Any = (), *
         "batch": {"global_size": 2, "micro_size": 1},
         "trainer": {"max_steps": None, "max_epochs": 1, "log_every": 4, "eval_every": 4, "nonfinite": "skip"},
         "checkpoint": {"every": 4, "keep": 0},
-        "schedule": {"_target_": "distaccum.schedule.Constant"},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "metrics": {"console": True, "wandb": {"mode": "disabled"}},
     }
     for key, value in options.items():

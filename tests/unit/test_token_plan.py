@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.plan.tokens import TokenPlan
 from distaccum.errors import ConfigError
-from distaccum.stream_plan import StreamPlan
-from distaccum.token_plan import TokenPlan
 
 
 @given(

@@ -16,12 +16,12 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from distaccum import Source, Trainer
-from distaccum.callbacks import Callback, EarlyStop, Run
-from distaccum.data.adopt import of_this_rank
+from distaccum.accumulation.step import Outcome
+from distaccum.data.adapters import of_this_rank
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
-from distaccum.loss import CrossEntropy
-from distaccum.window import Outcome
-from distaccum.world import World
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.callbacks import Callback, EarlyStop, Run
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -37,7 +37,7 @@ def _config(**trainer: Any) -> dict[str, Any]:
     return {
         "batch": {"global_size": 8, "micro_size": 3},
         "optim": {"lr": 0.05},
-        "schedule": {"_target_": "distaccum.schedule.Constant"},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"max_steps": 12, "log_every": 1, "eval_every": 2, **trainer},
         "checkpoint": {"every": 4},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
@@ -109,9 +109,13 @@ def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_wo
     assert record["loss_first"] == pytest.approx(2 * record["loss_second"])
     with pytest.raises(MisuseError, match="metrics need predictions"):
         Trainer(
-            _model(), Bare(), SOURCE, _config(), metrics={"f1": MulticlassF1Score(num_classes=3)},
+            _model(),
+            Bare(),
+            SOURCE,
+            _config(),
+            metrics={"f1": MulticlassF1Score(num_classes=3)},
             run_dir=tmp_path / "other",
-        ).fit()  # fmt: skip
+        ).fit()
 
 
 def test_early_stop_ends_the_run_where_it_stands(gloo_world: World, tmp_path: Path) -> None:
@@ -158,9 +162,12 @@ def test_a_resumed_run_goes_on_bitwise_callbacks_included(gloo_world: World, tmp
         ({"batch": {"tokens": 5}}, r"batch\.tokens=5: and batch\.global_size=32 is given too"),
         ({"batch": {"group_by_length": True}}, r"batch\.group_by_length=True: the data does not say how long"),
         ({"trainer": {"prefetch": 1}}, r"trainer\.prefetch=1: must be at least 2"),
-        ({"callbacks": {"early_stop": {"_target_": "distaccum.callbacks.EarlyStop", "patience": 0}}}, "patience=0"),
+        (
+            {"callbacks": {"early_stop": {"_target_": "distaccum.train.callbacks.EarlyStop", "patience": 0}}},
+            "patience=0",
+        ),
         ({"trainer": {"max_step": 1}}, r"trainer\.max_step=1: no such setting; did you mean trainer\.max_steps"),
-        ({"schedule": {"_target_": "distaccum.schedule.Nope"}}, r"schedule\._target_=.*cannot be imported"),
+        ({"schedule": {"_target_": "distaccum.train.schedules.Nope"}}, r"schedule\._target_=.*cannot be imported"),
     ],
 )
 def test_bad_settings_are_refused_before_there_is_a_process_group(config: dict[str, Any], message: str) -> None:

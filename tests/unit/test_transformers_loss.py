@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.errors import ConfigError, MisuseError
-from distaccum.loss import Loss, Predictor, Scorer
-from distaccum.transformers_loss import CausalLM, MaskedLM, SequenceClassification
+from distaccum.losses.base import Loss, Predictor, Scorer
+from distaccum.losses.transformers import CausalLM, MaskedLM, SequenceClassification
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,18 +21,33 @@ Case = Callable[[], tuple[Loss, nn.Module, dict[str, Tensor]]]
 
 def _bert(head: str, **options: Any) -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **options,
+    )
     model: nn.Module = getattr(transformers, head)(config)
     return model.double()
 
 
 def _gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model.double()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from distaccum.engines.update import Update, underflow_share
+from distaccum.engines.fused_update import Update, underflow_share
 from distaccum.errors import MisuseError
 
 Make = Callable[..., Optimizer]

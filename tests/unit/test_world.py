@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distaccum.distributed.environment import Ranks
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.testing import single_process_world
-from distaccum.world import Ranks, World
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 

@@ -1,0 +1,326 @@
+"""Level 2: exact accumulation in a loop of one's own. Nobody fakes ``optimizer.step``; nobody has to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distaccum.accumulation.batch_norm import warn_of_batch_statistics
+from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
+from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.schedulers import OwnedScheduler
+from distaccum.accumulation.step import LossSums, Outcome
+from distaccum.accumulation.tracker import Attempt, Attempts, Schedule
+from distaccum.config.checks import NONFINITE, require, require_choice, require_count
+from distaccum.config.engine import EngineConfig, engine_config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.data.counter import Tally
+from distaccum.data.cursor import Place
+from distaccum.data.factory import feed_of
+from distaccum.data.plan.batch import check_sizes
+from distaccum.data.prefetch import FEWEST
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine, EngineState
+from distaccum.engines.state import whole_state
+from distaccum.errors import DataError, NonFiniteError
+from distaccum.functional import run_window, wrap
+from distaccum.losses.base import Loss, from_mean
+from distaccum.losses.normalize import SINGLE, Count, Counts, Total, power_near
+
+_OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
+
+
+class Accumulator:
+    """Computes exactly the gradient of the stated global batch, and steps, window after window::
+
+        acc = Accumulator(model, optimizer, global_size=64, micro_size=8, count=count_labels)
+        for epoch in range(3):
+            for window in acc.windows(loader):
+                for micro in window:
+                    with acc.accumulate():
+                        acc.backward(loss_sum(acc.model, micro.batch))
+                print(acc.last.grad_norm)
+
+    The step, the schedule and the zeroing happen when a window's last micro-batch is done: once a window, and not at
+    all where it counts nothing.
+
+    Args:
+        model: moved to this rank's device, and wrapped: call :attr:`model` from then on.
+        optimizer: over the model's parameters, or several, over disjoint sets of them; only the accumulator steps them.
+        global_size: samples per optimizer step over all ranks.
+        micro_size: the most samples one forward/backward on one rank takes.
+        tokens: a budget of tokens in place of ``global_size``, for a ``Source`` that gives its samples' lengths.
+        count: what a batch counts, read on the host: labels that are not ignored, samples, or numbers by loss. Without
+            it every :meth:`backward` is given the count, which costs one more small all-reduce a window.
+        scheduler: torch's, or several; stepped after every applied update, by when the next window steps at the latest.
+        schedule: instead, a function from the number of applied updates to a factor of the learning rate.
+        clip_norm: largest norm of the global gradient; None: no clipping by norm.
+        clip_value: instead, largest absolute value of its elements.
+        nonfinite: what a NaN or infinite gradient does: ``stop`` or ``skip``. In fp16 the loss scale falls first.
+        max_skips: of those in a row, with nowhere left for a loss scale to go, that stop in any case.
+        engine: who owns the wrapped parameters, by name or with settings.
+        precision: the precision policy, by name or with settings.
+        seed: of the order of samples.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        world: this rank; by default the open process group, or one opened for the ranks that the launcher started.
+
+    Raises:
+        ConfigError: sizes or names that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        global_size: int | None = None,
+        micro_size: int | None = None,
+        tokens: int | None = None,
+        count: Count | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        schedule: Schedule | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        nonfinite: str = "stop",
+        max_skips: int = 10,
+        engine: str | EngineConfig = "ddp",
+        precision: str | PrecisionConfig = "fp32",
+        seed: int = 0,
+        prefetch: int = 2,
+        world: World | None = None,
+    ) -> None:
+        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler else []
+        both = schedule is not None and len(schedulers) > 0
+        require(not both, "scheduler", [type(one).__name__ for one in schedulers], "and a schedule too", "Give one")
+        require_choice("nonfinite", nonfinite, NONFINITE)
+        require_count("max_skips", max_skips, least=1)
+        remedy = "One is computed while one is on its way"
+        require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
+        engine, precision = engine_config(engine), PrecisionConfig.of(precision)
+        if micro_size is not None:
+            check_sizes(global_size, micro_size)
+        self.world = world or World.join()
+        if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
+            warn_of_batch_statistics(model)
+        self.engine: Engine = wrap(
+            model,
+            optimizer,
+            self.world,
+            engine=engine,
+            precision=precision,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            global_size=global_size,
+            micro_size=micro_size,
+            seed=seed,
+        )
+        self._schedulers = [OwnedScheduler(one) for one in schedulers]
+        self.attempts = Attempts(
+            self.engine,
+            self.world,
+            schedule=schedule,
+            schedulers=self._schedulers,
+            skips=nonfinite == "skip",
+            max_skips=max_skips,
+        )
+        sizes: Any = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size, "seed": seed}
+        self._place = Place(lambda data: feed_of(data, self.world, **sizes))
+        self._count, self._prefetch = count, prefetch
+        self._tally = Tally(self.world, count, lambda: self._stop_wanted)
+        self._stop_wanted, self._per_sample = False, 1.0
+        self._open: OpenWindow | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """What the forward calls."""
+        return self.engine.model
+
+    @property
+    def clocks(self) -> Clocks:
+        """How far the loop is; waits for the last window's end."""
+        return self.attempts.clocks
+
+    @property
+    def last(self) -> Outcome | None:
+        """What the last window did."""
+        return self.attempts.last
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has asked to :meth:`stop`; the same on every rank."""
+        return self._tally.stopping
+
+    def stop(self) -> None:
+        """Asks all ranks to stop: :meth:`windows` gives none any more; of a stream, whose items are taken, one more."""
+        self._stop_wanted = True
+
+    def windows(self, data: Any) -> Iterator[OpenWindow]:
+        """The windows of one epoch, or what is left of it after :meth:`load_state_dict` or a ``break``.
+
+        Windows that count nothing are not given out: they are skipped, and counted in ``clocks.skipped``.
+
+        Args:
+            data: a ``DataLoader``, a dataset (a list is one) or a ``Source``, planned over the ranks; any other
+                iterable as this rank's own stream of micro-batches, of any length; or a feed.
+
+        Raises:
+            MisuseError: a window was left before its last micro-batch was run.
+            DataError: no window of the epoch counts anything.
+            NonFiniteError: too many gradients were NaN or infinite, on every rank alike; the weights are untouched.
+        """
+        self._expect_no_window("windows()")
+        if self.stopping:
+            return
+        feed = self._place.feed_of(data)
+        start, counted = self.clocks.epoch_window, False
+        try:
+            for window in feed.windows(self.clocks.epoch, start, self._tally):
+                if self._count is not None and not any(window.counts.values()):
+                    self.attempts.pass_over(window.samples)
+                    continue
+                counted = True
+                self._open = OpenWindow(
+                    window,
+                    self.engine,
+                    prefetch=self._prefetch,
+                    finish=self._finish,
+                    provisional=window.samples * self._per_sample,
+                )
+                yield self._open
+                self._expect_no_window("the next window")
+        finally:
+            self.attempts.settle()  # also after a break: schedulers stand where the loop has come
+        self.attempts.judge()
+        if self._tally.stopping:
+            return
+        if not counted and not start:
+            raise DataError(f"epoch {self.clocks.epoch}: none of its windows counts anything for the loss")
+        self.attempts.next_epoch()
+
+    def batches(self, data: Any) -> Iterator[Any]:
+        """This rank's batches of one epoch, on the device, without the windows around them: see :meth:`windows`."""
+        for window in self.windows(data):
+            for micro in window:
+                yield micro.batch
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch; that of a window's last one ends with the step."""
+        return self._current("accumulate()")
+
+    def backward(self, total: Total, count: float | Tensor | Counts | None = None) -> None:
+        """Accumulates the gradient of a loss that is summed, not averaged, over ``count``.
+
+        Args:
+            total: 0-dim; or one for each of several losses, by name.
+            count: what it sums over; may be left out where the accumulator was given ``count``.
+
+        Raises:
+            MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
+                one than was counted beforehand.
+        """
+        self._current("backward()").backward(total, count)
+
+    def backward_mean(self, mean: Tensor, count: float | Tensor | None = None) -> None:
+        """:meth:`backward` of a loss that is averaged over ``count``, as most functions and models return it.
+
+        A mean over nothing, which is NaN, adds nothing.
+        """
+        over = self._current("backward_mean()").count if count is None else count
+        self.backward(from_mean(mean, over), count)
+
+    def step(self, window: OpenWindow, loss: Loss) -> Outcome:
+        """The whole window at once: every micro-batch's forward, loss and backward, and the step.
+
+        Raises:
+            MisuseError: it is not the current window, or it is begun already, or the accumulator has no ``count``.
+        """
+        window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
+        if window is not self._open or self._count is None:
+            refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
+        outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=self._begin_step)
+        self.attempts.end_step(Attempt(window=window.plain, outcome=outcome, loss=loss))
+        self._open = None
+        window.phase = Phase.DONE
+        return outcome
+
+    def abandon(self) -> None:
+        """Drops the current window, on all ranks alike, as after an error."""
+        self.engine.zero_gradients()
+        self._open = None
+
+    def mean_loss(self) -> float:
+        """The last window's loss, each part averaged over its global count; a collective that reads the device."""
+        return self.attempts.mean_loss()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that :meth:`load_state_dict` needs to go on from here, for each rank but random generators;
+        a collective where the engine keeps a share of the state on each rank.
+
+        Raises:
+            MisuseError: in the middle of a window, whose gradients are no part of it.
+            NonFiniteError: as :meth:`windows`.
+        """
+        self._expect_no_window("state_dict()")
+        self.attempts.judge(together=False)
+        state = whole_state(self.engine, self.world)
+        return {
+            **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
+            "clocks": asdict(self.clocks),
+            "per_sample": self._per_sample,
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            **self._place.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up :meth:`state_dict`; the next :meth:`windows` goes on with the window that would have followed."""
+        self._expect_no_window("load_state_dict()")
+        self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self._per_sample = state["per_sample"]
+        self.go_on_from(Clocks(**state["clocks"]), state["position"], state["data"])
+
+    def go_on_from(self, clocks: Clocks, position: Mapping[str, Any], data: Any) -> None:
+        """Sets the clocks, and where the next :meth:`windows` begins; a part of :meth:`load_state_dict`."""
+        self.attempts.take_up(clocks)
+        self._place.take_up(position, data)
+        self._stop_wanted = self._tally.stopping = False
+
+    def _current(self, what: str) -> OpenWindow:
+        if self._open is None:
+            refuse(what, "outside a window", "loop over acc.windows(...)")
+        return self._open
+
+    def _expect_no_window(self, what: str) -> None:
+        if self._open is not None:
+            refuse(what, self._open.phase.value, "run every micro-batch of a window before")
+
+    def _begin_step(self) -> None:
+        try:
+            self.attempts.begin_step()
+        except NonFiniteError:  # of the window before: this one has not stepped, and may be run again
+            self.abandon()
+            raise
+
+    def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
+        """The end of a window that was run micro-batch by micro-batch."""
+        assert self._open is not None
+        window, counts, divisor = self._open.plain, self._open.counts, 1.0
+        if not counts:  # one read of the device, if the loop counted there
+            (total,) = self.world.sum_numbers([float(late_count)])
+            counts, divisor = {SINGLE: total}, total / self._open.provisional
+            self._per_sample = power_near(total / window.samples)
+        if divisor:
+            self._begin_step()
+            outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
+        else:
+            self.engine.zero_gradients()
+            outcome = sums.outcome(counts, None)
+        self.attempts.end_step(Attempt(window=window, outcome=outcome))
+        self._open = None

@@ -1,0 +1,91 @@
+"""One optimizer step over one accumulation window: the whole update on one screen, whatever the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distaccum.data.prefetch import on_device
+from distaccum.data.window import Window
+from distaccum.engines.base import Engine, StepResult
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import Counts, Total, as_totals, weigh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What an attempt did. Tensors are 0-dim and stay on the device until somebody logs them.
+
+    ``loss_sums`` are this rank's shares, by loss; ``counts`` (of all ranks) and ``grad_norm`` (of the global gradient,
+    unscaled and before clipping) are the same on every rank. ``step`` is the boundary's result, None where the window
+    counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait for the device to have come so far.
+    """
+
+    loss_sums: Mapping[str, Tensor]
+    counts: Counts
+    grad_norm: Tensor
+    step: StepResult | None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizers stepped; False as well where the window counted nothing."""
+        return self.step is not None and self.step.applied
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradient was neither NaN nor infinite."""
+        return self.step is None or self.step.applied
+
+    @property
+    def loss_scale(self) -> float:
+        """Of this window's gradients; 1.0 without a loss scaler."""
+        return 1.0 if self.step is None else self.step.loss_scale
+
+
+class LossSums:
+    """What the losses of a window add up to on this rank, by name; nothing is read from the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, total: Total) -> None:
+        """Takes one micro-batch's totals."""
+        for name, part in as_totals(total).items():
+            self._sums[name] = self._sums[name] + part.detach() if name in self._sums else part.detach()
+
+    def outcome(self, counts: Counts, step: StepResult | None) -> Outcome:
+        """The outcome of an update; of a skipped one without ``step``."""
+        zero = torch.zeros((), device=self._device)
+        sums = {name: self._sums.get(name, zero) for name in counts}
+        return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
+
+
+def _nothing() -> None:
+    pass
+
+
+def run_window(
+    engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2, before_step: Callable[[], None] = _nothing
+) -> Outcome:
+    """Computes the exact gradient of the window's global mean loss, and steps.
+
+    The loss is a sum, and it is divided once: by the count of the whole window on all ranks. ``averages_over`` undoes
+    the engine's own averaging. Only a rank's last micro-step, the boundary, communicates gradients.
+    """
+    sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
+    engine.keep_pace(len(window.micro_batches))
+    batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
+    for i, batch in enumerate(batches):
+        with engine.micro_step(sync=i == boundary):
+            with engine.autocast():
+                total = loss(engine.model, batch)
+            engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))
+        sums.add(total)
+    if not window.micro_batches:
+        engine.stand_in()  # other ranks wait for this one's part in the reduction
+    before_step()  # the learning rate, by which time the attempt before has come to its end
+    return sums.outcome(window.counts, engine.step())

@@ -1,0 +1,43 @@
+"""The checks of settings: each raises ConfigError with the key, the value, the problem and the remedy."""
+
+from __future__ import annotations
+
+import math
+
+from distaccum.errors import ConfigError
+
+NONFINITE = ("stop", "skip")
+
+
+def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> None:
+    """Raises ConfigError unless ``holds``."""
+    if not holds:
+        raise ConfigError(key, value, problem, remedy)
+
+
+def require_types(key: str, settings: object, **kinds: type | tuple[type, ...]) -> None:
+    """Attributes of these types; true and false are no numbers, and a whole number is a float too."""
+    for name, kind in kinds.items():
+        value, known = getattr(settings, name), kind if isinstance(kind, tuple) else (kind,)
+        holds = isinstance(value, (*known, int) if float in known else known)
+        if isinstance(value, bool) and bool not in known:
+            holds = False
+        wanted = " or ".join(one.__name__ for one in known)
+        require(holds, f"{key}.{name}", value, f"not of type {wanted}", "Give a value of the type named")
+
+
+def require_count(key: str, value: int | None, *, least: int = 0, off: str = "") -> None:
+    """A whole number from ``least`` on, or None; ``off`` says what 0 is for."""
+    remedy = f"Use a whole number from {least}{f', or {off}' if off else ''}"
+    require(value is None or value >= least, key, value, f"must be at least {least}", remedy)
+
+
+def require_positive(key: str, value: float | None) -> None:
+    """A positive finite number, or None."""
+    good = value is None or (math.isfinite(value) and value > 0)
+    require(good, key, value, "must be a positive finite number", "Use a value such as 1e-3")
+
+
+def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
+    """One of ``choices``."""
+    require(value in choices, key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")

@@ -1,0 +1,164 @@
+"""The settings of ``conf/engine/``: one frozen dataclass an engine, so that each has its own keys and no other's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from distaccum.config.checks import require, require_choice, require_count, require_positive, require_types
+from distaccum.errors import ConfigError, near_misses
+
+SYNCS = ("boundary", "every")
+ACTIVATION_CHECKPOINTS = ("none", "blocks", "selective")
+GATHER_DTYPES = ("compute", "fp32")
+STAGES = (0, 1, 2, 3)
+BY_PARAMETER = "kept by parameter name"
+"""The format of optimizer state that all engines but DeepSpeed read and write, at any world size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """Everything replicated; gradients all-reduced in buckets.
+
+    ``bucket_cap_mb`` (MiB) bounds one reduction; ``find_unused_parameters`` lets parts of the model sit a step out.
+    """
+
+    name: str = "ddp"
+    bucket_cap_mb: float = 25.0
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        _require_own_name(self)
+        require_types("engine", self, bucket_cap_mb=float, find_unused_parameters=bool)
+        require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
+
+    def optimizer_format(self, _: int, __: str) -> str:
+        """Which checkpoints' optimizer state the engine can go on from, on so many ranks in that precision."""
+        return BY_PARAMETER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1Config(DDPConfig):
+    """As ``ddp``, with the optimizer's state on one rank each."""
+
+    name: str = "zero1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Config:
+    """Parameters, gradients and optimizer state sharded, block by block.
+
+    ``sync``: reduce gradients at the window's ``boundary``, and hold them whole until then; or after ``every``
+    micro-step, and hold shards. ``reshard_after_forward``: free a block's gathered parameters after its forward, and
+    gather them once more for the backward. ``gather_dtype``: parameters travel in the format that the forward computes
+    in (``compute``) or in ``fp32``. ``activation_checkpoint``: recompute in the backward what ``blocks`` computed; or
+    all of it but the matrix products (``selective``). ``offload``: keep the shards on the CPU. ``replicas``: groups of
+    ranks that hold the same shards; the ranks of one share a model. ``blocks``: globs of the modules to shard one by
+    one; by default a model's own blocks. ``meta_init``: build the model on the meta device, and make its weights block
+    by block.
+    """
+
+    name: str = "fsdp2"
+    sync: str = "boundary"
+    reshard_after_forward: bool = True
+    gather_dtype: str = "compute"
+    activation_checkpoint: str = "none"
+    offload: bool = False
+    replicas: int = 1
+    blocks: list[str] = field(default_factory=list)
+    meta_init: bool = False
+
+    def __post_init__(self) -> None:
+        _require_own_name(self)
+        flags = dict.fromkeys(("reshard_after_forward", "offload", "meta_init"), bool)
+        require_types("engine", self, replicas=int, blocks=(list, tuple), **flags)
+        texts = all(isinstance(glob, str) for glob in self.blocks)
+        require(texts, "engine.blocks", self.blocks, "not a list of texts", "Give globs of module names")
+        require_choice("engine.sync", self.sync, SYNCS)
+        require_choice("engine.gather_dtype", self.gather_dtype, GATHER_DTYPES)
+        require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
+        require_count("engine.replicas", self.replicas, least=1)
+
+    def optimizer_format(self, _: int, __: str) -> str:
+        """See ``DDPConfig``."""
+        return BY_PARAMETER
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """DeepSpeed's ZeRO at ``stage`` 0 to 3, its JSON generated from the whole configuration.
+
+    ``offload_optimizer`` (stages 2, 3) and ``offload_parameters`` (stage 3): keep these on the CPU. ``json``: a file or
+    mapping in DeepSpeed's own format: what distaccum does not set itself is passed on.
+    """
+
+    name: str = "deepspeed"
+    stage: int = 2
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    json: Any = None
+
+    def __post_init__(self) -> None:
+        _require_own_name(self)
+        require_types("engine", self, stage=int, offload_optimizer=bool, offload_parameters=bool)
+        require(self.stage in STAGES, "engine.stage", self.stage, "no such ZeRO stage", "Use 0, 1, 2 or 3")
+
+    def optimizer_format(self, world_size: int, precision: str) -> str:
+        """See ``DDPConfig``: DeepSpeed's own, cut for a stage, a precision and a number of ranks."""
+        return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
+
+
+EngineConfig = DDPConfig | Zero1Config | FSDP2Config | DeepSpeedConfig
+ENGINES: dict[str, type[EngineConfig]] = {
+    "ddp": DDPConfig,
+    "zero1": Zero1Config,
+    "fsdp2": FSDP2Config,
+    "deepspeed": DeepSpeedConfig,
+}
+
+
+def _require_own_name(settings: EngineConfig) -> None:
+    own = next((name for name, kind in ENGINES.items() if type(settings) is kind), settings.name)
+    require(settings.name == own, "engine.name", settings.name, f"this is {type(settings).__name__}", "Leave it out")
+
+
+def engine_config(engine: object) -> EngineConfig:
+    """The settings of an engine that is given by name, or as they are.
+
+    Raises:
+        ConfigError: it is neither, or no engine has that name.
+    """
+    if isinstance(engine, DDPConfig | FSDP2Config | DeepSpeedConfig):
+        return engine
+    if isinstance(engine, str):
+        return settings_of(engine)()
+    kinds = ", ".join(kind.__name__ for kind in ENGINES.values())
+    remedy = f"Use one of {', '.join(ENGINES)}, or settings: {kinds} of distaccum.config.engine, called"
+    raise ConfigError("engine", engine, f"neither a name nor settings but {type(engine).__name__}", remedy)
+
+
+def unknown_setting(engine: str, path: str, value: object) -> ConfigError:
+    """For ``engine.PATH``, which ``engine`` has not: with the engines that have it, or those spelled nearly so."""
+    key, head = f"engine.{path}", path.split(".", maxsplit=1)[0]
+    known = {name: [one.name for one in fields(ENGINES[name]) if one.name != "name"] for name in ENGINES}
+    own = known.get(engine, [])
+    others = " or ".join(name for name, names in known.items() if head in names)
+    if head in own:
+        return ConfigError(key, value, f"engine.{head} is one value", f"Give all of it as engine.{head}=...")
+    if others:
+        problem = f"a setting of engine={others}, not of engine={engine}"
+        return ConfigError(key, value, problem, f"Use engine={others}, or leave it out")
+    problem = f"no such setting of engine={engine}{near_misses(head, own)}"
+    return ConfigError(key, value, problem, f"It takes {', '.join(own)}")
+
+
+def settings_of(name: object) -> type[EngineConfig]:
+    """The dataclass of an engine's settings.
+
+    Raises:
+        ConfigError: no engine has that name.
+    """
+    require_choice("engine", name, tuple(ENGINES))
+    if not isinstance(name, str):
+        raise ConfigError("engine", name, "not a name", f"Use one of {', '.join(ENGINES)}")
+    return ENGINES[name]

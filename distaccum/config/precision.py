@@ -1,0 +1,106 @@
+"""The settings of ``conf/precision/``: number formats, and the loss scaler of fp16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from distaccum.config.checks import require, require_choice, require_count, require_positive
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+REDUCE_DTYPES = ("fp32", "bf16", "fp16")
+_POWERS = range(-14, 65)
+_SCALES = (2.0**-126, 2.0**127)  # of fp32
+ALIASES = {  # the names that people bring along from PyTorch, Lightning, Accelerate and Keras
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "16-mixed": "fp16",
+    "float16": "fp16",
+    "mixed_float16": "fp16",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "mixed_bfloat16": "bf16",
+}
+
+
+# OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa mark.
+@dataclass(frozen=True, kw_only=True)
+class ScalerConfig:
+    """The loss scaler; in parentheses what DeepSpeed's JSON calls the same.
+
+    It starts at ``2**initial_scale_power`` (``initial_scale_power``). An overflow multiplies it by ``backoff_factor``,
+    once ``hysteresis`` overflows were seen; these are counted anew after every growth, or with
+    ``consecutive_hysteresis`` after every update. ``growth_interval`` (``loss_scale_window``) updates in a row multiply
+    it by ``growth_factor``. It stays within ``min_scale`` (``min_loss_scale``) and ``max_scale``. ``static_scale``
+    (``loss_scale``) is a constant one instead.
+    """
+
+    initial_scale_power: int = 16
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    static_scale: Optional[float] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        key, power = "precision.scaler", self.initial_scale_power
+        require(power in _POWERS, f"{key}.initial_scale_power", power, "out of range", "Use a number from -14 to 64")
+        require_count(f"{key}.growth_interval", self.growth_interval, least=1)
+        grows = 1.0 < self.growth_factor < float("inf")
+        require(grows, f"{key}.growth_factor", self.growth_factor, "must be above 1", "Use a value such as 2")
+        shrinks = 0.0 < self.backoff_factor < 1.0
+        remedy = "Use a value such as 0.5"
+        require(shrinks, f"{key}.backoff_factor", self.backoff_factor, "must lie between 0 and 1", remedy)
+        require_count(f"{key}.hysteresis", self.hysteresis, least=1)
+        for name, scale in (("min", self.min_scale), ("max", self.max_scale), ("static", self.static_scale)):
+            require_positive(f"{key}.{name}_scale", scale)
+            held = scale is None or _SCALES[0] <= scale <= _SCALES[1]
+            require(held, f"{key}.{name}_scale", scale, "not a normal fp32 number", "Use a power of two near 1")
+        if self.static_scale is None:
+            held = self.min_scale <= self.initial_scale <= self.max_scale
+            problem = f"2**{power} lies outside min_scale={self.min_scale:g} .. max_scale={self.max_scale:g}"
+            require(held, f"{key}.initial_scale_power", power, problem, "Move one of the three")
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale of the first window."""
+        return 2.0**self.initial_scale_power if self.static_scale is None else self.static_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """What the forward computes in, and what else is not fp32. Parameters and accumulated gradients always are.
+
+    ``name``: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or what others call these. ``reduce_dtype``: what gradients
+    travel in between ranks. ``keep_fp32``: globs of module names that autocast leaves alone; ``only``: globs of the
+    modules that it covers, where it shall not cover all. ``underflow_every``: in fp16, attempts between two samples of
+    the share of gradients that are flushed to zero (0: none).
+    """
+
+    name: str = "fp32"
+    reduce_dtype: str = "fp32"
+    keep_fp32: list[str] = field(default_factory=list)
+    only: list[str] = field(default_factory=list)
+    underflow_every: int = 100
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
+        require_choice("precision", self.name, PRECISIONS)
+        require_choice("precision.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        require_count("precision.underflow_every", self.underflow_every, off="0 to sample none")
+
+    @classmethod
+    def of(cls, precision: str | PrecisionConfig) -> PrecisionConfig:
+        """The settings of a policy that is given by name, or as they are."""
+        return cls(name=precision) if isinstance(precision, str) else precision
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16, whose range needs the loss scaler."""
+        return "fp16" in (self.name, self.reduce_dtype)

@@ -1,0 +1,292 @@
+"""The settings: frozen dataclasses that are the schema of ``conf/``, and the only place that knows ``DictConfig``.
+
+A group whose content is the user's to choose (model, data, loss, schedule, ``optim.optimizer``) is a plain mapping with
+a ``_target_``; everything else is typed here and checked in ``__post_init__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, Optional, cast, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf import errors as oc
+
+from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_positive
+from distaccum.config.durations import seconds_of
+from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
+from distaccum.config.precision import PrecisionConfig
+from distaccum.errors import ConfigError, near_misses
+
+Node = dict[str, Any]
+WANDB_MODES = ("offline", "online", "disabled")
+
+
+def conf_dir() -> Path:
+    """The YAML groups: packaged inside an installed distaccum, at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def _adamw() -> Node:
+    return {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.95], "weight_decay": 0.1}
+
+
+def _cosine() -> Node:
+    return {"_target_": "distaccum.train.schedules.Cosine", "warmup_steps": 60, "final_ratio": 0.05}
+
+
+# OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The global batch, in samples or else in ``tokens``, and the samples that one forward/backward takes at most.
+
+    ``group_by_length`` puts samples of like length into one micro-batch, within a window.
+    """
+
+    global_size: Optional[int] = 32  # noqa: UP045
+    tokens: Optional[int] = None  # noqa: UP045
+    micro_size: int = 8
+    group_by_length: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
+
+    ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
+    """
+
+    lr: float = 3e-3
+    clip_norm: Optional[float] = 1.0  # noqa: UP045
+    clip_value: Optional[float] = None  # noqa: UP045
+    fused: Any = "auto"
+    optimizer: Node = field(default_factory=_adamw)
+
+    def __post_init__(self) -> None:
+        require_positive("optim.lr", self.lr)
+        require_positive("optim.clip_norm", self.clip_norm)
+        require_positive("optim.clip_value", self.clip_value)
+        both = self.clip_norm is not None and self.clip_value is not None
+        remedy = "Set one of them to null"
+        require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
+        require_choice("optim.fused", self.fused, ("auto", True, False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends.
+
+    ``max_time`` (HH:MM:SS, 90s, 12h, ...): before so much time is over since its start the run saves and leaves, to be
+    continued.
+
+    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: whether a NaN or
+    infinite gradient stops the run, or its window is skipped. (In fp16 the loss scale backs off first.) ``max_skips``
+    in a row, with nowhere left for a loss scale to go, stop it in any case.
+    """
+
+    max_steps: Optional[int] = 300  # noqa: UP045
+    max_epochs: Optional[int] = None  # noqa: UP045
+    max_time: Any = None
+    log_every: int = 10
+    eval_every: int = 50
+    num_workers: int = 0
+    prefetch: int = 2
+    nonfinite: str = "stop"
+    max_skips: int = 10
+
+    def __post_init__(self) -> None:
+        require_count("trainer.max_steps", self.max_steps, least=1)
+        require_count("trainer.max_epochs", self.max_epochs, least=1)
+        if self.max_time is not None:
+            seconds_of("trainer.max_time", self.max_time)
+        require_count("trainer.log_every", self.log_every, least=1)
+        require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        require_count("trainer.num_workers", self.num_workers)
+        require_count("trainer.prefetch", self.prefetch, least=2)
+        require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
+        require_count("trainer.max_skips", self.max_skips, least=1)
+        unbounded = self.max_steps is None and self.max_epochs is None
+        require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Save every so many updates (0: never), keep the newest so many (0: all)."""
+
+    every: int = 50
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        require_count("checkpoint.every", self.every, off="0 to save none")
+        require_count("checkpoint.keep", self.keep, off="0 to keep all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases: ``offline`` needs no key and no network; ``online`` takes the key from the environment."""
+
+    mode: str = "offline"
+    project: str = "distaccum"
+    name: Optional[str] = None  # noqa: UP045
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Where metrics go besides ``metrics.jsonl``, which is always written."""
+
+    console: bool = True
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything one run is told. ``resume`` is ``never``, ``auto`` or a checkpoint's path.
+
+    ``init_from``: weights to start from, a safetensors file or a folder with one; optimizer and clocks begin at zero.
+    With ``resume=auto`` it is for the first start alone, when there is no checkpoint yet.
+    """
+
+    seed: int = 0
+    resume: str = "never"
+    init_from: Optional[str] = None  # noqa: UP045
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    engine: Any = field(default_factory=DDPConfig)  # an EngineConfig: OmegaConf has no union of dataclasses
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    model: Node = field(default_factory=dict)
+    data: Node = field(default_factory=dict)
+    loss: Node = field(default_factory=dict)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: Node = field(default_factory=_cosine)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: Node = field(default_factory=dict)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
+        if self.resume not in ("never", "auto"):
+            exists = Path(self.resume).is_dir()
+            require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
+            problem = f"and resume={self.resume} has weights too"
+            require(self.init_from is None, "init_from", self.init_from, problem, "Leave one of them out")
+
+    def optimizer_format(self, world_size: int) -> str:
+        """Which checkpoints' optimizer state this run's engine can go on from."""
+        return str(self.engine.optimizer_format(world_size, self.precision.name))
+
+
+def _writable(node: Any) -> Any:
+    """Lifts, at every depth, the read-only flag that OmegaConf puts on frozen dataclasses; YAML can then be merged."""
+    if isinstance(node, DictConfig):
+        OmegaConf.set_readonly(node, False)
+        for key in node:
+            _writable(node._get_node(key))
+    return node
+
+
+def plain(node: DictConfig) -> Node:
+    """A composed Hydra node as plain values, interpolations resolved.
+
+    Raises:
+        ConfigError: a required value was left out, or an interpolation leads nowhere.
+    """
+    try:
+        return cast(Node, OmegaConf.to_container(node, resolve=True, throw_on_missing=True))
+    except oc.OmegaConfBaseException as error:
+        raise translate(error) from error
+
+
+def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> DictConfig:
+    """Where ``node`` names a ``_target_`` itself, the arguments of the default's are not that one's."""
+    optim, schedule = node.get("optim"), node.get("schedule")
+    optimizer = optim.get("optimizer") if isinstance(optim, Mapping) else None
+    for key, given in (("optim.optimizer", optimizer), ("schedule", schedule)):
+        if isinstance(given, Mapping) and "_target_" in given:
+            OmegaConf.update(schema, key, {}, merge=False)
+    return schema
+
+
+def from_node(node: Mapping[str, Any]) -> RunConfig:
+    """The typed configuration of plain values; an engine or a precision may be given by its name alone.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type or out of range.
+    """
+    named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
+    node = {**node, **named}
+    if is_dataclass(node.get("engine", "")) and not isinstance(node["engine"], type):
+        node["engine"] = asdict(engine_config(node["engine"]))
+    engine_schema = settings_of(_name_of(node))
+    try:
+        schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
+        OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
+        typed = OmegaConf.merge(_writable(schema), node)
+    except oc.OmegaConfBaseException as error:
+        raise translate(error, node) from error
+    return cast(RunConfig, _construct(RunConfig, OmegaConf.to_container(typed), engine=engine_schema))
+
+
+def _name_of(node: Mapping[str, Any]) -> Any:
+    """Which engine it means."""
+    engine = node.get("engine", "ddp")
+    return engine.get("name", "ddp") if isinstance(engine, Mapping) else engine
+
+
+def _construct(schema: type, values: Any, **chosen: type) -> Any:
+    """The frozen dataclass of plain values, with some fields' types ``chosen``.
+
+    (OmegaConf's own way loses the errors that ``__post_init__`` raises.)
+    """
+    hints = get_type_hints(schema) | chosen
+    return schema(**{k: _construct(hints[k], v) if is_dataclass(hints[k]) else v for k, v in values.items()})
+
+
+def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None = None) -> ConfigError:
+    """An OmegaConf error in distaccum's words: key, value (looked up in ``node``), problem, remedy."""
+    key = str(error.full_key or "")
+    value = None if node is None else OmegaConf.select(OmegaConf.create(dict(node)), key)
+    first_line = str(error.msg or error).splitlines()[0]
+    match error:
+        case oc.MissingMandatoryValue():
+            key = key or first_line.rsplit(" ", 1)[-1]
+            return ConfigError(key, "???", "is required and was not given", f"Add {key}=... to the command line")
+        case oc.ConfigKeyError() | oc.ConfigAttributeError():
+            return unknown_key(key, value, _name_of(node or {}))
+        case oc.InterpolationResolutionError():
+            return ConfigError(key, value, first_line, "Choose groups that go together, or state the value yourself")
+        case oc.ValidationError():
+            return ConfigError(key, value, first_line, "Give a value of the type named")
+        case _:
+            return ConfigError(key or "configuration", value, first_line, "Correct this value")
+
+
+def unknown_key(key: str, value: object, engine: str) -> ConfigError:
+    """For a setting that does not exist on ``engine``, with those that are spelled nearly so."""
+    group, _, setting = key.partition(".")
+    if group == "engine" and setting:
+        return unknown_setting(engine, setting, value)
+    hint = near_misses(key, _known_keys())
+    return ConfigError(key, value, f"no such setting{hint}", "`--cfg job` prints all settings there are")
+
+
+def _known_keys() -> list[str]:
+    """The dotted names of all settings in the YAML groups."""
+    names: dict[str, None] = {}
+    for path in sorted(conf_dir().rglob("*.yaml")):
+        group = "" if path.parent == conf_dir() else f"{path.parent.name}."
+        names |= dict.fromkeys([group.rstrip("."), *_dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
+    return list(names)
+
+
+def _dotted(node: Any, prefix: str) -> list[str]:
+    found = []
+    for key, value in node.items() if isinstance(node, dict) else ():
+        found += [f"{prefix}{key}", *_dotted(value, f"{prefix}{key}.")]
+    return found

@@ -1,0 +1,101 @@
+"""What people bring along - a source, a dataset, a ``DataLoader``, a stream - as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from distaccum.data.spec import Source, is_map_style
+from distaccum.errors import ConfigError
+
+
+def as_source(data: Any) -> Source:
+    """A :class:`Source` as it is; a bare dataset, ``DataLoader`` or stream as a source with nothing held out.
+
+    Of a ``DataLoader`` over a map-style dataset the dataset, the collation and the order are taken, so that the plan
+    can divide it among the ranks. One over an iterable dataset is a stream of this rank's micro-batches.
+
+    Raises:
+        TypeError: if it is none of them.
+        ConfigError: a ``DataLoader`` over a map-style dataset whose order or selection cannot be planned.
+    """
+    name = type(data).__name__
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, DataLoader):
+        return _source_of(data)
+    if is_map_style(data):
+        return Source(train=data, held_out=None, description=f"{name}, {len(data)} samples")
+    if isinstance(data, Iterable):
+        return Source(train=data, held_out=None, description=f"{name}, a stream")
+    raise TypeError(f"{name} is neither a distaccum Source nor a dataset with len() and [index], nor an iterable")
+
+
+def batches_itself(data: Any) -> bool:
+    """Whether a stream gives micro-batches, as torch's ``DataLoader`` does unless it is told not to."""
+    return isinstance(data, DataLoader) and data.batch_sampler is not None
+
+
+def of_this_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
+    """A Hugging Face streaming dataset, split over the ranks unless it is already; any other stream as it is.
+
+    Raises:
+        ConfigError: it is inside a ``DataLoader`` already, and not split: every rank would take all of it.
+    """
+    if world_size == 1:
+        return stream
+    inside = getattr(stream, "dataset", None)
+    if is_unsplit(inside):
+        problem = f"its dataset is not split over the {world_size} ranks, which would all take the whole of it"
+        remedy = "Call datasets.distributed.split_dataset_by_node(dataset, rank, world_size) before"
+        raise ConfigError("data", type(stream).__name__, problem, remedy)
+    if not is_unsplit(stream):
+        return stream
+    from datasets.distributed import split_dataset_by_node  # noqa: PLC0415  an optional extra, there if its dataset is
+
+    split: Iterable[Any] = split_dataset_by_node(cast(Any, stream), rank, world_size)
+    return split
+
+
+def is_unsplit(stream: Any) -> bool:
+    """Whether it is a Hugging Face streaming dataset that is not divided among ranks."""
+    is_theirs = type(stream).__module__.split(".")[0] == "datasets"
+    return is_theirs and not is_map_style(stream) and getattr(stream, "_distributed", None) is None
+
+
+def _source_of(loader: DataLoader[Any]) -> Source:
+    if not is_map_style(loader.dataset):
+        description = f"{type(loader.dataset).__name__}, a stream of micro-batches"
+        return Source(train=loader, held_out=None, description=description, micro_size=loader.batch_size)
+    batches: Any = loader.batch_sampler
+    if type(batches).__name__ != BatchSampler.__name__ or not isinstance(batches, BatchSampler):
+        raise _unplannable(batches, "makes batches of its own")
+    if batches.drop_last:
+        raise ConfigError("loader", "drop_last=True", "leaves samples out", "Drop it: ragged windows are exact")
+    size = len(loader.dataset)
+    return Source(
+        train=loader.dataset,
+        held_out=None,
+        description=f"{type(loader.dataset).__name__}, {size} samples",
+        collate=loader.collate_fn,
+        shuffle=_shuffles(batches.sampler, size),
+        micro_size=batches.batch_size,
+    )
+
+
+def _shuffles(sampler: Any, size: int) -> bool:
+    """Whether a sampler that gives every sample once shuffles them."""
+    if isinstance(sampler, DistributedSampler):  # the plan does its work, and pads nothing
+        return sampler.shuffle
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or getattr(sampler, "replacement", False):
+        raise _unplannable(sampler, "draws samples in an order that cannot be planned")
+    if len(sampler) != size:
+        raise _unplannable(sampler, f"draws {len(sampler)} of {size} samples")
+    return isinstance(sampler, RandomSampler)
+
+
+def _unplannable(sampler: Any, problem: str) -> ConfigError:
+    remedy = "Use shuffle=True or False, over a Subset if need be; or give a stream of this rank's own part in batches"
+    return ConfigError("loader", type(sampler).__name__, problem, remedy)

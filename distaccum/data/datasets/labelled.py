@@ -1,0 +1,171 @@
+"""Texts with labels, from the user's own CSV or JSON-lines file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from distaccum.data.collate import Pad
+from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
+from distaccum.data.spec import Source
+from distaccum.errors import ConfigError, near_misses
+
+_CSV = {".csv": ",", ".tsv": "\t"}
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_FEWEST = 3  # tokens: a text's two marks, and one of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledText:
+    """What :func:`labelled_text` makes of a file.
+
+    Args:
+        source: samples ``{"input_ids": (T,), "attention_mask": (T,), "labels": ()}``, int64, that are padded to the
+            longest of their micro-batch.
+        labels: the classes' names, sorted; a sample's label is its place among them.
+        tokenizer: a transformers tokenizer.
+        pad_id: the token that ``input_ids`` are padded with.
+    """
+
+    source: Source
+    labels: tuple[str, ...]
+    tokenizer: Any
+    pad_id: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+        return len(self.tokenizer)
+
+
+def labelled_text(
+    *,
+    path: str,
+    text: str = "text",
+    label: str = "label",
+    tokenizer: str | None = None,
+    vocab_size: int = 2000,
+    max_length: int = 256,
+    held_out: float = 0.1,
+) -> LabelledText:
+    """Reads a file of texts with labels, and holds out some that are chosen at random, the same ones every time.
+
+    Args:
+        path: a ``.csv`` or ``.tsv`` file with a line of column names, or a ``.jsonl`` file of one JSON object a line;
+            in UTF-8.
+        text: the column of the texts.
+        label: the column of the labels, of any names.
+        tokenizer: a pretrained tokenizer, by a model's name or folder; by default one is trained on the training part.
+        vocab_size: of that one, at most.
+        max_length: longer texts are cut to so many tokens.
+        held_out: the share of the texts to hold out.
+
+    Raises:
+        ConfigError: no such file or column, a line that cannot be read, too little to train on, a setting out of
+            range, a tokenizer that cannot be loaded; or transformers is not installed.
+    """
+    if not 0 < held_out < 1:
+        raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")
+    if max_length < _FEWEST:
+        raise ConfigError("data.max_length", max_length, f"must be at least {_FEWEST}", "Give the tokens of a text")
+    texts, names = _read(path, text=text, label=label)
+    labels = tuple(sorted(set(names)))
+    if len(labels) == 1:
+        raise ConfigError("data.label", label, f"is {labels[0]!r} on every line of {path}", "Give texts of two classes")
+    order = np.random.default_rng(0).permutation(len(texts))
+    cut = min(max(1, int(len(texts) * (1 - held_out))), len(texts) - 1)
+    trained_on = [texts[i] for i in order[:cut]]
+    known = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(trained_on, vocab_size=vocab_size)
+    ids = known([texts[i] for i in order], truncation=True, max_length=max_length)["input_ids"]
+    samples = [_sample(tokens, labels.index(names[i])) for tokens, i in zip(ids, order, strict=True)]
+    pad_id = padding_id(known)
+    source = Source(
+        train=samples[:cut],
+        held_out=samples[cut:],
+        description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_classes(labels)}",
+        collate=Pad({"input_ids": pad_id, "attention_mask": 0}),
+        lengths=np.array([len(tokens) for tokens in ids[:cut]], dtype=np.int64),
+    )
+    return LabelledText(source=source, labels=labels, tokenizer=known, pad_id=pad_id)
+
+
+def _sample(tokens: list[int], label: int) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(tokens)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(label)}
+
+
+def _classes(labels: tuple[str, ...], shown: int = 5) -> str:
+    more = ", ..." if len(labels) > shown else ""
+    return f"{len(labels)} classes ({', '.join(labels[:shown])}{more})"
+
+
+def _read(path: str, *, text: str, label: str) -> tuple[list[str], list[str]]:
+    """All texts, and all labels."""
+    if not Path(path).is_file():
+        raise ConfigError("data.path", path, "no such file", "Give the path of a CSV or JSON-lines file")
+    columns: dict[str, list[str]] = {text: [], label: []}
+    if len(columns) == 1:
+        raise ConfigError("data.label", label, "is the column of the texts too", "Name two columns")
+    for line, row in _rows(path):
+        for key, column in (("data.text", text), ("data.label", label)):
+            if column not in row:
+                problem = f"no such column: line {line} of {path} has {', '.join(row)}{near_misses(column, row)}"
+                raise ConfigError(key, column, problem, "Name one that is there on every line")
+            value = row[column]
+            if not isinstance(value, str | int | float) or not str(value).strip():
+                raise _unreadable(path, line, f"there is no text or number in column {column!r}")
+            columns[column].append(str(value))
+    if len(columns[text]) < 2:  # noqa: PLR2004  one to train on, one to hold out
+        problem = f"holds {len(columns[text])} texts, and two are the least"
+        raise ConfigError("data.path", path, problem, "Give a file with more texts in it")
+    return columns[text], columns[label]
+
+
+def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The number of each line (for a text that goes over several: of its last one), and its values by column."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in (*_CSV, *_JSON_LINES):
+        remedy = f"Give a file whose name ends in one of {', '.join((*_CSV, *_JSON_LINES))}"
+        raise ConfigError("data.path", path, "neither CSV nor JSON lines by its name", remedy)
+    # utf-8-sig: spreadsheets put a mark before the first column's name, which would be part of it
+    with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        try:
+            yield from _csv_rows(path, file, _CSV[suffix]) if suffix in _CSV else _json_rows(path, file)
+        except UnicodeDecodeError as error:
+            raise ConfigError("data.path", path, f"not UTF-8 ({error})", "Save it as UTF-8") from error
+
+
+def _csv_rows(path: str, file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    rows = csv.DictReader(file, delimiter=delimiter, strict=True)  # not strict, a stray quote swallows lines silently
+    try:
+        for row in rows:
+            if None in row:
+                names = ", ".join(rows.fieldnames or ())
+                raise _unreadable(path, rows.line_num, f"it has more fields than the columns {names}")
+            yield rows.line_num, row
+    except csv.Error as error:
+        raise _unreadable(path, rows.reader.line_num, str(error)) from error
+
+
+def _json_rows(path: str, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _unreadable(path, number, str(error)) from error
+        if not isinstance(row, dict):
+            raise _unreadable(path, number, "it is no JSON object")
+        yield number, row
+
+
+def _unreadable(path: str, line: int, problem: str) -> ConfigError:
+    return ConfigError("data.path", path, f"line {line}: {problem}", "Mend that line, or take it out")

@@ -1,0 +1,70 @@
+"""Samples of unequal length: the lines of a text, byte by byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distaccum.data.collate import Pad
+from distaccum.data.datasets.text import documentation
+from distaccum.data.spec import Source
+from distaccum.errors import ConfigError
+
+_BYTES = 256
+IGNORED = -100
+
+
+class Lines:
+    """Sample = ``(inputs, labels)``, int64 of a line's own length; labels are the inputs moved on by one byte."""
+
+    def __init__(self, lines: list[bytes]) -> None:
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        line = torch.tensor(list(self._lines[index]))
+        return line[:-1], line[1:]
+
+
+def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1, vocab_size: int = _BYTES) -> Source:
+    """The lines of a text file, or of CPython's documentation; every tenth or so is held out.
+
+    Batches are padded to their longest line, with labels that do not count.
+
+    Args:
+        path: of a UTF-8 text file; None for the documentation.
+        seq_len: the most bytes that are read of a line.
+        held_out: share of the lines to hold out.
+        vocab_size: always 256, for a model to be built by it.
+
+    Raises:
+        ConfigError: no such file, too few lines, or a share or length out of range.
+    """
+    if not 0 < held_out < 1:
+        raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")
+    if seq_len < 1:
+        raise ConfigError("data.seq_len", seq_len, "must be at least 1", "Give the bytes of a line to read")
+    if vocab_size != _BYTES:
+        raise ConfigError("data.vocab_size", vocab_size, "bytes have 256 values", "Leave it at 256")
+    if path is not None and not Path(path).is_file():
+        raise ConfigError("data.path", path, "no such file", "Give the path of a text file, or null")
+    content = documentation() if path is None else Path(path).read_bytes()
+    found = [line.strip()[: seq_len + 1] for line in content.splitlines()]
+    found = [line for line in found if len(line) > 1]
+    every = max(2, round(1 / held_out))
+    train, rest = [line for i, line in enumerate(found) if i % every], found[::every]
+    if not train:
+        raise ConfigError("data.path", path, f"{len(found)} lines of two bytes or more", "Give a longer text")
+    return Source(
+        train=Lines(train),
+        held_out=Lines(rest),
+        description=f"{path or 'CPython documentation'}: {len(train):,} lines to train on, {len(rest):,} held out",
+        collate=Pad((0, IGNORED)),
+        lengths=np.array([len(line) - 1 for line in train]),
+        bytes_per_token=1.0,
+    )

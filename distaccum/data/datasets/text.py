@@ -1,0 +1,72 @@
+"""Byte-level text: any file or folder, and CPython's own documentation."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from distaccum.data.datasets.baselines import byte_baselines
+from distaccum.data.datasets.blocks import split, training_size
+from distaccum.data.spec import Source
+from distaccum.errors import ConfigError
+
+_BYTES = 256
+
+
+def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:
+    """The topics of ``pydoc_data``: some 470 kB of English that come with every CPython; the last part is held out."""
+    return _bytes_source(
+        documentation(), "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size
+    )
+
+
+def documentation() -> bytes:
+    """CPython's own documentation of the language, topic after topic.
+
+    Raises:
+        ConfigError: this Python comes without it.
+    """
+    try:
+        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only these sources need
+    except ImportError as error:
+        remedy = "Use data=text data.path=..., or a complete CPython"
+        raise ConfigError("data", "docs", "this Python comes without pydoc_data", remedy) from error
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:
+    """The bytes of a file, or of all files below a folder in the order of their names (hidden ones left out).
+
+    Raises:
+        ConfigError: if there is nothing at ``path``, or nothing in it.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise ConfigError("data.path", path, "no such file or folder", "Give the path of a text file or of a folder")
+    files = [root] if root.is_file() else sorted(_visible_files(root))
+    content = b"\n".join(file.read_bytes() for file in files)
+    if not content.strip():
+        raise ConfigError("data.path", path, f"holds no text ({len(files)} files)", "Give a path with text in it")
+    return _bytes_source(content, path, seq_len=seq_len, held_out=held_out, vocab_size=vocab_size)
+
+
+def _visible_files(root: Path) -> list[Path]:
+    found = (file for file in root.rglob("*") if file.is_file())
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts)]
+
+
+def _bytes_source(content: bytes, name: str, *, seq_len: int, held_out: float, vocab_size: int) -> Source:
+    if vocab_size != _BYTES:
+        raise ConfigError("data.vocab_size", vocab_size, "bytes have 256 values", "Leave it at 256 for byte-level text")
+    tokens = np.frombuffer(content, dtype=np.uint8)
+    train, rest = split(tokens, held_out=held_out, seq_len=seq_len, vocab_size=vocab_size)
+    cut = training_size(len(tokens), held_out)
+    return Source(
+        train=train,
+        held_out=rest,
+        description=f"{name}: {cut:,} bytes to train on, {len(tokens) - cut:,} held out",
+        bytes_per_token=1.0,
+        baselines=partial(byte_baselines, tokens[:cut], tokens[cut:]),
+    )

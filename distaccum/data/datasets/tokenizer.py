@@ -1,0 +1,73 @@
+"""Tokenizers: trained on the spot, or pretrained ones by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from distaccum.errors import ConfigError
+
+_PAD, _BEGIN, _END = "[PAD]", "[CLS]", "[SEP]"
+_SMALLEST = 256 + 3  # each byte, and the three marks
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer of these texts: a transformers ``PreTrainedTokenizerFast``.
+
+    It is the same on every rank for the same texts, knows every character there is, and encloses a text in ``[CLS]``
+    and ``[SEP]``, which are also its marks of begin and end for language models.
+
+    Raises:
+        ConfigError: transformers is not installed, or ``vocab_size`` has no room for the bytes.
+    """
+    if vocab_size < _SMALLEST:
+        remedy = f"Give at least {_SMALLEST}"
+        raise ConfigError("data.vocab_size", vocab_size, "too few for all bytes and three marks", remedy)
+    transformers = _import_transformers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: PLC0415  optional
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_PAD, _BEGIN, _END],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(texts, trainer)
+    marks = [(mark, bpe.token_to_id(mark)) for mark in (_BEGIN, _END)]
+    bpe.post_processor = processors.TemplateProcessing(single=f"{_BEGIN} $A {_END}", special_tokens=marks)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=_PAD, cls_token=_BEGIN, sep_token=_END, bos_token=_BEGIN, eos_token=_END
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """The pretrained tokenizer of a model on the Hugging Face hub, or in a folder.
+
+    Raises:
+        ConfigError: transformers is not installed, or there is no such tokenizer.
+    """
+    transformers = _import_transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        remedy = "Name a model of the Hugging Face hub, or a folder with a saved tokenizer"
+        raise ConfigError("data.tokenizer", name, f"cannot be loaded ({error})", remedy) from error
+
+
+def padding_id(tokenizer: Any) -> int:
+    """What to pad inputs with; where the tokenizer has no token for that, any one will do behind an attention mask."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in ids if token is not None)
+
+
+def _import_transformers() -> ModuleType:
+    try:
+        import transformers  # noqa: PLC0415  an optional extra
+    except ImportError as error:
+        remedy = "Install the extra: pip install 'distaccum[hf]'"
+        raise ConfigError("data.tokenizer", None, "transformers is not installed", remedy) from error
+    return transformers

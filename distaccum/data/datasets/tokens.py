@@ -1,0 +1,66 @@
+"""Memory-mapped token shards: raw little-endian ids, no header, as nanoGPT's ``train.bin`` and Megatron's ``.bin``."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+import numpy as np
+
+from distaccum.data.datasets.blocks import TokenBlocks, Tokens, split, training_size
+from distaccum.data.spec import Source
+from distaccum.errors import ConfigError
+
+_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+def tokens(
+    *,
+    path: str,
+    vocab_size: int,
+    seq_len: int,
+    dtype: str = "uint16",
+    held_out: float = 0.01,
+    held_out_path: str | None = None,
+) -> Source:
+    """Shards matching the glob ``path``, in the order of their names; a shard is mapped, never loaded whole.
+
+    Args:
+        path: glob of the training shards.
+        vocab_size: ids lie below it.
+        seq_len: tokens a sample.
+        dtype: ``uint16`` or ``uint32``.
+        held_out: share of the last shard's end to hold out, where there is no ``held_out_path``.
+        held_out_path: glob of shards to hold out.
+
+    Raises:
+        ConfigError: no shard matches, a shard is empty or its size is no multiple of the id's, or it is too short.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError("data.dtype", dtype, "no such id format", f"Use one of {', '.join(_DTYPES)}")
+    if vocab_size < 1:
+        raise ConfigError("data.vocab_size", vocab_size, "must be at least 1", "Give the tokenizer's size")
+    shards = _open("data.path", path, _DTYPES[dtype])
+    if held_out_path is None:
+        *whole, last = shards
+        _, rest = split(last, held_out=held_out, seq_len=seq_len, vocab_size=vocab_size)
+        shards = [*whole, last[: training_size(len(last), held_out)]]
+    else:
+        rest = TokenBlocks(
+            _open("data.held_out_path", held_out_path, _DTYPES[dtype]), seq_len=seq_len, vocab_size=vocab_size
+        )
+    train = TokenBlocks(shards, seq_len=seq_len, vocab_size=vocab_size)
+    size = sum(len(shard) for shard in shards)
+    return Source(train=train, held_out=rest, description=f"{path}: {size:,} tokens in {len(shards)} shards")
+
+
+def _open(key: str, pattern: str, dtype: np.dtype[np.unsignedinteger]) -> list[Tokens]:
+    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))  # noqa: PTH207  an absolute glob is fine here
+    if not paths:
+        raise ConfigError(key, pattern, "matches no file", "Give a path or a glob such as shards/*.bin, in quotes")
+    for path in paths:
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            problem = f"{path} has {size} bytes, no whole number of {dtype.itemsize}-byte ids"
+            raise ConfigError(key, pattern, problem, "Give raw token ids, and their format as data.dtype")
+    return [np.memmap(path, dtype=dtype, mode="r") for path in paths]

@@ -1,0 +1,224 @@
+"""Which samples make up which micro-batch: pure arithmetic, no torch, no state.
+
+Window ``k`` of an epoch covers the positions ``[k*G, min((k+1)*G, N))`` of that epoch's order, whatever the world size.
+Ranks slice the window, micro-steps slice the rank's share. So a position is a function of ``(seed, epoch, window)``
+alone, and both resuming and changing the world size are arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distaccum.data.plan.shuffle import Shuffle
+from distaccum.errors import ConfigError
+
+Ids = NDArray[np.int64]
+
+
+class Epoch(Protocol):
+    """One epoch, cut into windows."""
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """How many windows it has; the last one may be ragged."""
+
+    def window(self, k: int) -> range:
+        """Positions of window ``k`` in the epoch's order, over all ranks."""
+
+    def micro_batches(self, k: int, rank: int) -> list[range]:
+        """The micro-batches of ``rank`` in window ``k``; empty ranges where the rank has nothing left."""
+
+
+class Plan(Protocol):
+    """How a map-style dataset is cut: in samples (:class:`BatchPlan`) or in tokens (``TokenPlan``)."""
+
+    @property
+    def samples(self) -> int:
+        """Samples per epoch over all ranks."""
+
+    @property
+    def micro_size(self) -> int:
+        """The most samples one forward/backward on one rank takes."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def seed(self) -> int | None:
+        """Of the order of samples; None for the dataset's own order."""
+
+    @property
+    def position(self) -> dict[str, int]:
+        """What gives a window's number its meaning."""
+
+    def epoch(self, epoch: int, /) -> Epoch:
+        """One epoch's windows."""
+
+    def updates(self, epochs: int) -> int:
+        """Windows in so many epochs."""
+
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at these positions of an epoch's order."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``."""
+
+    def describe(self) -> list[str]:
+        """The plan in words, a line a thought."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The slicing of one epoch of ``samples`` into windows, rank shares and micro-batches.
+
+    Args:
+        samples: N, samples per epoch over all ranks.
+        global_size: G, samples per optimizer step over all ranks. N need not be a multiple of it.
+        micro_size: the most samples one forward/backward on one rank takes.
+        world_size: number of ranks. G need not be a multiple of it.
+        seed: of the order of samples, another one every epoch; None for the dataset's own order.
+
+    Raises:
+        ConfigError: if any of them is below 1, or the micro-batch is larger than the global batch.
+    """
+
+    samples: int
+    global_size: int
+    micro_size: int
+    world_size: int
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self.global_size, self.micro_size)
+        check_samples(self.samples)
+        assert self.world_size >= 1
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Optimizer steps in an epoch; the last one may be ragged."""
+        return -(-self.samples // self.global_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-steps of a full window on every rank: derived, never configured."""
+        return self.micro_steps(0)
+
+    def epoch(self, _: int) -> Epoch:
+        """All epochs are cut alike."""
+        return self
+
+    def updates(self, epochs: int) -> int:
+        """Windows in so many epochs."""
+        return epochs * self.windows_per_epoch
+
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at these positions of an epoch's order."""
+        return ids_in_order(self.samples, self.seed, epoch, positions)
+
+    def window(self, k: int) -> range:
+        """Positions of window ``k`` in the epoch's order, over all ranks."""
+        if not 0 <= k < self.windows_per_epoch:
+            raise IndexError(f"window {k} of an epoch of {self.windows_per_epoch}")
+        return range(k * self.global_size, min((k + 1) * self.global_size, self.samples))
+
+    def share(self, k: int, rank: int) -> range:
+        """Positions of window ``k`` that ``rank`` computes. Shares differ by at most one sample."""
+        return share_of(self.window(k), rank, self.world_size)
+
+    def micro_steps(self, k: int) -> int:
+        """The most micro-steps that a rank makes of window ``k``."""
+        return micro_steps_of(self.window(k), self.world_size, self.micro_size)
+
+    def micro_batches(self, k: int, rank: int) -> list[range]:
+        """The micro-batches of ``rank`` in window ``k``; empty ranges where the rank has nothing left."""
+        return micro_batches_of(self.window(k), rank, self.world_size, self.micro_size)
+
+    @property
+    def position(self) -> dict[str, int]:
+        """What gives a window's number its meaning."""
+        return {"batch.global_size": self.global_size, "samples": self.samples, "seed": seed_number(self.seed)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``."""
+        return {
+            "unit": "samples",
+            "samples": self.samples,
+            "global_size": self.global_size,
+            "micro_size": self.micro_size,
+            "world_size": self.world_size,
+            "accumulation_steps": self.accumulation_steps,
+            "windows_per_epoch": self.windows_per_epoch,
+            "last_window_size": len(self.window(self.windows_per_epoch - 1)),
+        }
+
+    def describe(self) -> list[str]:
+        """The plan in words, a line a thought."""
+        tail = len(self.window(self.windows_per_epoch - 1))
+        update = f"global batch {self.global_size} samples = {describe_steps(self, self.accumulation_steps)}"
+        return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
+
+
+def ids_in_order(samples: int, seed: int | None, epoch: int, positions: Ids) -> Ids:
+    """The samples at these positions of an epoch's order; without a seed, of the dataset's own."""
+    return positions if seed is None else Shuffle(samples, seed=seed, epoch=epoch)(positions)
+
+
+def share_of(window: range, rank: int, world_size: int) -> range:
+    """The positions of a window that ``rank`` computes."""
+    begin, end = (len(window) * r // world_size for r in (rank, rank + 1))
+    return window[begin:end]
+
+
+def micro_steps_of(window: range, world_size: int, micro_size: int) -> int:
+    """The most micro-steps that a rank makes of a window."""
+    largest_share = -(-len(window) // world_size)
+    return -(-largest_share // micro_size)
+
+
+def micro_batches_of(window: range, rank: int, world_size: int, micro_size: int) -> list[range]:
+    """The micro-batches of ``rank`` in a window; empty ranges at the end where it has less than other ranks."""
+    share = share_of(window, rank, world_size)
+    return [share[i * micro_size : (i + 1) * micro_size] for i in range(micro_steps_of(window, world_size, micro_size))]
+
+
+def seed_number(seed: int | None) -> int:
+    """The seed as a plain number; -1 for the dataset's own order."""
+    return -1 if seed is None else seed
+
+
+def check_sizes(global_size: int | None, micro_size: int) -> None:
+    """Raises ConfigError for sizes that cannot work."""
+    for key, value in (("batch.global_size", global_size), ("batch.micro_size", micro_size)):
+        if value is not None and value < 1:
+            raise ConfigError(key, value, "must be at least 1", "State a positive number of samples")
+    if global_size is not None and micro_size > global_size:
+        raise ConfigError(
+            "batch.micro_size",
+            micro_size,
+            f"larger than batch.global_size={global_size}",
+            "One micro-batch cannot exceed the optimizer step it is part of: lower the one or raise the other",
+        )
+
+
+def check_samples(samples: int) -> None:
+    """Raises ConfigError where there is nothing to train on."""
+    if samples < 1:
+        raise ConfigError("data", None, "the training set holds no samples", "Point it at data with some")
+
+
+class _Sizes(Protocol):
+    @property
+    def micro_size(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def describe_steps(plan: _Sizes, steps: int) -> str:
+    """How an update is made, in words."""
+    return f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_size}"

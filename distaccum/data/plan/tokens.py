@@ -1,0 +1,126 @@
+"""Windows that hold a budget of tokens: pure arithmetic, no torch, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from distaccum.data.plan.batch import (
+    Epoch,
+    Ids,
+    check_samples,
+    check_sizes,
+    describe_steps,
+    ids_in_order,
+    micro_batches_of,
+    seed_number,
+)
+from distaccum.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPlan:
+    """As :class:`BatchPlan`, with windows that hold as many samples as fit into a budget of tokens.
+
+    A window takes the next samples of the epoch's order while their tokens stay within the budget, and always one, so
+    which samples it holds depends on neither world size nor micro-batch.
+
+    Args:
+        lengths: tokens of each sample.
+        tokens: the budget of one optimizer step over all ranks.
+        micro_size: the most samples one forward/backward on one rank takes.
+        world_size: number of ranks.
+        seed: of the order of samples, another one every epoch; None for the dataset's own order.
+
+    Raises:
+        ConfigError: if a size is below 1, or there are no samples.
+    """
+
+    lengths: Ids
+    tokens: int
+    micro_size: int
+    world_size: int
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(None, self.micro_size)
+        if self.tokens < 1:
+            raise ConfigError("batch.tokens", self.tokens, "must be at least 1", "State a positive number of tokens")
+        check_samples(len(self.lengths))
+
+    @property
+    def samples(self) -> int:
+        """Samples per epoch over all ranks."""
+        return len(self.lengths)
+
+    def epoch(self, epoch: int) -> Epoch:
+        """The epoch's windows: O(samples), once an epoch."""
+        filled = np.cumsum(self.lengths[self.ids(epoch, np.arange(self.samples))])
+        ends: list[int] = []
+        while not ends or ends[-1] < self.samples:
+            begin = ends[-1] if ends else 0
+            before = filled[begin - 1] if begin else 0
+            ends.append(max(begin + 1, int(np.searchsorted(filled, before + self.tokens, side="right"))))
+        return _Cut(ends=ends, micro_size=self.micro_size, world_size=self.world_size)
+
+    def updates(self, epochs: int) -> int:
+        """Windows in so many epochs."""
+        return sum(self.epoch(epoch).windows_per_epoch for epoch in range(epochs))
+
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at these positions of an epoch's order."""
+        return ids_in_order(self.samples, self.seed, epoch, positions)
+
+    @property
+    def position(self) -> dict[str, int]:
+        """What gives a window's number its meaning."""
+        total = int(self.lengths.sum())
+        samples = {"samples": self.samples, "tokens in all samples": total}
+        return {"batch.tokens": self.tokens, **samples, "seed": seed_number(self.seed)}
+
+    @cached_property
+    def _first_epoch(self) -> Epoch:
+        return self.epoch(0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``; windows are those of the first epoch."""
+        windows = self._first_epoch.windows_per_epoch
+        return {
+            "unit": "tokens",
+            "samples": self.samples,
+            "global_size": self.tokens,
+            "micro_size": self.micro_size,
+            "world_size": self.world_size,
+            "accumulation_steps": max(len(self._first_epoch.micro_batches(k, 0)) for k in range(windows)),
+            "windows_per_epoch": windows,
+            "last_window_size": len(self._first_epoch.window(windows - 1)),
+        }
+
+    def describe(self) -> list[str]:
+        """The plan in words, a line a thought."""
+        plan = self.as_dict()
+        update = f"global batch {self.tokens:,} tokens = up to {describe_steps(self, plan['accumulation_steps'])}"
+        return [update, f"{self.samples:,} samples in {plan['windows_per_epoch']} windows (the first one)"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """An epoch whose windows end at ``ends``."""
+
+    ends: Sequence[int]
+    micro_size: int
+    world_size: int
+
+    @property
+    def windows_per_epoch(self) -> int:
+        return len(self.ends)
+
+    def window(self, k: int) -> range:
+        return range(self.ends[k - 1] if k else 0, self.ends[k])
+
+    def micro_batches(self, k: int, rank: int) -> list[range]:
+        return micro_batches_of(self.window(k), rank, self.world_size, self.micro_size)

@@ -1,0 +1,72 @@
+"""Who this process is, as its launcher says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
+from torch.distributed.rendezvous import rendezvous
+
+from distaccum.distributed.rendezvous import own_part
+from distaccum.errors import ConfigError
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Who this process is, as the launcher said it; known before any process group exists."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    launched: bool = False  # by torchrun or the like; otherwise this process is a world of one
+    planned: bool = False  # nobody has started them yet: one process checks what they are to do
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
+        """Reads torchrun's variables; without any of them this process is a world of one.
+
+        Raises:
+            ConfigError: if only some of them are set, or one is not a number.
+        """
+        present = [name for name in _LAUNCHER_VARIABLES if name in environment]
+        if "RANK" not in present and "WORLD_SIZE" not in present:
+            return cls()
+        missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
+        if missing:
+            remedy = "Start with torchrun, which sets them all, or unset RANK and WORLD_SIZE for one process"
+            raise ConfigError(missing[0], None, f"not set, while {', '.join(present)} are", remedy)
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            if not environment[name].isdecimal():
+                raise ConfigError(name, environment[name], "not a number", "Start with torchrun, which sets it")
+            numbers[name] = int(environment[name])
+        return cls(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True)
+
+    def device(self) -> torch.device:
+        """This rank's GPU where the machine has any, else the CPU.
+
+        Raises:
+            ConfigError: if there are more processes on this machine than GPUs.
+        """
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        gpus = torch.cuda.device_count()
+        if self.local_rank >= gpus:
+            remedy = f"Start at most {gpus} processes on this machine, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
+            raise ConfigError("LOCAL_RANK", self.local_rank, f"this machine has {gpus} GPUs", remedy)
+        return torch.device("cuda", self.local_rank)
+
+    def store(self) -> Store:
+        """These ranks' own part of the launcher's key-value store; one in memory for a world of one."""
+        if not self.launched:
+            return HashStore()
+        store: Store
+        store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
+        return own_part(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())

@@ -1,0 +1,125 @@
+"""Ranks, devices and the few small collectives. A :class:`World` is passed in, never global."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import sleep
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
+
+from distaccum.distributed.environment import GROUP_TIMEOUT, Ranks
+
+# Gloo's threads let go of the last collective's tensors a little after it returns. If the interpreter is ending by
+# then, the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
+_SETTLE_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """An open process group, seen from one rank.
+
+    Host tensors travel by gloo and device tensors by the device's own backend, in the same group, so that a count that
+    the host already knows never waits for the device.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    host_group: dist.ProcessGroup | None = None  # None: the default group serves the host as well
+
+    @classmethod
+    def join(cls) -> World:
+        """The process group that is open already; without one, a group of the ranks that the launcher started.
+
+        A group that is opened here lasts until the process exits.
+
+        Raises:
+            ConfigError: as :meth:`Ranks.from_environment` and :meth:`Ranks.device`.
+        """
+        ranks = Ranks.from_environment()
+        if dist.is_initialized() and not ranks.launched and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())  # whoever opened the group has chosen it
+        else:
+            device = ranks.device()
+        if not dist.is_initialized():
+            opened = ExitStack()
+            world = opened.enter_context(open_world(ranks, ranks.store(), device))
+            atexit.register(opened.close)
+            return world
+        serves_host = "cpu" in dist.get_backend_config()  # else NCCL alone, which cannot sum what the host counted
+        group = None if serves_host else dist.new_group(backend="gloo")
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, host_group=group)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes and prints."""
+        return self.rank == 0
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Sums numbers over the ranks, on the host: one small all-reduce, no device involved. Exact up to 2**53."""
+        # A column, by which the counters tell it from a gradient bucket.
+        tensor = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+        dist.all_reduce(tensor, group=self.host_group)
+        return cast(list[float], tensor.squeeze(1).tolist())
+
+    def max_counts(self, counts: Sequence[int]) -> list[int]:
+        """The greatest of each integer over the ranks, on the host."""
+        tensor = torch.tensor(counts, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
+        return cast(list[int], tensor.tolist())
+
+    def union(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The names that any rank gives, sorted; the same on every rank."""
+        return tuple(sorted({name for given in self.everyone(list(names)) for name in given}))
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Each rank's ``value``, a plain one, by rank; the same on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor of any shape over the ranks, in place, where it lies."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def from_main_(self, tensor: torch.Tensor) -> None:
+        """Overwrites a tensor of any shape, where it lies, by rank 0's."""
+        dist.broadcast(tensor, src=0)
+
+    def text_from_main(self, text: str) -> str:
+        """Rank 0's ``text`` on every rank."""
+        box: list[str] = [text]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=self.host_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Waits, on the host, until every rank has come here."""
+        self.max_counts([0])
+
+
+@contextmanager
+def open_world(ranks: Ranks, store: Store, device: torch.device) -> Iterator[World]:
+    """Opens the default process group for the block's length; closed on any exit from it.
+
+    Args:
+        ranks: who this process is.
+        store: reached by every rank; see :meth:`Ranks.store`.
+        device: where this rank's model lives; decides the backend (NCCL for CUDA, gloo for the CPU).
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or NCCL and the random generators would take the first GPU on every rank
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=GROUP_TIMEOUT)
+    try:
+        yield World(rank=ranks.rank, size=ranks.size, device=device)
+    finally:
+        if dist.is_initialized():  # or the user has closed it already
+            sleep(_SETTLE_S)
+            dist.destroy_process_group()

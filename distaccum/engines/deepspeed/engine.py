@@ -1,0 +1,306 @@
+"""DeepSpeed's ZeRO: its wrappers, its collectives and its files; our windows, loss scale and decision to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distaccum.distributed.world import World
+from distaccum.engines.base import EngineState, Keeps, StepResult
+from distaccum.engines.deepspeed import files as deepspeed_files
+from distaccum.engines.deepspeed.compat import check, check_fp16, load_deepspeed, quiet, refuse_faulty
+from distaccum.engines.deepspeed.gradients import accumulate_in_fp32, complete, gradients_of
+from distaccum.engines.deepspeed.module import EngineLock, compute_in
+from distaccum.engines.deepspeed.weights import MasterWeights
+from distaccum.engines.guard import StepGuard
+from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.uneven_inputs import Pace
+from distaccum.errors import ConfigError, MisuseError
+from distaccum.precision.policy import FP32, PrecisionPolicy
+from distaccum.precision.scaler import LossScaler
+
+_FIRST_THAT_SHARDS_GRADIENTS, _FIRST_THAT_SHARDS_PARAMETERS = 2, 3  # stages
+_SHARDED = (
+    "nothing sharded",
+    "optimizer state sharded",
+    "optimizer state and reduced gradients sharded",
+    "optimizer state, reduced gradients and parameters sharded",
+)
+
+
+class DeepSpeedEngine:
+    """Exact accumulation on DeepSpeed's engine, at any ZeRO stage, with one reduction a window.
+
+    The window's gradient accumulates on each rank, in fp32, and is reduced once, at the boundary. The loss scale is
+    distaccum's: DeepSpeed 0.19.8 leaves it out at stage 0, and elsewhere moves it between measuring a gradient and
+    unscaling it, so that it halves the gradient of every window at whose end the scale grows.
+
+    Args:
+        model: on ``world.device`` already; every rank's copy is set to rank 0's. In bf16 and fp16 DeepSpeed casts all
+            of it; its inputs are then cast as well, and its outputs are fp32.
+        optimizers: one, over the model's parameters.
+        world: this rank; its process group is DeepSpeed's.
+        settings: DeepSpeed's JSON.
+        policy: what the model computes in; ``settings`` say the same.
+        scaler: of the loss, where gradients pass through fp16.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or cannot do, or does wrongly, what the settings ask for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        *,
+        settings: Mapping[str, Any],
+        policy: PrecisionPolicy = FP32,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        check(optimizers, policy)
+        deepspeed = load_deepspeed(world.device)
+        refuse_faulty(settings, deepspeed.__version__, world.device.type)
+        if policy.compute_dtype is torch.float16:
+            check_fp16(deepspeed, world.device)
+        # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
+        # gradient then does not depend on the world's size. DeepSpeed always averages.
+        self.device, self.averages_over = world.device, 1 if scaler else world.size
+        self.min_loss_scale = scaler.min_scale if scaler and scaler.dynamic else None
+        self.documents: Mapping[str, Mapping[str, Any]] = {"deepspeed.json": settings}
+        self._world, self._policy, self._scaler, self._model = world, policy, scaler, model
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = list(trained.values())
+        for group in optimizers[0].param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        if policy.casts:
+            compute_in(policy.compute_dtype, model)
+        self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
+        self._deepspeed, self._optimizer = deepspeed, optimizers[0]
+        with quiet():
+            self._engine: Any = deepspeed.initialize(
+                model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
+            )[0]
+        self._weights.restore(self._engine)
+        self._stage: int = int(self._engine.zero_optimization_stage())
+        self._gradients = gradients_of(self._engine, trained)
+        # Its own wrapper at stage 0, and that of stage 1 in bf16, reduce all at once when they are told to.
+        self._coalesces = self._gradients.sharded and hasattr(self._engine, "coalesce_grad_reduction")
+        self._holds = self._coalesces or self._stage < _FIRST_THAT_SHARDS_GRADIENTS
+        if self._holds:
+            for parameter in self._trained:
+                accumulate_in_fp32(parameter)
+        gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
+        self.forward_communicates, self.keeps, self.unreduced = gathers or not self._holds, Keeps.FILES, None
+        self._pace = Pace(self._engine, world) if gathers and self._holds else None
+        self._window: AbstractContextManager[object] | None = None
+        self._called = False
+        self._engine.register_forward_pre_hook(self._note_call)
+        self._lock = EngineLock(self._engine, StepGuard(optimizers, (model,)))
+        self._own_scale()
+        self.sync_buffers()
+
+    def _own_scale(self) -> None:
+        """Sets DeepSpeed's loss scale to 1, and lets it not raise at the lowest one."""
+        wrapper = self._engine.optimizer
+        scaling = getattr(wrapper, "loss_scale_config", None)
+        if scaling is not None:
+            scaling.cur_scale, scaling.dynamic_loss_scale = 1.0, False
+        if hasattr(wrapper, "loss_scaler"):
+            wrapper.loss_scaler.raise_error_at_min_scale = False
+        if self._gradients.sharded:
+            self._gradients.divide(1.0)
+
+    def _note_call(self, *_: object) -> None:
+        self._called = True
+
+    @property
+    def model(self) -> nn.Module:
+        """DeepSpeed's engine."""
+        return cast(nn.Module, self._engine)
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model inside it, which at stage 3 still gathers its parameters."""
+        return self._model
+
+    def describe(self) -> str:
+        """The stage, what it shards, and what a window sends."""
+        held = "gradients whole and fp32 until the boundary; one reduction per window"
+        if not self._holds:
+            held = f"one reduction per micro-step: DeepSpeed {self._deepspeed.__version__} has no coalesced one"
+        elif self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
+            held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
+        return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
+
+    def sync_buffers(self) -> None:
+        """One broadcast a buffer: done for evaluations, not for every window."""
+        for buffer in self._model.buffers():
+            self._world.from_main_(buffer)
+
+    def keep_pace(self, micro_steps: int) -> None:
+        """At stage 3 runs what other ranks have more of.
+
+        Raises:
+            ConfigError: ranks have windows of different lengths, and this DeepSpeed reduces at every micro-step.
+        """
+        if self._pace is not None:
+            for _ in range(self._pace.missing(micro_steps)):
+                with self._held_back():
+                    self._pace.replay(self._expecting_a_backward)
+            for parameter in self._trained:
+                parameter.grad = None
+        elif not self._holds:
+            most, fewest = self._world.max_counts([micro_steps, -micro_steps])
+            if most != -fewest:
+                problem = f"{most} micro-steps on one rank and {-fewest} on another; its DeepSpeed reduces at each"
+                raise ConfigError("engine.stage", self._stage, problem, "Update DeepSpeed, or use stage 0 or 1")
+
+    @contextmanager
+    def _expecting_a_backward(self) -> Iterator[None]:
+        yield
+        self._engine.scale(torch.zeros((), requires_grad=True) * 1.0)  # or a backward past its engine raises in fp16
+
+    @contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """Around a forward and backward that reduce nothing yet; the window is open afterwards."""
+        if self._window is None and self._holds:
+            self._window = self._engine.coalesce_grad_reduction() if self._coalesces else self._engine.no_sync()
+            self._window.__enter__()
+        yield
+
+    @contextmanager
+    def micro_step(self, *, sync: bool) -> Iterator[None]:
+        """Accumulates on this rank; with ``sync`` reduces all of it at the end."""
+        self._called = False
+        if self._pace:
+            self._pace.begin_micro_step()
+        if not self._holds:
+            self._engine.set_gradient_accumulation_boundary(sync)
+        with self._held_back():
+            yield
+        if sync and self._holds:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        window, self._window = self._window, None
+        assert window is not None
+        complete(self._engine.optimizer, self._trained)
+        window.__exit__(None, None, None)
+        if not self._coalesces:
+            self._engine.set_gradient_accumulation_boundary(True)
+            self._engine.allreduce_gradients()
+
+    def stand_in(self, *, sync: bool = True) -> None:
+        """Takes part in the reduction with zeros; no forward runs but those of :meth:`keep_pace`.
+
+        Raises:
+            ConfigError: as :meth:`keep_pace`.
+        """
+        if not self._holds:
+            self.keep_pace(0)
+        elif sync:
+            with self.micro_step(sync=True):
+                pass
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """None: the model itself is in the type that it computes in."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """DeepSpeed's, of the scaled loss; nothing is divided by accumulation steps."""
+        if not self._called:
+            problem = "the forward went past the engine, so gradients would not be reduced"
+            raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
+        with self._lock:
+            self._engine.backward(self._scaler.scale(loss) if self._scaler else loss, scale_wrt_gas=False)
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def step(self, *, divisor: float = 1.0) -> StepResult:
+        """One transaction: DeepSpeed steps where the norm over all ranks is finite, and is not asked to elsewhere."""
+        scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
+        factor = float(scale) * divisor / (self._world.size if self._scaler else 1)
+        names, norms = self._norms()
+        square = norms.double().square().sum().reshape(1, 1)
+        if self._gradients.sharded:
+            self._world.sum_(square)
+        norm = (square.sqrt() / factor).float().reshape(())
+        applied = False
+        if bool(norm < torch.inf):  # host read: DeepSpeed's own steps read the device as well. NaN is not less
+            self._gradients.divide(factor)
+            with self._lock:
+                self._engine.set_gradient_accumulation_boundary(True)
+                self._engine.step()
+            applied = bool(self._engine.was_step_applied())
+        self.zero_gradients()
+        told = HostCopy(torch.stack((found := torch.tensor(float(applied), device=self.device), scale)))
+        if self._scaler:
+            self._scaler.advance(1.0 - found)
+        return StepResult(grad_norm=norm, told=told, nonfinite=partial(_nonfinite, names, norms))
+
+    def _norms(self) -> tuple[list[str], Tensor]:
+        """Of this rank's part of the gradient, by parameter."""
+        held = list(self._gradients.held())
+        if not held:
+            return [], torch.zeros(1, device=self.device)
+        norms = torch._foreach_norm([gradient for _, gradient in held], 2, torch.float32)
+        return [name for name, _ in held], torch.stack([norm.to(self.device) for norm in norms])
+
+    def zero_gradients(self) -> None:
+        """Forgets a window, also one that is not reduced yet; no collective."""
+        if self._window is not None:
+            for parameter in self._trained:
+                parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]  # DeepSpeed's
+            window, self._window = self._window, None
+            window.__exit__(None, None, None)  # has nothing to reduce
+        self._gradients.drop()
+        if self._gradients.sharded:
+            self._gradients.divide(1.0)  # or DeepSpeed's backward would scale the next loss
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """Rank 0's: the fp32 weights and the buffers by name, on the host; empty elsewhere. A collective."""
+        return self._weights.whole(self._engine, keep=self._world.is_main)
+
+    def state(self) -> EngineState:
+        """Rank 0's weights, and the loss scaler's state; a collective. :meth:`save_files` keeps the optimizer's."""
+        scaler = self._scaler.state_dict() if self._scaler else {}
+        return EngineState(model=self.whole_model(), optimizer={}, optimizer_values={}, scaler=scaler)
+
+    def load_state(self, state: EngineState) -> None:
+        """Takes up weights, whichever engine saved them, and the loss scaler's state.
+
+        Raises:
+            KeyError, RuntimeError: they are another model's.
+        """
+        if state.model:
+            self._weights.load(self._engine, state.model)
+        if self._scaler and state.scaler:
+            self._scaler.load_state_dict(dict(state.scaler))
+
+    def _about(self) -> dict[str, Any]:
+        return {"world_size": self._world.size, "stage": self._stage, "precision": self._policy.name}
+
+    def save_files(self, folder: Path) -> None:
+        """DeepSpeed's own checkpoint, in the folder ``deepspeed``."""
+        deepspeed_files.save(self._engine, folder, self._about(), self._world)
+
+    def load_files(self, folder: Path) -> None:
+        """Takes up :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
+        deepspeed_files.load(self._engine, folder, self._about())
+        self._own_scale()
+
+
+def _nonfinite(names: Sequence[str], norms: Tensor) -> list[str]:
+    """Of this rank's part."""
+    return [name for name, finite in zip(names, norms.isfinite().tolist(), strict=False) if not finite]

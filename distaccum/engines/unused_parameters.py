@@ -1,0 +1,52 @@
+"""Which parameters take part in a window, where not all need to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from distaccum.distributed.world import World
+
+
+class Use:
+    """Which parameters any rank has used since the last step.
+
+    A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._used = [0] * len(parameters)
+        for i, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
+
+    def _mark(self, i: int, _: Tensor) -> None:
+        self._used[i] = 1
+
+    def reset(self) -> None:
+        """After a step, or a window that is dropped."""
+        self._used = [0] * len(self._parameters)
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """What a backward uses within the block does not count as used."""
+        used = list(self._used)
+        yield
+        self._used = used
+
+    @contextmanager
+    def only_used(self, world: World) -> Iterator[None]:
+        """Within the block parameters that no rank used have no gradient; one small host all-reduce."""
+        anywhere = world.max_counts(self._used)
+        unused = [(p, p.grad) for p, used in zip(self._parameters, anywhere, strict=True) if not used]
+        for parameter, _ in unused:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in unused:
+                parameter.grad = gradient
+            self.reset()

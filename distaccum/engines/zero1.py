@@ -1,0 +1,67 @@
+"""ZeRO stage 1 beside DDP: every parameter's optimizer state lives on one rank, which steps it and spreads the result.
+
+Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), with
+parameters dealt out whole, as torch's ``ZeroRedundancyOptimizer`` does it. That class makes the optimizer itself, hides
+its fused kernel, and joins state through pickles. Here the optimizer stays the user's own, of any kind: what its rule
+computes of a whole matrix stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distaccum.distributed.world import World
+
+
+class OptimizerShards:
+    """Which rank steps which parameters. Those of one rank lie in one stretch of memory, and travel as one.
+
+    Args:
+        world: this rank.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stretches: list[tuple[int, Tensor]] = []  # by the rank that steps them
+
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leaves each optimizer the parameters that this rank steps; the same deal on every rank.
+
+        The largest go first, each to the rank with the least so far; those of each optimizer are dealt for themselves,
+        as one kind may keep more per element than another.
+        """
+        for optimizer in optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            owners, loads = {}, [0] * self._world.size
+            for parameter in sorted(held, key=lambda p: -p.numel()):
+                owners[id(parameter)] = lightest = loads.index(min(loads))
+                loads[lightest] += parameter.numel()
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if owners[id(p)] == self._world.rank]
+            for parameter in held:
+                if owners[id(parameter)] != self._world.rank:
+                    optimizer.state.pop(parameter, None)
+            for rank in range(self._world.size):
+                self._lay_out([p for p in held if owners[id(p)] == rank and p.requires_grad], rank)
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter], rank: int) -> None:
+        for dtype in sorted({p.dtype for p in parameters}, key=str):
+            alike = [p for p in parameters if p.dtype is dtype]
+            sizes = [p.numel() for p in alike]
+            stretch = torch.empty(sum(sizes), dtype=dtype, device=alike[0].device)
+            for parameter, part in zip(alike, torch.split(stretch, sizes), strict=True):
+                dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+                strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+                parameter.data = part.as_strided(parameter.shape, strides).copy_(parameter.detach())
+            self._stretches.append((rank, stretch))
+
+    def spread(self) -> None:
+        """Gives every rank what each has stepped: one broadcast a rank, all under way at once."""
+        works = [dist.broadcast(stretch, src=rank, async_op=True) for rank, stretch in self._stretches]
+        for work in works:
+            work.wait()

@@ -1,0 +1,65 @@
+"""Cross entropy, summed, with the number of labels that it sums over."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy in nats (0-dim fp32), and how many labels it sums over (0-dim int64, where they lie).
+
+    Args:
+        logits: ``(*labels.shape, classes)``.
+        labels: int64; those of value ``ignore_index`` neither contribute nor count.
+    """
+    return _cross_entropy_sum(logits, labels, ignore_index), (labels != ignore_index).sum()
+
+
+def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
+    """How many labels are not ignored; on the host, so that labels on a device are read back."""
+    return int(np.count_nonzero(labels.cpu().numpy() != ignore_index))
+
+
+def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    # At least fp32, whatever the forward computed in: a sum over thousands of tokens is beyond 16 bits.
+    flat = logits.flatten(0, -2)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+class CrossEntropy:
+    """Cross entropy, in nats, of batches ``(inputs, labels)``.
+
+    ``model(inputs)`` gives logits of shape ``(*labels.shape, classes)``, so ``(B, T, V)`` for tokens.
+
+    Args:
+        ignore_index: labels of this value neither contribute nor count.
+    """
+
+    def __init__(self, *, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+        """Labels that are not ignored."""
+        return count_labels(batch[1], ignore_index=self.ignore_index)
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The summed cross entropy, 0-dim fp32."""
+        inputs, labels = batch
+        return _cross_entropy_sum(model(inputs), labels, self.ignore_index)
+
+    def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """The summed cross entropy, and ``accuracy`` as the number of labels that the largest logit names."""
+        inputs, labels = batch
+        logits = model(inputs)
+        total = _cross_entropy_sum(logits, labels, self.ignore_index)
+        return {"loss": total, "accuracy": (logits.argmax(-1) == labels).sum()}
+
+    def predictions(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits ``(n, classes)`` and labels ``(n,)`` of the labels that are not ignored."""
+        inputs, labels = batch
+        counted = labels != self.ignore_index
+        return model(inputs)[counted], labels[counted]

@@ -1,0 +1,83 @@
+"""Turns the outcome of a logged window, and the time since the last one, into a record."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.step import Outcome
+from distaccum.data.window import Window
+from distaccum.distributed.world import World
+
+Record = dict[str, Any]
+
+
+class Meter:
+    """Sums over the windows since the last record; reads the device only when a record is made."""
+
+    def __init__(self, world: World, clocks: Clocks) -> None:
+        self._world = world
+        self._underflow: torch.Tensor | None = None
+        self.restart(clocks)
+
+    def restart(self, clocks: Clocks) -> None:
+        """Starts the interval anew, so that evaluation and saving do not count as training time."""
+        self._began, self._waited, self._from = perf_counter(), 0.0, clocks
+
+    def add(self, window: Window, outcome: Outcome) -> None:
+        """Takes note of one attempt, at its end."""
+        self._ended = perf_counter()
+        self._waited += window.data_wait_s
+        if outcome.step is not None and outcome.step.underflow is not None:
+            self._underflow = outcome.step.underflow
+
+    def record(self, window: Window, outcome: Outcome, clocks: Clocks, *, lr: float) -> Record:
+        """The record of ``window``, of which ``clocks`` are those after it; a collective."""
+        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
+        sums = self._world.sum_(torch.stack(list(outcome.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        # The one host read of a logged step: all numbers at once.
+        small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
+        numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
+        totals, (grad_norm, *underflow) = numbers[: len(sums)], numbers[len(sums) :]
+        # A skip may be recorded late, when the next window is under way; its interval goes on.
+        elapsed = (perf_counter() if outcome.applied else self._ended) - self._began
+        before = self._from
+        windows = max(1, clocks.window - before.window)  # 0 where a checkpoint came between the update and its record
+        losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}
+        record = {
+            "step": clocks.step,
+            "window": clocks.window,
+            "epoch": window.epoch,
+            "loss": sum(losses.values()),
+            **({} if len(losses) == 1 else {f"loss_{name}": loss for name, loss in losses.items()}),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "loss_scale": outcome.loss_scale,
+            "applied": outcome.applied,
+            "skipped": clocks.skipped,
+            "nonfinite": clocks.nonfinite,
+            **({"underflow_share": underflow[0]} if underflow else {}),
+            "samples": clocks.samples,
+            "tokens": int(clocks.tokens) if float(clocks.tokens).is_integer() else clocks.tokens,
+            "samples_per_s": (clocks.samples - before.samples) / elapsed,
+            "tokens_per_s": (clocks.tokens - before.tokens) / elapsed,
+            "step_time_s": elapsed / windows,
+            "data_wait_s": self._waited / windows,
+            "memory_bytes": _peak_memory(self._world.device),
+        }
+        if outcome.applied:
+            self.restart(clocks)
+        return record
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors took on a GPU, or that this process took of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,78 @@
+"""What a person reads at the start and at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from distaccum.accumulation.progress import Clocks
+from distaccum.data.loader import padding_share
+from distaccum.data.plan.batch import Ids, Plan
+from distaccum.data.plan.stream import StreamPlan
+from distaccum.engines.base import Engine
+from distaccum.precision.selection import describe
+from distaccum.train.components import Parts
+from distaccum.train.run_dir import RunDir, State
+
+
+def introduce(parts: Parts, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
+    """Prints what is about to be trained, and the whole batch plan."""
+    plan, config = parts.plan, parts.config
+    lines = {
+        "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
+        "world": f"{plan.world_size} x {engine.device.type}",
+        "engine": f"{config.engine.name}: {engine.describe()}",
+        "precision": describe(parts.model, parts.policy),
+        "data": parts.source.description,
+        "model": f"{type(parts.model).__name__}, {parts.parameters:,} parameters",
+        "plan": plan.describe()[0],
+        "epoch": f"{plan.describe()[1]}; {parts.total_steps} updates to make",
+    }
+    if parts.source.lengths is not None and not isinstance(plan, StreamPlan):
+        lines["pad"] = _padding(parts.source.lengths, plan, config.batch.group_by_length)
+    for name, line in lines.items():
+        console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
+
+
+def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
+    plain, sorted_ = padding_share(lengths, plan, grouped=False), padding_share(lengths, plan, grouped=True)
+    first, second = (sorted_, plain) if grouped else (plain, sorted_)
+    other = "without grouping by length" if grouped else "with batch.group_by_length=true"
+    return f"{first:.1%} of the tokens of a micro-batch are padding ({second:.1%} {other})"
+
+
+def summarise(
+    parts: Parts,
+    clocks: Clocks,
+    evaluation: Mapping[str, float],
+    run_dir: RunDir,
+    console: Console,
+    *,
+    state: State,
+    stop_reason: str,
+) -> None:
+    """Prints how the run ended, next to what simple models reach on the same split."""
+    if state is State.PREEMPTED:
+        saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto goes on"
+        if not parts.config.checkpoint.every:
+            saved = "checkpoint.every=0, so nothing is saved"
+        elif not clocks.step:
+            saved = "nothing to save yet; the same command with resume=auto begins"
+        where = f"{clocks.step} of {parts.total_steps} updates"
+        console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
+        return
+    rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
+    baselines = parts.source.baselines() if "bits per byte" in rows else {}
+    console.print(
+        f"done: {clocks.step} updates, {clocks.samples:,} samples, {clocks.skipped} skipped; {run_dir.path}",
+        soft_wrap=True,
+    )
+    if stop_reason:
+        console.print(f"stopped early: {stop_reason}", highlight=False, soft_wrap=True)
+    if rows:
+        console.print("held-out")
+    for name, value in rows.items():
+        console.print(f"  {name:<16}{value:.4f}", highlight=False)
+    for name, value in baselines.items():
+        console.print(f"    {name:<14}{value:.4f}  (bits per byte, same split)", highlight=False)

@@ -1,0 +1,96 @@
+"""Learning-rate schedules: pure functions from the number of applied updates to a factor of ``optim.lr``."""
+
+from __future__ import annotations
+
+import math
+
+from distaccum.config.checks import require_choice
+from distaccum.errors import ConfigError
+
+
+class Constant:
+    """The peak rate, after a linear warm-up over ``warmup_steps`` updates. ``total_steps`` does not matter to it."""
+
+    def __init__(self, *, total_steps: int, warmup_steps: int = 0) -> None:
+        self._warmup = _Warmup(warmup_steps)
+
+    def __call__(self, step: int) -> float:
+        """Rises to 1, then stays."""
+        return self._warmup(step)
+
+
+class Cosine:
+    """A linear warm-up, then half a cosine down to ``final_ratio`` at ``total_steps``, and level from there.
+
+    Source: I. Loshchilov and F. Hutter, "SGDR" (2017), without restarts.
+    """
+
+    def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.1) -> None:
+        self._warmup = _Warmup(warmup_steps)
+        if not 0 <= final_ratio <= 1:
+            raise ConfigError("schedule.final_ratio", final_ratio, "not between 0 and 1", "Use a share of optim.lr")
+        self._warmup_steps, self._final_ratio = warmup_steps, final_ratio
+        self._decay_steps = max(1, total_steps - warmup_steps)
+
+    def __call__(self, step: int) -> float:
+        """Rises to 1, falls to ``final_ratio``."""
+        progress = min(max(0.0, (step - self._warmup_steps) / self._decay_steps), 1.0)
+        decay = self._final_ratio + (1 - self._final_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        return self._warmup(step) * decay
+
+
+class _Warmup:
+    def __init__(self, steps: int) -> None:
+        if steps < 0:
+            raise ConfigError("schedule.warmup_steps", steps, "negative", "Use 0 or more updates")
+        self._steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / (self._steps + 1))
+
+
+class Warmup:
+    """DeepSpeed's ``WarmupLR``, ``WarmupDecayLR`` and ``WarmupCosineLR``, as a factor of the peak rate.
+
+    Args:
+        total_steps: updates until the end of the decay.
+        warmup_steps: updates of the rise, from 1 on; DeepSpeed takes 1 for 2.
+        curve: of the rise: ``log`` or ``linear``.
+        decay: ``none``, ``linear`` down to ``first_ratio``, or ``cosine`` down to ``final_ratio``.
+        first_ratio: the factor that the rise starts from.
+        final_ratio: the factor at the end of a cosine.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        warmup_steps: int = 1000,
+        curve: str = "log",
+        decay: str = "none",
+        first_ratio: float = 0.0,
+        final_ratio: float = 0.0,
+    ) -> None:
+        require_choice("schedule.curve", curve, ("log", "linear"))
+        require_choice("schedule.decay", decay, ("none", "linear", "cosine"))
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+            problem = "not a positive whole number"
+            raise ConfigError("schedule.warmup_steps", warmup_steps, problem, "Use 1 or more updates")
+        self._total, self._rise = total_steps, max(2, warmup_steps)
+        self._curve, self._decay = curve, decay
+        self._first, self._final = first_ratio, final_ratio
+
+    def __call__(self, step: int) -> float:
+        """Starts one update late, as DeepSpeed's do: the first two updates have the rate that the rise starts from."""
+        done = step - 1
+        if done < 0:
+            return 0.0 if self._decay == "cosine" else self._first
+        length = max(1, self._total - self._rise)
+        if done < self._rise:
+            share = math.log(done + 1) / math.log(self._rise) if self._curve == "log" else done / self._rise
+        elif self._decay == "cosine":
+            progress = min(1.0, (done - self._rise + 1) / length)
+            return self._final + (1 - self._final) * (1 + math.cos(math.pi * progress)) / 2
+        else:
+            share = 1.0 if self._decay == "none" else max(0.0, (self._total - done) / length)
+        return self._first + (1 - self._first) * share

@@ -1,0 +1,100 @@
+"""A job of a sweep that Hydra's submitit launcher has brought to a node: torchrun there, on the same overrides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from distaccum.distributed.signals import ignore_user_signals
+from distaccum.errors import DistaccumError
+from distaccum.train.run_dir import RunDir, State
+
+_PORTS = range(20000, 30000)
+_AGAIN_S = 2.0
+
+
+class NodeJob:
+    """Called once on every node of a Slurm job, with one task a node; holds nothing, and so travels light.
+
+    Raises:
+        DistaccumError: torchrun failed; what it said stands in the job's log, the reason in ``status.json``.
+    """
+
+    def __call__(self, _: object) -> None:
+        hydra = HydraConfig.get()
+        command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(hydra)]
+        print(*command, flush=True)  # noqa: T201  into the job's log
+        process = subprocess.Popen(command, preexec_fn=ignore_user_signals)  # noqa: PLW1509, S603  no threads here
+        requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
+        asked: list[int] = []
+        signal.signal(signal.SIGUSR2, lambda number, _: asked.append(number))
+        exit_code, folder = _wait(process, asked), hydra.runtime.output_dir
+        if asked and callable(requeue) and RunDir(Path(folder)).state() in (None, State.PREEMPTED, State.RUNNING):
+            requeue(asked[0], None)
+        if exit_code:
+            raise DistaccumError(f"{folder}: torchrun ended with {exit_code}; see its status.json, or the job's log")
+
+
+def _wait(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int:
+    """The exit code; until then passes on that the run is to save and leave. A worker that is starting ignores it."""
+    while True:
+        try:
+            return process.wait(_AGAIN_S)
+        except subprocess.TimeoutExpired:
+            if asked:
+                _tell_workers(process.pid)
+
+
+def _tell_workers(launcher: int) -> None:
+    """Sends SIGUSR2 to torchrun's children, where Slurm's own signal does not get; they save and leave."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(parent) == launcher:
+                os.kill(int(stat.parent.name), signal.SIGUSR2)
+
+
+def torchrun(environment: Mapping[str, str]) -> list[str]:
+    """torchrun's command line on this node, from what Slurm set: ``NPROC`` processes, or one a GPU, or two."""
+    nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    processes = environment.get("NPROC") or environment.get("SLURM_GPUS_ON_NODE") or "2"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
+    if nodes == 1:
+        return [*command, "--standalone"]
+    number, first = environment["SLURM_JOB_ID"], environment["SLURM_NODEID"] == "0"
+    endpoint = (
+        f"{_address(_show('hostnames', environment['SLURM_JOB_NODELIST'])[0])}:{_PORTS[int(number) % len(_PORTS)]}"
+    )
+    meeting = [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=is_host={str(first).lower()},read_timeout=300"]
+    own = f"--local-addr={_address(environment['SLURMD_NODENAME'])}"
+    return [*command, "--rdzv-backend=c10d", f"--rdzv-id={number}", *meeting, own]
+
+
+def _address(node: str) -> str:
+    """Where Slurm reaches it: a node's name need not resolve."""
+    words = _show("node", node, "--oneliner")
+    return next(word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr="))
+
+
+def _show(*what: str) -> list[str]:
+    return subprocess.run(["scontrol", "show", *what], check=True, capture_output=True, text=True).stdout.split()  # noqa: S603, S607
+
+
+def _arguments(hydra: Any) -> list[str]:
+    """The overrides of this job, into the folder that the launcher gave it; continued after a requeue."""
+    given: list[str] = list(hydra.overrides.task)
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    where = [f"--config-dir={folder}" for folder in folders]
+    folder = hydra.runtime.output_dir
+    if any(Path(folder).glob("checkpoints/step-*")):  # it goes on, whatever it began from
+        given = [one for one in given if not one.startswith("resume=")]
+    resume = [] if any(one.startswith("resume=") for one in given) else ["resume=auto"]
+    return [*where, *given, *resume, f"hydra.run.dir={folder}"]
