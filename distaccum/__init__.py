@@ -2,32 +2,101 @@
 
 Three levels on one arithmetic: :mod:`distaccum.functional` for a hand-written loop, :class:`Accumulator` for a loop
 that is told where a window ends, :class:`Trainer` for no loop at all.
+
+The names in ``__all__`` are public. Everything else is internal and may change.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distaccum import functional as functional
     from distaccum.accumulation.accumulator import Accumulator as Accumulator
-    from distaccum.data.spec import Source as Source
+    from distaccum.accumulation.diagnose import diagnose as diagnose
+    from distaccum.config.engine import DDPConfig as DDPConfig
+    from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
+    from distaccum.config.engine import FSDP2Config as FSDP2Config
+    from distaccum.config.engine import Zero1Config as Zero1Config
+    from distaccum.config.precision import PrecisionConfig as PrecisionConfig
+    from distaccum.config.precision import ScalerConfig as ScalerConfig
+    from distaccum.config.schema import BatchConfig as BatchConfig
+    from distaccum.config.schema import CheckpointConfig as CheckpointConfig
+    from distaccum.config.schema import MetricsConfig as MetricsConfig
+    from distaccum.config.schema import OptimConfig as OptimConfig
+    from distaccum.config.schema import RunConfig as RunConfig
+    from distaccum.config.schema import TrainerConfig as TrainerConfig
+    from distaccum.config.schema import WandbConfig as WandbConfig
+    from distaccum.data.collate import PadCollator as PadCollator
+    from distaccum.data.spec import DataSpec as DataSpec
     from distaccum.distributed.signals import StopSignals as StopSignals
     from distaccum.distributed.world import World as World
+    from distaccum.errors import CheckpointError as CheckpointError
+    from distaccum.errors import ConfigError as ConfigError
+    from distaccum.errors import DataError as DataError
+    from distaccum.errors import DistaccumError as DistaccumError
+    from distaccum.errors import MisuseError as MisuseError
+    from distaccum.errors import NonFiniteError as NonFiniteError
+    from distaccum.losses.base import Loss as Loss
+    from distaccum.losses.cross_entropy import CrossEntropy as CrossEntropy
+    from distaccum.losses.transformers import CausalLM as CausalLM
+    from distaccum.losses.transformers import MaskedLM as MaskedLM
+    from distaccum.losses.transformers import SequenceClassification as SequenceClassification
+    from distaccum.precision.scaler import LossScaler as LossScaler
+    from distaccum.train.callbacks import Callback as Callback
+    from distaccum.train.callbacks import EarlyStopping as EarlyStopping
     from distaccum.train.from_deepspeed import from_deepspeed_json as from_deepspeed_json
     from distaccum.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 _HOMES = {
     "Accumulator": "distaccum.accumulation.accumulator",
-    "Source": "distaccum.data.spec",
+    "BatchConfig": "distaccum.config.schema",
+    "Callback": "distaccum.train.callbacks",
+    "CausalLM": "distaccum.losses.transformers",
+    "CheckpointConfig": "distaccum.config.schema",
+    "CheckpointError": "distaccum.errors",
+    "ConfigError": "distaccum.errors",
+    "CrossEntropy": "distaccum.losses.cross_entropy",
+    "DDPConfig": "distaccum.config.engine",
+    "DataError": "distaccum.errors",
+    "DataSpec": "distaccum.data.spec",
+    "DeepSpeedConfig": "distaccum.config.engine",
+    "DistaccumError": "distaccum.errors",
+    "EarlyStopping": "distaccum.train.callbacks",
+    "FSDP2Config": "distaccum.config.engine",
+    "Loss": "distaccum.losses.base",
+    "LossScaler": "distaccum.precision.scaler",
+    "MaskedLM": "distaccum.losses.transformers",
+    "MetricsConfig": "distaccum.config.schema",
+    "MisuseError": "distaccum.errors",
+    "NonFiniteError": "distaccum.errors",
+    "OptimConfig": "distaccum.config.schema",
+    "PadCollator": "distaccum.data.collate",
+    "PrecisionConfig": "distaccum.config.precision",
+    "RunConfig": "distaccum.config.schema",
+    "ScalerConfig": "distaccum.config.precision",
+    "SequenceClassification": "distaccum.losses.transformers",
     "StopSignals": "distaccum.distributed.signals",
     "Trainer": "distaccum.train.trainer",
+    "TrainerConfig": "distaccum.config.schema",
+    "WandbConfig": "distaccum.config.schema",
     "World": "distaccum.distributed.world",
+    "Zero1Config": "distaccum.config.engine",
+    "diagnose": "distaccum.accumulation.diagnose",
     "from_deepspeed_json": "distaccum.train.from_deepspeed",
 }
+__all__ = ["functional", *_HOMES]  # noqa: PLE0604  the names of the table, in its order
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use, so that ``import distaccum`` alone is quick."""
+    """Imports a name's home on first use, so that ``import distaccum`` alone is quick."""
+    if name == "functional":
+        return import_module("distaccum.functional")
     if name not in _HOMES:
         raise AttributeError(f"module 'distaccum' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*__all__, "__version__"])

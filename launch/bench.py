@@ -38,14 +38,14 @@ from torch.utils.data import DataLoader
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import RunConfig, conf_dir, from_node, plain
-from distaccum.data.factory import make_feed
+from distaccum.data.factory import build_loader
 from distaccum.data.loader import MicroBatchIds
 from distaccum.data.prefetch import to_device
-from distaccum.distributed.environment import Ranks
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 from distaccum.engines.host_copy import HostCopy
-from distaccum.testing.counters import Operations
-from distaccum.train.components import Parts, build_parts
+from distaccum.testing.counters import OperationCounter
+from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.loop import Loop
 from distaccum.train.run_dir import RunDir
 from distaccum.train.time_limit import Deadline
@@ -53,7 +53,7 @@ from distaccum.train.time_limit import Deadline
 Step = Callable[[], None]
 
 
-def handwritten(parts: Parts, world: World) -> Step:
+def handwritten(parts: TrainingComponents, world: World) -> Step:
     """One window of the loop that people write: DDP, no_sync, GradScaler, clip, step, zero_grad; logs as often."""
     model, (optimizer,) = parts.model, parts.optimizers
     ddp = DistributedDataParallel(model)
@@ -94,10 +94,10 @@ def handwritten(parts: Parts, world: World) -> Step:
     return window
 
 
-def with_accumulate(parts: Parts, world: World) -> Step:
+def with_accumulate(parts: TrainingComponents, world: World) -> Step:
     """The same window in a loop of one's own with ``accumulate()``; logs as often."""
     accumulator, log_every = accumulator_of(parts, world), parts.config.trainer.log_every
-    feed = make_feed(parts.source, parts.plan, world)
+    feed = build_loader(parts.source, parts.plan, world)
     windows = enumerate(chain.from_iterable(accumulator.windows(feed) for _ in count()), 1)
 
     def window() -> None:
@@ -114,14 +114,14 @@ def with_accumulate(parts: Parts, world: World) -> Step:
     return window
 
 
-def accumulator_of(parts: Parts, world: World) -> Accumulator:
+def accumulator_of(parts: TrainingComponents, world: World) -> Accumulator:
     """As ``distaccum-train`` makes it."""
     config = parts.config
     return Accumulator(
         parts.model,
         parts.optimizers,
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
+        global_batch_size=config.batch.global_size,
+        micro_batch_size=config.batch.micro_size,
         count=parts.loss.count,
         schedule=parts.schedule,
         clip_norm=config.optim.clip_norm,
@@ -135,9 +135,9 @@ def accumulator_of(parts: Parts, world: World) -> Accumulator:
     )
 
 
-def with_trainer(parts: Parts, world: World) -> Step:
+def with_trainer(parts: TrainingComponents, world: World) -> Step:
     """One window of the loop of ``distaccum-train``: its own code, status file included, without sinks."""
-    accumulator, feed = accumulator_of(parts, world), make_feed(parts.source, parts.plan, world)
+    accumulator, feed = accumulator_of(parts, world), build_loader(parts.source, parts.plan, world)
     run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir) / "trainer")
     if world.is_main:
         run_dir.make()
@@ -147,7 +147,7 @@ def with_trainer(parts: Parts, world: World) -> Step:
         feed,
         run_dir=run_dir,
         store=CheckpointStore(run_dir.checkpoints, keep=0),
-        sinks=(),
+        loggers=(),
         wandb_id="",
         deadline=Deadline(None, began=0.0, parameters=parts.parameters),
     )
@@ -163,7 +163,7 @@ def with_trainer(parts: Parts, world: World) -> Step:
 
 def count_operations(step: Step, windows: int) -> dict[str, float]:
     """Operators, reductions, bytes and device reads (``item``) per window."""
-    with Operations() as operations:
+    with OperationCounter() as operations:
         for _ in range(windows):
             step()
     return {name: total / windows for name, total in operations.counts.items()}
@@ -183,7 +183,7 @@ def count_calls(step: Step, windows: int) -> dict[str, float]:
         nonlocal calls, reads, late
         calls += event == "call"
         if event == "c_call" and argument.__name__ == "tolist" and isinstance(argument.__self__, Tensor):
-            reads += argument.__self__.is_floating_point() and frame.f_code is not World.sum_numbers.__code__
+            reads += argument.__self__.is_floating_point() and frame.f_code is not World.all_reduce_host.__code__
         elif event == "call" and frame.f_code in (HostCopy.__init__.__code__, HostCopy.read.__code__):
             copy = frame.f_locals["self"]
             if frame.f_code is HostCopy.__init__.__code__:
@@ -245,7 +245,7 @@ def measure(config: RunConfig, world: World, *, windows: int, pairs: int) -> dic
     figures: dict[str, Any] = {}
     steps = {}
     for name, make in loops.items():
-        parts = build_parts(config, **place)
+        parts = components_from_config(config, **place)
         figures["accumulation"] = parts.plan.accumulation_steps
         steps[name] = make(parts, world)
         for _ in range(3):  # DDP rebuilds its buckets, the optimizer makes its state
@@ -253,7 +253,7 @@ def measure(config: RunConfig, world: World, *, windows: int, pairs: int) -> dic
         counted = count_operations(steps[name], windows)
         called = count_calls(steps[name], windows)
         counted["device reads"] = counted.get("device reads", 0.0) + called.pop("device reads")
-        wide = build_parts(wide_and_short(config), **place)
+        wide = components_from_config(wide_and_short(config), **place)
         parameters = sum(p.numel() * p.element_size() for p in wide.model.parameters())
         peak = peak_bytes(lambda make=make, wide=wide: make(wide, world), windows=4) / parameters
         figures[name] = counted | called | {"peak gradient memory / parameters": peak}
@@ -291,7 +291,7 @@ def run(node: DictConfig) -> None:
     options, compares, at_boundary = values.pop("bench"), values.pop("exactness"), values.pop("boundary")
     all_engines = values.pop("engines")
     sizes = options.pop("boundary_sizes")
-    config, ranks = from_node(values), Ranks.from_environment()
+    config, ranks = from_node(values), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         if compares:
             figures = exactness.compare(world)

@@ -19,14 +19,14 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.distributed.world import World
-from distaccum.engines.fused_update import Update, zero_in_place
+from distaccum.engines.fused_update import FusedUpdate, zero_in_place
 from distaccum.engines.host_copy import HostCopy
 from distaccum.precision.scaler import LossScaler
 
 SCALE, CLIP_NORM, NORM = 2.0**16, 1.0, 3.0  # of the loss; the largest norm; the gradient's, so that it is clipped
 LAYERS = 8
 DEFAULT, FUSED, OURS, OURS_UNFUSED = "textbook", "textbook, fused", "distaccum", "distaccum, not fused"
-Boundary = Callable[[], None]
+OptimizerStep = Callable[[], None]
 Figures = dict[str, Any]
 
 
@@ -80,7 +80,7 @@ def shapes(size: int) -> list[tuple[int, ...]]:
     return [(16 * width, width), *LAYERS * (layer + vectors), (width,)]
 
 
-def textbook(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> Boundary:
+def textbook(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> OptimizerStep:
     """As torch's documentation writes it."""
     optimizer, scaler = AdamW(parameters, **options), torch.amp.GradScaler(device.type, init_scale=SCALE)
     scaler.scale(torch.zeros((), device=device))  # it makes the scale in its first call
@@ -94,11 +94,11 @@ def textbook(parameters: list[nn.Parameter], device: torch.device, **options: An
     return boundary
 
 
-def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> Boundary:
+def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> OptimizerStep:
     """As ``DDPEngine.step`` does it."""
     optimizer, scaler = AdamW(parameters, **options), LossScaler(device, init_scale=SCALE)
     named = {str(i): parameter for i, parameter in enumerate(parameters)}
-    update = Update([optimizer], named, clip_norm=CLIP_NORM, clip_value=None)
+    update = FusedUpdate([optimizer], named, clip_norm=CLIP_NORM, clip_value=None)
 
     def boundary() -> None:
         found = update.step(scaler.current * 1.0)
@@ -108,7 +108,7 @@ def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: A
     return boundary
 
 
-WAYS: dict[str, Callable[[list[nn.Parameter], torch.device], Boundary]] = {
+WAYS: dict[str, Callable[[list[nn.Parameter], torch.device], OptimizerStep]] = {
     DEFAULT: textbook,
     FUSED: lambda parameters, device: textbook(parameters, device, fused=True),
     OURS: lambda parameters, device: distaccum(parameters, device, fused=True),
@@ -116,7 +116,7 @@ WAYS: dict[str, Callable[[list[nn.Parameter], torch.device], Boundary]] = {
 }
 
 
-def seconds(work: Boundary, device: torch.device) -> float:
+def seconds(work: OptimizerStep, device: torch.device) -> float:
     """Until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -25,18 +25,18 @@ from held import Held, alive, allocated
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import settings_of
 from distaccum.config.schema import RunConfig
-from distaccum.data.counter import Tally
-from distaccum.data.factory import make_feed
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.factory import build_loader
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.factory import wrap
+from distaccum.engines.factory import create_engine
 from distaccum.forecast import volume as theory
 from distaccum.forecast.collectives import KINDS, ring_bytes
 from distaccum.forecast.sharding import Sharding
 from distaccum.losses.base import Loss
-from distaccum.testing.counters import Wire
-from distaccum.train.components import Parts, build_parts
+from distaccum.testing.counters import CollectiveCounter
+from distaccum.train.components import TrainingComponents, components_from_config
 
 ACCUMULATION, MICRO_SIZE, LENGTH = 4, 2, 32
 SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 192}  # 2.7 million parameters, whose rows 2, 3 and 4 ranks share evenly
@@ -97,22 +97,22 @@ def nothing() -> None:
 class Rig:
     """One engine, and windows to run on it."""
 
-    def __init__(self, way: Way, parts: Parts, world: World) -> None:
+    def __init__(self, way: Way, parts: TrainingComponents, world: World) -> None:
         config = parts.config
         self._loss, (self._optimizer,) = parts.loss, parts.optimizers
-        self._engine: Engine = wrap(
+        self._engine: Engine = create_engine(
             parts.model,
             parts.optimizers,
             world,
-            settings_of(way.engine)(**way.options),
-            config.precision,
+            engine=settings_of(way.engine)(**way.options),
+            precision=config.precision,
             clip_norm=config.optim.clip_norm,
             clip_value=config.optim.clip_value,
-            global_size=config.batch.global_size,
-            micro_size=config.batch.micro_size,
+            global_batch_size=config.batch.global_size,
+            micro_batch_size=config.batch.micro_size,
         )
-        feed = make_feed(parts.source, parts.plan, world)
-        self._windows = feed.windows(0, 0, Tally(world, parts.loss.count))
+        feed = build_loader(parts.source, parts.plan, world)
+        self._windows = feed.windows(0, 0, GlobalCounter(world, parts.loss.count))
 
     def run(self, before_boundary: Callable[[], None] = nothing, before_step: Callable[[], None] = nothing) -> Window:
         """One window; ``before_boundary`` is called when all its micro-steps but the last are done, ``before_step``
@@ -136,7 +136,7 @@ class Rig:
 
     def held(self, baseline: dict[int, int]) -> Held:
         """Now."""
-        return Held.of(self._engine.bare_model, self._optimizer, baseline)
+        return Held.of(self._engine.unwrapped_model, self._optimizer, baseline)
 
 
 def memory(rig: Rig, baseline: dict[int, int]) -> dict[str, int]:
@@ -166,7 +166,7 @@ def memory(rig: Rig, baseline: dict[int, int]) -> dict[str, int]:
 
 def traffic(rig: Rig, ranks: int) -> Figures:
     """Calls and bytes of one window, by kind."""
-    with Wire() as wire:
+    with CollectiveCounter() as wire:
         window = rig.run()
     assert len(window.micro_batches) == ACCUMULATION
     assert not set(wire.calls) - {*KINDS, "control"}, wire.calls
@@ -182,7 +182,7 @@ def traffic(rig: Rig, ranks: int) -> Figures:
 
 def rehearse(way: Way, config: RunConfig, world: World) -> None:
     """A window, so that what is imported and set up once is there already, and does not count."""
-    Rig(way, build_parts(config, world_size=world.size, device=world.device), world).run()
+    Rig(way, components_from_config(config, world_size=world.size, device=world.device), world).run()
 
 
 def measure(way: Way, config: RunConfig, world: World) -> Figures:
@@ -191,7 +191,7 @@ def measure(way: Way, config: RunConfig, world: World) -> Figures:
     gc.collect()
     baseline, allocated_before = alive(), allocated(world.device)
     gc.freeze()  # nobody walks over what was there before
-    parts = build_parts(config, world_size=world.size, device=world.device)
+    parts = components_from_config(config, world_size=world.size, device=world.device)
     elements = sum(parameter.numel() for parameter in parts.model.parameters())
     in_blocks = sum(p.numel() for p in parts.model.get_submodule("blocks").parameters())
     rig = Rig(way, parts, world)
@@ -205,7 +205,7 @@ def measure(way: Way, config: RunConfig, world: World) -> Figures:
     gc.unfreeze()
     return {
         "version": way.version,
-        "memory": {key: world.everyone(size) for key, size in found.items()},
+        "memory": {key: world.all_gather_object(size) for key, size in found.items()},
         "memory theory": theory.held(way.sharding, elements, world.size),
         "wire": sent,
         "wire theory": theory.sent(way.sharding, elements, in_blocks, ACCUMULATION, ranks=world.size),
@@ -218,6 +218,6 @@ def compare(config: RunConfig, world: World) -> Figures:
     rehearse(next(iter(WAYS.values())), config, world)
     for name, way in WAYS.items():
         ways[name] = {"version": None} if way.version is None else measure(way, config, world)
-    model = build_parts(config, world_size=world.size, device=world.device).model
+    model = components_from_config(config, world_size=world.size, device=world.device).model
     elements = sum(parameter.numel() for parameter in model.parameters())
     return {"ranks": world.size, "accumulation": ACCUMULATION, "parameters": elements, "engines": ways}

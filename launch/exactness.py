@@ -58,8 +58,8 @@ def ours(world: World, micro_batches: MicroBatches) -> Tensor:
     acc = Accumulator(
         model,
         optimizer,
-        global_size=STEPS * SAMPLES * world.size,
-        micro_size=SAMPLES,
+        global_batch_size=STEPS * SAMPLES * world.size,
+        micro_batch_size=SAMPLES,
         world=world,
         count=lambda batch: count_labels(batch["labels"]),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.engines.dtensor import local
+from distaccum.engines.dtensor import to_local
 
 Places = dict[int, int]
 """Memory of tensors: by its address, the bytes."""
@@ -29,7 +29,7 @@ def alive() -> Places:
 def places(tensors: Iterable[Tensor]) -> Places:
     """The memory of these; that of this rank, where they are sharded."""
     found = {}
-    for tensor in map(local, tensors):
+    for tensor in map(to_local, tensors):
         if tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
             with suppress(RuntimeError):  # a fake one, left over from compiling: it has no memory

@@ -84,8 +84,8 @@ def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, laten
     precision = way.config(config).precision
     job = Job(
         sizes=Sizes(tensors=tuple(row["parameters"])),
-        global_size=config.batch.global_size or 0,
-        micro_size=config.batch.micro_size,
+        global_batch_size=config.batch.global_size or 0,
+        micro_batch_size=config.batch.micro_size,
         **engine_of(name, config.engine, precision),
     )
     cluster = Cluster(

@@ -10,8 +10,8 @@ from torch import nn
 
 from distaccum.data.prefetch import to_device
 from distaccum.data.window import Window
-from distaccum.losses.normalize import weigh
-from distaccum.train.components import Parts
+from distaccum.losses.normalize import normalize_loss
+from distaccum.train.components import TrainingComponents
 
 MILLI = 1e-3
 
@@ -19,7 +19,7 @@ MILLI = 1e-3
 class Local:
     """A model of its own on this rank alone, trained on windows by a plain loop; each of its steps is timed."""
 
-    def __init__(self, parts: Parts, device: torch.device) -> None:
+    def __init__(self, parts: TrainingComponents, device: torch.device) -> None:
         self._parts, self._device = parts, device
         self._model = parts.model.to(device)
         self._micro_steps: list[float] = []
@@ -32,7 +32,7 @@ class Local:
             batch = to_device(micro.batch, self._device)
             with self._parts.policy.autocast(self._device):
                 total = self._parts.loss(self._model, batch)
-            weigh(total, window.counts, averages_over=1).backward()
+            normalize_loss(total, window.counts, gradient_divide_factor=1).backward()
         self._micro_steps.append((self._now() - began) / len(window.micro_batches))
         began = self._now()
         clip_norm = self._parts.config.optim.clip_norm

@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.accumulation.step import run_window
 from distaccum.config.schema import RunConfig, from_node
-from distaccum.data.counter import Tally
-from distaccum.data.factory import make_feed
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.factory import build_loader
 from distaccum.data.window import Window
-from distaccum.distributed.environment import Ranks
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
-from distaccum.engines.factory import wrap
-from distaccum.train.components import Parts, build_parts
+from distaccum.engines.factory import create_engine
+from distaccum.train.components import TrainingComponents, components_from_config
 
 WARM_UP = 2  # windows: DDP rebuilds its buckets, the optimizer makes its state, TCP finds its pace
 PINGS = 50
@@ -41,7 +41,7 @@ Step = Callable[[Window], None]
 class Way:
     """A loop: ``make`` builds it; ``precision``: settings in place of the run's; ``every``: reduces each micro-step."""
 
-    make: Callable[[Parts, World], Step]
+    make: Callable[[TrainingComponents, World], Step]
     precision: dict[str, str] = field(default_factory=dict)
     every: bool = False
 
@@ -50,7 +50,7 @@ class Way:
         return replace(config, precision=replace(config.precision, **self.precision))
 
 
-def handwritten(parts: Parts, world: World) -> Step:
+def handwritten(parts: TrainingComponents, world: World) -> Step:
     """The loop that comes first to mind: every backward of DDP's reduces."""
     model, (optimizer,) = DistributedDataParallel(parts.model.to(world.device)), parts.optimizers
 
@@ -69,15 +69,15 @@ def handwritten(parts: Parts, world: World) -> Step:
     return step
 
 
-def distaccum(parts: Parts, world: World) -> Step:
+def distaccum(parts: TrainingComponents, world: World) -> Step:
     """The same update by ``run_window``: nothing is reduced before the boundary."""
     config = parts.config
-    engine = wrap(
+    engine = create_engine(
         parts.model,
         parts.optimizers,
         world,
-        config.engine,
-        config.precision,
+        engine=config.engine,
+        precision=config.precision,
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
     )
@@ -101,9 +101,9 @@ def interface_bytes() -> int:
     return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
 
 
-def windows_of(parts: Parts, world: World) -> Iterator[Window]:
+def windows_of(parts: TrainingComponents, world: World) -> Iterator[Window]:
     """Without an end."""
-    feed, tally = make_feed(parts.source, parts.plan, world), Tally(world, parts.loss.count)
+    feed, tally = build_loader(parts.source, parts.plan, world), GlobalCounter(world, parts.loss.count)
     full = parts.plan.accumulation_steps
     every = chain.from_iterable(feed.windows(epoch, 0, tally) for epoch in count())
     return (window for window in every if len(window.micro_batches) == full)
@@ -114,10 +114,10 @@ class Rig:
 
     def __init__(self, way: Way, config: RunConfig, world: World) -> None:
         config, place = way.config(config), {"world_size": world.size, "device": world.device}
-        parts: Parts = build_parts(config, **place)
+        parts: TrainingComponents = components_from_config(config, **place)
         self._world, self._feed = world, windows_of(parts, world)
         self._parameters = [parameter.numel() for parameter in parts.model.parameters()]
-        self._step, self._local = way.make(parts, world), Local(build_parts(config, **place), world.device)
+        self._step, self._local = way.make(parts, world), Local(components_from_config(config, **place), world.device)
         self._seconds: list[float] = []
         self._bytes: list[int] = []
 
@@ -162,7 +162,7 @@ def latency_us(world: World) -> float:
 def main() -> None:
     """All that was asked for."""
     asked = json.loads(Path(sys.argv[1]).read_text())
-    config, ranks = from_node(asked["config"]), Ranks.from_environment()
+    config, ranks = from_node(asked["config"]), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         found: dict[str, Any] = {"latency_us": latency_us(world)}
         rigs = {name: Rig(WAYS[name], config, world) for name in asked["ways"]}

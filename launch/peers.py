@@ -150,8 +150,8 @@ def accelerate_counted(make_model: MakeModel, micro_batches: MicroBatches, accum
     steps = _Steps(sgd, plain)
     model, optimizer, loader = accelerator.prepare(plain, sgd, _loader(micro_batches))
     batches = list(loader)
-    local = torch.stack([batch["labels"].ne(IGNORED).sum() for batch in batches]).sum()
-    tokens = accelerator.gather(local).sum().item()  # host read: as the guide has it
+    to_local = torch.stack([batch["labels"].ne(IGNORED).sum() for batch in batches]).sum()
+    tokens = accelerator.gather(to_local).sum().item()  # host read: as the guide has it
     for i, batch in enumerate(batches):
         skip_sync = i < len(batches) - 1 and accelerator.num_processes > 1
         with model.no_sync() if skip_sync else nullcontext():

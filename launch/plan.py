@@ -26,9 +26,9 @@ from torch import nn
 from distaccum.config.engine import DDPConfig, FSDP2Config
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig, from_node
-from distaccum.data.counter import Tally
-from distaccum.data.factory import make_feed
-from distaccum.distributed.environment import Ranks
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.factory import build_loader
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
 from distaccum.engines.fsdp2.wrap import blocks_of
 from distaccum.errors import ConfigError
@@ -36,7 +36,7 @@ from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.report import report
 from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes
-from distaccum.train.components import build_parts
+from distaccum.train.components import components_from_config
 from distaccum.train.optimizer import build_optimizer
 
 MIB = 2**20
@@ -82,17 +82,17 @@ def moments_of(config: RunConfig) -> float:
 def measured(config: RunConfig, cluster: Cluster) -> Cluster:
     """The cluster, its micro-steps and updates timed on this machine."""
     alone = replace(config, engine=DDPConfig(), batch=replace(config.batch, global_size=config.batch.micro_size))
-    ranks = Ranks()
+    ranks = LaunchEnvironment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
-        parts = build_parts(alone, world_size=1, device=world.device)
-        local = Local(parts, world.device)
-        feed = make_feed(parts.source, parts.plan, world)
-        windows = feed.windows(0, 0, Tally(world, parts.loss.count))
+        parts = components_from_config(alone, world_size=1, device=world.device)
+        to_local = Local(parts, world.device)
+        feed = build_loader(parts.source, parts.plan, world)
+        windows = feed.windows(0, 0, GlobalCounter(world, parts.loss.count))
         for i, window in enumerate(islice(windows, WARM_UP + TIMED)):
             if i == WARM_UP:
-                local.forget()
-            local.run(window)
-    return replace(cluster, micro_step_ms=local.micro_step_ms, update_ms=local.update_ms)
+                to_local.forget()
+            to_local.run(window)
+    return replace(cluster, micro_step_ms=to_local.micro_step_ms, update_ms=to_local.update_ms)
 
 
 def show(values: Values) -> None:
@@ -181,8 +181,8 @@ def plan(values: Values) -> Values:
         sizes=sizes,
         sharding=Sharding.of(config.engine),
         formats=formats,
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
+        global_batch_size=config.batch.global_size,
+        micro_batch_size=config.batch.micro_size,
     )
     guess = replace(cluster, micro_step_ms=cluster.micro_step_ms or 1.0)
     report(job, guess, [cluster.ranks])  # what cannot work is said before anything is measured

@@ -13,25 +13,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
-from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
-from distaccum.accumulation.step import LossSums, Outcome
-from distaccum.accumulation.tracker import Attempt, Attempts, Schedule
+from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.tracker import Attempt, ProgressTracker, Schedule
 from distaccum.config.checks import NONFINITE, require, require_choice, require_count
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import Tally
-from distaccum.data.cursor import Place
-from distaccum.data.factory import feed_of
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.cursor import DataCursor
+from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import check_sizes
 from distaccum.data.prefetch import FEWEST
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
+from distaccum.engines.factory import create_engine
 from distaccum.engines.state import whole_state
 from distaccum.errors import DataError, NonFiniteError
-from distaccum.functional import run_window, wrap
 from distaccum.losses.base import Loss, from_mean
-from distaccum.losses.normalize import SINGLE, Count, Counts, Total, power_near
+from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, nearest_power_of_two
 
 _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
 
@@ -39,7 +39,7 @@ _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state 
 class Accumulator:
     """Computes exactly the gradient of the stated global batch, and steps, window after window::
 
-        acc = Accumulator(model, optimizer, global_size=64, micro_size=8, count=count_labels)
+        acc = Accumulator(model, optimizer, global_batch_size=64, micro_batch_size=8, count=count_labels)
         for epoch in range(3):
             for window in acc.windows(loader):
                 for micro in window:
@@ -53,9 +53,9 @@ class Accumulator:
     Args:
         model: moved to this rank's device, and wrapped: call :attr:`model` from then on.
         optimizer: over the model's parameters, or several, over disjoint sets of them; only the accumulator steps them.
-        global_size: samples per optimizer step over all ranks.
-        micro_size: the most samples one forward/backward on one rank takes.
-        tokens: a budget of tokens in place of ``global_size``, for a ``Source`` that gives its samples' lengths.
+        global_batch_size: samples per optimizer step over all ranks.
+        micro_batch_size: the most samples one forward/backward on one rank takes.
+        tokens: a budget of tokens in place of ``global_batch_size``, for a ``DataSpec`` with its samples' lengths.
         count: what a batch counts, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce a window.
         scheduler: torch's, or several; stepped after every applied update, by when the next window steps at the latest.
@@ -79,8 +79,8 @@ class Accumulator:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        global_size: int | None = None,
-        micro_size: int | None = None,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
         tokens: int | None = None,
         count: Count | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
@@ -103,12 +103,12 @@ class Accumulator:
         remedy = "One is computed while one is on its way"
         require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
         engine, precision = engine_config(engine), PrecisionConfig.of(precision)
-        if micro_size is not None:
-            check_sizes(global_size, micro_size)
+        if micro_batch_size is not None:
+            check_sizes(global_batch_size, micro_batch_size)
         self.world = world or World.join()
-        if self.world.is_main and (self.world.size > 1 or global_size != micro_size):
+        if self.world.is_main and (self.world.size > 1 or global_batch_size != micro_batch_size):
             warn_of_batch_statistics(model)
-        self.engine: Engine = wrap(
+        self.engine: Engine = create_engine(
             model,
             optimizer,
             self.world,
@@ -116,12 +116,12 @@ class Accumulator:
             precision=precision,
             clip_norm=clip_norm,
             clip_value=clip_value,
-            global_size=global_size,
-            micro_size=micro_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
             seed=seed,
         )
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
-        self.attempts = Attempts(
+        self.tracker = ProgressTracker(
             self.engine,
             self.world,
             schedule=schedule,
@@ -129,10 +129,15 @@ class Accumulator:
             skips=nonfinite == "skip",
             max_skips=max_skips,
         )
-        sizes: Any = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size, "seed": seed}
-        self._place = Place(lambda data: feed_of(data, self.world, **sizes))
+        sizes: Any = {
+            "global_batch_size": global_batch_size,
+            "tokens": tokens,
+            "micro_batch_size": micro_batch_size,
+            "seed": seed,
+        }
+        self._cursor = DataCursor(lambda data: as_loader(data, self.world, **sizes))
         self._count, self._prefetch = count, prefetch
-        self._tally = Tally(self.world, count, lambda: self._stop_wanted)
+        self._counter = GlobalCounter(self.world, count, lambda: self._stop_wanted)
         self._stop_wanted, self._per_sample = False, 1.0
         self._open: OpenWindow | None = None
 
@@ -142,19 +147,19 @@ class Accumulator:
         return self.engine.model
 
     @property
-    def clocks(self) -> Clocks:
+    def progress(self) -> Progress:
         """How far the loop is; waits for the last window's end."""
-        return self.attempts.clocks
+        return self.tracker.progress
 
     @property
     def last(self) -> Outcome | None:
         """What the last window did."""
-        return self.attempts.last
+        return self.tracker.last
 
     @property
     def stopping(self) -> bool:
         """Whether some rank has asked to :meth:`stop`; the same on every rank."""
-        return self._tally.stopping
+        return self._counter.stopping
 
     def stop(self) -> None:
         """Asks all ranks to stop: :meth:`windows` gives none any more; of a stream, whose items are taken, one more."""
@@ -163,10 +168,10 @@ class Accumulator:
     def windows(self, data: Any) -> Iterator[OpenWindow]:
         """The windows of one epoch, or what is left of it after :meth:`load_state_dict` or a ``break``.
 
-        Windows that count nothing are not given out: they are skipped, and counted in ``clocks.skipped``.
+        Windows that count nothing are not given out: they are skipped, and counted in ``progress.skipped``.
 
         Args:
-            data: a ``DataLoader``, a dataset (a list is one) or a ``Source``, planned over the ranks; any other
+            data: a ``DataLoader``, a dataset (a list is one) or a ``DataSpec``, planned over the ranks; any other
                 iterable as this rank's own stream of micro-batches, of any length; or a feed.
 
         Raises:
@@ -177,12 +182,12 @@ class Accumulator:
         self._expect_no_window("windows()")
         if self.stopping:
             return
-        feed = self._place.feed_of(data)
-        start, counted = self.clocks.epoch_window, False
+        feed = self._cursor.as_loader(data)
+        start, counted = self.progress.epoch_window, False
         try:
-            for window in feed.windows(self.clocks.epoch, start, self._tally):
+            for window in feed.windows(self.progress.epoch, start, self._counter):
                 if self._count is not None and not any(window.counts.values()):
-                    self.attempts.pass_over(window.samples)
+                    self.tracker.skip_empty_window(window.samples)
                     continue
                 counted = True
                 self._open = OpenWindow(
@@ -195,13 +200,13 @@ class Accumulator:
                 yield self._open
                 self._expect_no_window("the next window")
         finally:
-            self.attempts.settle()  # also after a break: schedulers stand where the loop has come
-        self.attempts.judge()
-        if self._tally.stopping:
+            self.tracker.resolve_last_step()  # also after a break: schedulers stand where the loop has come
+        self.tracker.raise_if_nonfinite()
+        if self._counter.stopping:
             return
         if not counted and not start:
-            raise DataError(f"epoch {self.clocks.epoch}: none of its windows counts anything for the loss")
-        self.attempts.next_epoch()
+            raise DataError(f"epoch {self.progress.epoch}: none of its windows counts anything for the loss")
+        self.tracker.next_epoch()
 
     def batches(self, data: Any) -> Iterator[Any]:
         """This rank's batches of one epoch, on the device, without the windows around them: see :meth:`windows`."""
@@ -213,26 +218,29 @@ class Accumulator:
         """Around the forward and backward of one micro-batch; that of a window's last one ends with the step."""
         return self._current("accumulate()")
 
-    def backward(self, total: Total, count: float | Tensor | Counts | None = None) -> None:
-        """Accumulates the gradient of a loss that is summed, not averaged, over ``count``.
+    def backward(
+        self, loss: LossSum, num_items: float | Tensor | Counts | None = None, *, reduction: str = "sum"
+    ) -> None:
+        """Accumulates the gradient of one micro-batch's loss.
 
         Args:
-            total: 0-dim; or one for each of several losses, by name.
-            count: what it sums over; may be left out where the accumulator was given ``count``.
+            loss: 0-dim; or one for each of several losses, by name.
+            num_items: what it sums or averages over; may be left out where the accumulator was given ``count``.
+            reduction: what the loss is already: a ``sum``, or a ``mean`` over ``num_items``, as most functions and
+                models return it. A mean over nothing, which is NaN, adds nothing.
 
         Raises:
+            ConfigError: another ``reduction``.
             MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
-                one than was counted beforehand.
+                one than was counted beforehand; or a mean of several losses.
         """
-        self._current("backward()").backward(total, count)
-
-    def backward_mean(self, mean: Tensor, count: float | Tensor | None = None) -> None:
-        """:meth:`backward` of a loss that is averaged over ``count``, as most functions and models return it.
-
-        A mean over nothing, which is NaN, adds nothing.
-        """
-        over = self._current("backward_mean()").count if count is None else count
-        self.backward(from_mean(mean, over), count)
+        window = self._current("backward()")
+        require_choice("reduction", reduction, ("sum", "mean"))
+        if reduction == "mean":
+            if not isinstance(loss, Tensor) or isinstance(num_items, Mapping):
+                refuse("backward() of several means", "at once", "give their sums, by name")
+            loss = from_mean(loss, window.count if num_items is None else num_items)
+        window.backward(loss, num_items)
 
     def step(self, window: OpenWindow, loss: Loss) -> Outcome:
         """The whole window at once: every micro-batch's forward, loss and backward, and the step.
@@ -244,7 +252,7 @@ class Accumulator:
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
         outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=self._begin_step)
-        self.attempts.end_step(Attempt(window=window.plain, outcome=outcome, loss=loss))
+        self.tracker.end_step(Attempt(window=window.plain, outcome=outcome, loss=loss))
         self._open = None
         window.phase = Phase.DONE
         return outcome
@@ -256,7 +264,7 @@ class Accumulator:
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
-        return self.attempts.mean_loss()
+        return self.tracker.mean_loss()
 
     def state_dict(self) -> dict[str, Any]:
         """All that :meth:`load_state_dict` needs to go on from here, for each rank but random generators;
@@ -267,14 +275,14 @@ class Accumulator:
             NonFiniteError: as :meth:`windows`.
         """
         self._expect_no_window("state_dict()")
-        self.attempts.judge(together=False)
+        self.tracker.raise_if_nonfinite(together=False)
         state = whole_state(self.engine, self.world)
         return {
             **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
-            "clocks": asdict(self.clocks),
+            "progress": asdict(self.progress),
             "per_sample": self._per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            **self._place.state(),
+            **self._cursor.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,13 +292,13 @@ class Accumulator:
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._per_sample = state["per_sample"]
-        self.go_on_from(Clocks(**state["clocks"]), state["position"], state["data"])
+        self.restore(Progress(**state["progress"]), state["position"], state["data"])
 
-    def go_on_from(self, clocks: Clocks, position: Mapping[str, Any], data: Any) -> None:
+    def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
         """Sets the clocks, and where the next :meth:`windows` begins; a part of :meth:`load_state_dict`."""
-        self.attempts.take_up(clocks)
-        self._place.take_up(position, data)
-        self._stop_wanted = self._tally.stopping = False
+        self.tracker.restore(progress)
+        self._cursor.restore(position, data)
+        self._stop_wanted = self._counter.stopping = False
 
     def _current(self, what: str) -> OpenWindow:
         if self._open is None:
@@ -303,7 +311,7 @@ class Accumulator:
 
     def _begin_step(self) -> None:
         try:
-            self.attempts.begin_step()
+            self.tracker.begin_step()
         except NonFiniteError:  # of the window before: this one has not stepped, and may be run again
             self.abandon()
             raise
@@ -313,14 +321,14 @@ class Accumulator:
         assert self._open is not None
         window, counts, divisor = self._open.plain, self._open.counts, 1.0
         if not counts:  # one read of the device, if the loop counted there
-            (total,) = self.world.sum_numbers([float(late_count)])
+            (total,) = self.world.all_reduce_host([float(late_count)])
             counts, divisor = {SINGLE: total}, total / self._open.provisional
-            self._per_sample = power_near(total / window.samples)
+            self._per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
             self._begin_step()
             outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
         else:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
-        self.attempts.end_step(Attempt(window=window, outcome=outcome))
+        self.tracker.end_step(Attempt(window=window, outcome=outcome))
         self._open = None

@@ -20,9 +20,9 @@ from distaccum.data.prefetch import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import local
+from distaccum.engines.dtensor import to_local
 from distaccum.losses.base import Loss
-from distaccum.losses.normalize import SINGLE, Total, as_totals, weigh
+from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss
 
 _FEW = 4  # names, ids or ranks that a message shows
 
@@ -67,7 +67,9 @@ def diagnose(engine: Engine, window: Window, loss: Loss, world: World) -> tuple[
         MisuseError: as in training, where the loss goes by other names than what was counted.
     """
     finding = _first_finding(engine, window, loss, world.rank)
-    everyone = world.union([] if finding is None else [json.dumps(asdict(finding) | {"stage": finding.stage.value})])
+    everyone = world.all_gather_names(
+        [] if finding is None else [json.dumps(asdict(finding) | {"stage": finding.stage.value})]
+    )
     return tuple(sorted(map(_decoded, everyone), key=lambda found: found.rank))
 
 
@@ -111,11 +113,11 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
     counts = window.counts or {SINGLE: float(window.samples)}  # where they are known at the end of the window only
     found: NonFinite | None = None
     usual: set[tuple[Stage, str]] = set()
-    unreduced = engine.unreduced() if engine.unreduced else nullcontext(dict)
-    with _left_as_it_was(engine), unreduced as accumulated, _watching(engine.bare_model) as watch:
-        engine.keep_pace(len(window.micro_batches))
+    unreduced = engine.local_gradients() if engine.local_gradients else nullcontext(dict)
+    with _left_as_it_was(engine), unreduced as accumulated, _watching(engine.unwrapped_model) as watch:
+        engine.begin_window(len(window.micro_batches))
         if not window.micro_batches:
-            engine.stand_in(sync=False)
+            engine.shadow_micro_step(sync=False)
         for i, micro in enumerate(window.micro_batches):
             batch = to_device(micro.batch, engine.device)
             watch.before_forward(batch)
@@ -123,7 +125,7 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
                 with engine.autocast():
                     total = loss(engine.model, batch)
                 watch.after_forward(total)
-                engine.backward(weigh(total, counts, averages_over=engine.averages_over))
+                engine.backward(normalize_loss(total, counts, gradient_divide_factor=engine.gradient_divide_factor))
             watch.after_backward(accumulated())
             # The rest of the window runs after a finding too: the forwards of all ranks stay in step, should the model
             # itself communicate in them, as SyncBatchNorm does.
@@ -165,9 +167,9 @@ class _Watch:
         """A forward hook; an activation checkpoint calls it again, in the backward, with what is known already."""
         self._met += [(Stage.FORWARD, name, _finite(tensor)) for tensor in _floating(output)]
 
-    def after_forward(self, total: Total) -> None:
+    def after_forward(self, total: LossSum) -> None:
         """Between the loss and its backward."""
-        self._met += [(Stage.LOSS, "", _finite(part)) for part in as_totals(total).values()]
+        self._met += [(Stage.LOSS, "", _finite(part)) for part in as_loss_sums(total).values()]
 
     def after_backward(self, gradients: Mapping[str, Tensor]) -> None:
         """With what hooks do not see."""
@@ -204,7 +206,7 @@ def _watching(model: nn.Module) -> Iterator[_Watch]:
 @contextmanager
 def _left_as_it_was(engine: Engine) -> Iterator[None]:
     """The block may draw and overwrite buffers; what it accumulates is zeroed."""
-    modules = engine.bare_model.modules()
+    modules = engine.unwrapped_model.modules()
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     copies = [buffer.detach().clone() for _, _, buffer in buffers]
     plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  users' code may draw here
@@ -232,7 +234,7 @@ def _floating(value: Any) -> list[Tensor]:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    return local(tensor.detach()).isfinite().all()
+    return to_local(tensor.detach()).isfinite().all()
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
-from distaccum.losses.normalize import SINGLE, Counts, Total, as_counts, weigh
+from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, normalize_loss
 
 
 class Phase(Enum):
@@ -82,7 +82,7 @@ class OpenWindow:
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches; a rank without any takes part in the reduction when they are asked for."""
         self.expect(Phase.OPEN, "iterating over a window", "take its micro-batches once")
-        self._engine.keep_pace(len(self.plain.micro_batches))
+        self._engine.begin_window(len(self.plain.micro_batches))
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch
@@ -91,7 +91,7 @@ class OpenWindow:
             self._given, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._given
         if not self.plain.micro_batches:
-            self._engine.stand_in()
+            self._engine.shadow_micro_step()
             self._done()
         self.expect(Phase.DONE, "the end of the window", "run each micro-batch in `with acc.accumulate():`")
 
@@ -116,12 +116,12 @@ class OpenWindow:
         else:
             self._done()
 
-    def backward(self, total: Total, count: float | Tensor | Counts | None) -> None:
+    def backward(self, total: LossSum, count: float | Tensor | Counts | None) -> None:
         """See ``Accumulator.backward``."""
         self.expect(Phase.FORWARD, "backward()", "call acc.backward() once in each `with acc.accumulate():`")
         self._end_forward()
         counts = self._agreed(count) if self.counts else self._noted(count)
-        self._engine.backward(weigh(total, counts, averages_over=self._engine.averages_over))
+        self._engine.backward(normalize_loss(total, counts, gradient_divide_factor=self._engine.gradient_divide_factor))
         self._sums.add(total)
         self.phase = Phase.BACKWARD
 

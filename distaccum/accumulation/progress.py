@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clocks:
+class Progress:
     """``step`` counts applied updates and ``window`` attempts.
 
     The position in the data is ``epoch`` and ``epoch_window``, the windows of that epoch that are behind. ``samples``
@@ -23,7 +23,7 @@ class Clocks:
     skipped: int = 0
     nonfinite: int = 0
 
-    def after(self, *, samples: int, tokens: float, applied: bool, finite: bool = True) -> Clocks:
+    def after(self, *, samples: int, tokens: float, applied: bool, finite: bool = True) -> Progress:
         """The clocks one attempt later. A skipped attempt moves the data on, and never ``step``."""
         return replace(
             self,
@@ -36,6 +36,6 @@ class Clocks:
             nonfinite=self.nonfinite + (not finite),
         )
 
-    def next_epoch(self) -> Clocks:
+    def next_epoch(self) -> Progress:
         """The clocks at the start of the epoch that follows."""
         return replace(self, epoch=self.epoch + 1, epoch_window=0)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
-from distaccum.engines.base import Engine, StepResult
+from distaccum.engines.base import Engine, StepOutput
 from distaccum.losses.base import Loss
-from distaccum.losses.normalize import Counts, Total, as_totals, weigh
+from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Outcome:
     loss_sums: Mapping[str, Tensor]
     counts: Counts
     grad_norm: Tensor
-    step: StepResult | None
+    step: StepOutput | None
 
     @property
     def applied(self) -> bool:
@@ -52,12 +52,12 @@ class LossSums:
         self._device = device
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, total: Total) -> None:
+    def add(self, total: LossSum) -> None:
         """Takes one micro-batch's totals."""
-        for name, part in as_totals(total).items():
+        for name, part in as_loss_sums(total).items():
             self._sums[name] = self._sums[name] + part.detach() if name in self._sums else part.detach()
 
-    def outcome(self, counts: Counts, step: StepResult | None) -> Outcome:
+    def outcome(self, counts: Counts, step: StepOutput | None) -> Outcome:
         """The outcome of an update; of a skipped one without ``step``."""
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
@@ -73,19 +73,20 @@ def run_window(
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
-    The loss is a sum, and it is divided once: by the count of the whole window on all ranks. ``averages_over`` undoes
-    the engine's own averaging. Only a rank's last micro-step, the boundary, communicates gradients.
+    The loss is a sum, and it is divided once: by the count of the whole window on all ranks.
+    ``gradient_divide_factor`` undoes the engine's own averaging. Only a rank's last micro-step, the boundary,
+    communicates gradients.
     """
     sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
-    engine.keep_pace(len(window.micro_batches))
+    engine.begin_window(len(window.micro_batches))
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):
         with engine.micro_step(sync=i == boundary):
             with engine.autocast():
                 total = loss(engine.model, batch)
-            engine.backward(weigh(total, window.counts, averages_over=engine.averages_over))
+            engine.backward(normalize_loss(total, window.counts, gradient_divide_factor=engine.gradient_divide_factor))
         sums.add(total)
     if not window.micro_batches:
-        engine.stand_in()  # other ranks wait for this one's part in the reduction
+        engine.shadow_micro_step()  # other ranks wait for this one's part in the reduction
     before_step()  # the learning rate, by which time the attempt before has come to its end
     return sums.outcome(window.counts, engine.step())

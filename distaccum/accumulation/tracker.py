@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from distaccum.accumulation.diagnose import diagnose, explain
-from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
 from distaccum.accumulation.step import Outcome
 from distaccum.data.window import Window
@@ -39,7 +39,7 @@ class Attempt:
     loss: Loss | None = None
 
 
-class Attempts:
+class ProgressTracker:
     """Keeps the clocks, and steps the schedules of applied updates only.
 
     Whether an attempt was applied is known on the device first. It is asked for where the next one is about to step,
@@ -67,37 +67,37 @@ class Attempts:
         self._engine, self._world = engine, world
         self._schedule, self._schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
-        self._clocks = self._after_last = Clocks()
+        self._clocks = self._after_last = Progress()
         self._in_a_row = 0
         self._open: Attempt | None = None  # not asked yet
         self._fatal: Attempt | None = None
         self.last: Outcome | None = None
 
     @property
-    def settled(self) -> Clocks:
+    def known_progress(self) -> Progress:
         """The clocks right after the latest attempt that somebody has asked for; nothing waits."""
         return self._after_last
 
     @property
-    def furthest_step(self) -> int:
+    def max_possible_step(self) -> int:
         """``step``, if the last attempt was applied; nothing waits."""
         return self._clocks.step + (self._open is not None)
 
     @property
-    def clocks(self) -> Clocks:
+    def progress(self) -> Progress:
         """The clocks with the last attempt, for whose end this waits."""
-        self.settle()
+        self.resolve_last_step()
         return self._clocks
 
-    def take_up(self, clocks: Clocks) -> None:
+    def restore(self, progress: Progress) -> None:
         """Goes on from another run's clocks."""
         self._open = self._fatal = None
-        self._clocks = self._after_last = clocks
+        self._clocks = self._after_last = progress
         self._in_a_row = 0
 
     def next_epoch(self) -> None:
         """All windows of the epoch have run."""
-        self._clocks = self.clocks.next_epoch()
+        self._clocks = self.progress.next_epoch()
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device.
@@ -108,7 +108,7 @@ class Attempts:
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
         # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
-        sums = self._world.sum_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        sums = self._world.all_reduce_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
         means = (total / count for total, count in zip(sums.tolist(), self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 
@@ -116,22 +116,22 @@ class Attempts:
         """Before the optimizers step: what came before is settled, and the rates are set.
 
         Raises:
-            NonFiniteError: as :meth:`judge`.
+            NonFiniteError: as :meth:`raise_if_nonfinite`.
         """
-        self.judge()
+        self.raise_if_nonfinite()
         if self._schedule is not None:
             self._engine.set_lr_factor(self._schedule(self._clocks.step))
 
     def end_step(self, attempt: Attempt) -> None:
         """After they have stepped, or not."""
-        self.settle()
+        self.resolve_last_step()
         self._open, self.last = attempt, attempt.outcome
 
-    def pass_over(self, samples: int) -> None:
+    def skip_empty_window(self, samples: int) -> None:
         """A window that counts nothing, and was not run."""
-        self._clocks = self.clocks.after(samples=samples, tokens=0, applied=False)
+        self._clocks = self.progress.after(samples=samples, tokens=0, applied=False)
 
-    def settle(self) -> None:
+    def resolve_last_step(self) -> None:
         """Asks what became of the last attempt, if nobody has: clocks and schedulers then include it."""
         if self._open is None:
             return
@@ -150,13 +150,13 @@ class Attempts:
         if self._in_a_row >= self._max_skips:
             self._fatal = attempt
 
-    def judge(self, *, together: bool = True) -> None:
+    def raise_if_nonfinite(self, *, together: bool = True) -> None:
         """Settles the last attempt; a collective where it raises, unless not ``together``: then it says what it knows.
 
         Raises:
             NonFiniteError: on every rank alike, and once: too many gradients in a row were NaN or infinite.
         """
-        self.settle()
+        self.resolve_last_step()
         if self._fatal is not None:
             explanation = self._explanation(self._fatal, together=together)
             self._fatal, self._in_a_row = None, 0
@@ -170,7 +170,7 @@ class Attempts:
         if attempt.loss is not None and together:
             began = f" {explain(diagnose(self._engine, attempt.window, attempt.loss, self._world))}."
         own = (self._world.rank, _few([*islice(chain.from_iterable(attempt.window.ids()), _FEW + 1)]) or "none")
-        texts = self._world.union([json.dumps(own)]) if together else [json.dumps(own)]
+        texts = self._world.all_gather_names([json.dumps(own)]) if together else [json.dumps(own)]
         samples = "; ".join(f"rank {rank}: {ids}" for rank, ids in sorted(map(json.loads, texts)))
         row = f"{self._in_a_row} in a row, " if self._in_a_row > 1 else ""
         return (

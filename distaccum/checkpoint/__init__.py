@@ -1,1 +1,5 @@
-"""Checkpoints that are either whole and verified, or not there: ``store`` keeps folders, ``state`` what is in them."""
+"""Checkpoints: whole and verified, or not there.
+
+May import ``accumulation`` and what it may import.
+Begin with ``store.py`` (how a folder appears and is verified), then ``state.py`` (what it holds).
+"""

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, Keeps
+from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.state import merged
 from distaccum.errors import CheckpointError
 
@@ -43,11 +43,11 @@ _READ = (2, 3)  # 2 had one file of each kind, written by rank 0
 class RunState:
     """The part of a checkpoint that is not the engine's.
 
-    ``position`` are the plan's numbers that give ``clocks.window`` its meaning: a checkpoint is only good for a run in
-    which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
+    ``position`` are the plan's numbers that give ``progress.window`` its meaning: a checkpoint is only good for a run
+    in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
     """
 
-    clocks: Clocks
+    progress: Progress
     position: Mapping[str, int]
     wandb_id: str
     config: Mapping[str, Any]
@@ -66,7 +66,7 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         world: this rank.
     """
     state = engine.state()
-    shared = engine.keeps is Keeps.SHARE
+    shared = engine.state_layout is StateLayout.SHARDED
     tensors.write(folder, "model", state.model, world, shared=shared)
     tensors.write(folder, "optimizer", state.optimizer, world, shared=shared)
     values = merged(state.optimizer_values, world) if shared else state.optimizer_values
@@ -75,7 +75,8 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         record = {
             "version": VERSION,
             "world_size": world.size,
-            **asdict(run),
+            "clocks": asdict(run.progress),
+            **{name: value for name, value in asdict(run).items() if name != "progress"},
             "scaler": state.scaler,
             "optimizer_values": values,
         }
@@ -93,7 +94,7 @@ def read(folder: Path) -> RunState:
     """
     record = _record(folder)
     fields = ("position", "wandb_id", "config", "callbacks", "optimizer_format")
-    return RunState(clocks=Clocks(**record["clocks"]), **{name: record[name] for name in fields})
+    return RunState(progress=Progress(**record["clocks"]), **{name: record[name] for name in fields})
 
 
 def load(

@@ -20,7 +20,7 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
 
     What several ranks have, the first of them writes. A collective if ``shared``; else rank 0 has it all.
     """
-    given = world.everyone(list(tensors)) if shared else [list(tensors)]
+    given = world.all_gather_object(list(tensors)) if shared else [list(tensors)]
     before: set[str] = set().union(*given[: world.rank])
     own = {name: tensor for name, tensor in tensors.items() if name not in before}
     alone = all(set(names) <= set(given[0]) for names in given)

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from distaccum.data.spec import Source, is_map_style
+from distaccum.data.spec import DataSpec, is_map_style
 from distaccum.errors import ConfigError
 
 
-def as_source(data: Any) -> Source:
-    """A :class:`Source` as it is; a bare dataset, ``DataLoader`` or stream as a source with nothing held out.
+def to_data_spec(data: Any) -> DataSpec:
+    """A :class:`DataSpec` as it is; a bare dataset, ``DataLoader`` or stream as a source with nothing held out.
 
     Of a ``DataLoader`` over a map-style dataset the dataset, the collation and the order are taken, so that the plan
     can divide it among the ranks. One over an iterable dataset is a stream of this rank's micro-batches.
@@ -22,23 +22,23 @@ def as_source(data: Any) -> Source:
         ConfigError: a ``DataLoader`` over a map-style dataset whose order or selection cannot be planned.
     """
     name = type(data).__name__
-    if isinstance(data, Source):
+    if isinstance(data, DataSpec):
         return data
     if isinstance(data, DataLoader):
         return _source_of(data)
     if is_map_style(data):
-        return Source(train=data, held_out=None, description=f"{name}, {len(data)} samples")
+        return DataSpec(train=data, eval_dataset=None, description=f"{name}, {len(data)} samples")
     if isinstance(data, Iterable):
-        return Source(train=data, held_out=None, description=f"{name}, a stream")
+        return DataSpec(train=data, eval_dataset=None, description=f"{name}, a stream")
     raise TypeError(f"{name} is neither a distaccum Source nor a dataset with len() and [index], nor an iterable")
 
 
-def batches_itself(data: Any) -> bool:
+def yields_batches(data: Any) -> bool:
     """Whether a stream gives micro-batches, as torch's ``DataLoader`` does unless it is told not to."""
     return isinstance(data, DataLoader) and data.batch_sampler is not None
 
 
-def of_this_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
+def split_by_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     """A Hugging Face streaming dataset, split over the ranks unless it is already; any other stream as it is.
 
     Raises:
@@ -65,23 +65,23 @@ def is_unsplit(stream: Any) -> bool:
     return is_theirs and not is_map_style(stream) and getattr(stream, "_distributed", None) is None
 
 
-def _source_of(loader: DataLoader[Any]) -> Source:
+def _source_of(loader: DataLoader[Any]) -> DataSpec:
     if not is_map_style(loader.dataset):
         description = f"{type(loader.dataset).__name__}, a stream of micro-batches"
-        return Source(train=loader, held_out=None, description=description, micro_size=loader.batch_size)
+        return DataSpec(train=loader, eval_dataset=None, description=description, micro_batch_size=loader.batch_size)
     batches: Any = loader.batch_sampler
     if type(batches).__name__ != BatchSampler.__name__ or not isinstance(batches, BatchSampler):
         raise _unplannable(batches, "makes batches of its own")
     if batches.drop_last:
         raise ConfigError("loader", "drop_last=True", "leaves samples out", "Drop it: ragged windows are exact")
     size = len(loader.dataset)
-    return Source(
+    return DataSpec(
         train=loader.dataset,
-        held_out=None,
+        eval_dataset=None,
         description=f"{type(loader.dataset).__name__}, {size} samples",
         collate=loader.collate_fn,
         shuffle=_shuffles(batches.sampler, size),
-        micro_size=batches.batch_size,
+        micro_batch_size=batches.batch_size,
     )
 
 

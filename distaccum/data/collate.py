@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 from distaccum.errors import DataError
 
 
-class Pad:
+class PadCollator:
     """Collates samples, padding sequences at their end to the longest one of the micro-batch::
 
-        Pad({"input_ids": 0, "attention_mask": 0, "labels": -100})  # samples are mappings
-        Pad((0, -100))  # samples are tuples
+        PadCollator({"input_ids": 0, "attention_mask": 0, "labels": -100})  # samples are mappings
+        PadCollator((0, -100))  # samples are tuples
 
     Fields are tensors, arrays or lists ``(T,)``, which become ``(B, T)``, and numbers, which are stacked to ``(B,)``
     and need no padding value.

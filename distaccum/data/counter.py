@@ -15,7 +15,7 @@ def _never() -> bool:
     return False
 
 
-class Tally:
+class GlobalCounter:
     """Counts micro-batches on the host, and adds up over the ranks.
 
     Args:
@@ -33,14 +33,14 @@ class Tally:
         """The batch with its counts."""
         return MicroBatch(batch, as_counts(self._count(batch)) if self._count else {})
 
-    def add_up(self, micro_batches: Sequence[MicroBatch], more: Sequence[float] = ()) -> tuple[Counts, list[float]]:
+    def all_reduce(self, micro_batches: Sequence[MicroBatch], more: Sequence[float] = ()) -> tuple[Counts, list[float]]:
         """What these micro-batches of all ranks count, and the sums of ``more``; a collective.
 
         Raises:
             MisuseError: a batch counts under a name that no batch of the first window had.
         """
         if self._names is None:  # a rank with nothing cannot know the names: asked once a run
-            names = self._world.union([name for micro in micro_batches for name in micro.counts])
+            names = self._world.all_gather_names([name for micro in micro_batches for name in micro.counts])
             self._names = names or None  # nobody had anything: asked again
         own = dict.fromkeys(self._names or (), 0.0)
         for micro in micro_batches:
@@ -50,6 +50,6 @@ class Tally:
                         f"a batch counts {name!r}, and the first window only {sorted(own)}: count 0 there"
                     )
                 own[name] += count
-        stops, *sums = self._world.sum_numbers([self._wants_stop(), *own.values(), *more])
+        stops, *sums = self._world.all_reduce_host([self._wants_stop(), *own.values(), *more])
         self.stopping = self.stopping or stops > 0
         return dict(zip(own, sums, strict=False)), sums[len(own) :]

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distaccum.data.loader import Feed
+from distaccum.data.loader import WindowLoader
 from distaccum.errors import CheckpointError
 
 
-class Place:
+class DataCursor:
     """The feed of the data that a loop names, kept from epoch to epoch.
 
     Args:
         planned: makes the feed of what is none yet.
     """
 
-    def __init__(self, planned: Callable[[Any], Feed]) -> None:
+    def __init__(self, planned: Callable[[Any], WindowLoader]) -> None:
         self._planned = planned
-        self._current: tuple[Any, Feed] | None = None
+        self._current: tuple[Any, WindowLoader] | None = None
         self._resumed: Mapping[str, Any] | None = None
 
-    def feed_of(self, data: Any) -> Feed:
+    def as_loader(self, data: Any) -> WindowLoader:
         """The feed of ``data``, which goes on from a state that was taken up before.
 
         Raises:
             CheckpointError: that state is of other data or sizes.
         """
         if self._current is None or self._current[0] is not data:
-            feed = data if isinstance(data, Feed) else self._planned(data)
+            feed = data if isinstance(data, WindowLoader) else self._planned(data)
             if self._resumed is not None and self._resumed["position"]:
                 for key, value in feed.position.items():
                     if self._resumed["position"].get(key) != value:
@@ -44,6 +44,6 @@ class Place:
             return self._resumed or {"position": {}, "data": None}
         return {"position": self._current[1].position, "data": self._current[1].state()}
 
-    def take_up(self, position: Mapping[str, Any], data: Any) -> None:
+    def restore(self, position: Mapping[str, Any], data: Any) -> None:
         """The next feed goes on from there."""
         self._current, self._resumed = None, {"position": position, "data": data}

@@ -8,58 +8,66 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader
 
-from distaccum.data.adapters import as_source, batches_itself, is_unsplit, of_this_rank
-from distaccum.data.loader import Feed, PlannedFeed
+from distaccum.data.adapters import is_unsplit, split_by_rank, to_data_spec, yields_batches
+from distaccum.data.loader import MapWindowLoader, WindowLoader
 from distaccum.data.plan.batch import BatchPlan, Ids, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
-from distaccum.data.spec import MapDataset, Source, is_map_style
-from distaccum.data.stream import StreamFeed
-from distaccum.distributed.signals import leave_to_parent
+from distaccum.data.spec import DataSpec, MapDataset, is_map_style
+from distaccum.data.stream import IterableWindowLoader
+from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 
 
 def make_plan(
-    source: Source, *, global_size: int | None, tokens: int | None, micro_size: int, world_size: int, seed: int | None
+    source: DataSpec,
+    *,
+    global_batch_size: int | None,
+    tokens: int | None,
+    micro_batch_size: int,
+    world_size: int,
+    seed: int | None,
 ) -> Plan | StreamPlan:
     """The plan of a source's training data.
 
     Raises:
-        ConfigError: sizes that cannot work, both or none of ``global_size`` and ``tokens``, or a budget of tokens over
-            samples of unknown length.
+        ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``, or a budget of tokens
+            over samples of unknown length.
     """
-    if global_size is None and tokens is None:
+    if global_batch_size is None and tokens is None:
         raise ConfigError("batch.global_size", None, "is not given, and batch.tokens neither", "State one of them")
-    if global_size is not None and tokens is not None:
+    if global_batch_size is not None and tokens is not None:
         remedy = "State one of them: batch=tokens switches to a budget of tokens"
-        raise ConfigError("batch.tokens", tokens, f"and batch.global_size={global_size} is given too", remedy)
-    if source.micro_size is not None and source.micro_size != micro_size:
+        raise ConfigError("batch.tokens", tokens, f"and batch.global_size={global_batch_size} is given too", remedy)
+    if source.micro_batch_size is not None and source.micro_batch_size != micro_batch_size:
         remedy = "Give both the same number"
-        raise ConfigError("micro_size", micro_size, f"the loader's batch_size is {source.micro_size}", remedy)
-    sizes = {"micro_size": micro_size, "world_size": world_size}
+        raise ConfigError(
+            "micro_size", micro_batch_size, f"the loader's batch_size is {source.micro_batch_size}", remedy
+        )
+    sizes = {"micro_batch_size": micro_batch_size, "world_size": world_size}
     if not is_map_style(source.train):
-        if global_size is None:
+        if global_batch_size is None:
             remedy = "Use batch.global_size for streams: a rank cannot know what the others' samples hold"
             raise ConfigError("batch.tokens", tokens, "the data is a stream", remedy)
-        return StreamPlan(global_size=global_size, batched=batches_itself(source.train), **sizes)
+        return StreamPlan(global_batch_size=global_batch_size, batched=yields_batches(source.train), **sizes)
     seed = seed if source.shuffle else None
-    if global_size is not None:
-        return BatchPlan(samples=len(source.train), global_size=global_size, seed=seed, **sizes)
+    if global_batch_size is not None:
+        return BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
     assert tokens is not None
     return TokenPlan(lengths=_known(source, "batch.tokens", tokens), tokens=tokens, seed=seed, **sizes)
 
 
-def check_workers(source: Source, plan: Plan | StreamPlan, num_workers: int) -> None:
+def check_workers(source: DataSpec, plan: Plan | StreamPlan, num_workers: int) -> None:
     """Raises ConfigError where loading processes would each give the whole stream, or there are some already."""
     if isinstance(plan, StreamPlan) and num_workers and not is_unsplit(source.train):
         remedy = "Use 0, and a DataLoader with workers of its own as data"
         raise ConfigError("trainer.num_workers", num_workers, "the data is a stream", remedy)
 
 
-def make_feed(
-    source: Source, plan: Plan | StreamPlan, world: World, *, num_workers: int = 0, group_by_length: bool = False
-) -> Feed:
+def build_loader(
+    source: DataSpec, plan: Plan | StreamPlan, world: World, *, num_workers: int = 0, group_by_length: bool = False
+) -> WindowLoader:
     """The feed of a source's training data.
 
     Raises:
@@ -67,13 +75,13 @@ def make_feed(
     """
     if isinstance(plan, StreamPlan):
         check_workers(source, plan, num_workers)
-        stream = of_this_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
+        stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
             stream = DataLoader(
-                cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=leave_to_parent
+                cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=ignore_stop_signals
             )
-        return StreamFeed(stream, plan, world, collate=source.collate)
-    return PlannedFeed(
+        return IterableWindowLoader(stream, plan, world, collate=source.collate)
+    return MapWindowLoader(
         cast(MapDataset, source.train),
         plan,
         world,
@@ -83,32 +91,44 @@ def make_feed(
     )
 
 
-def feed_of(
-    data: Any, world: World, *, global_size: int | None, tokens: int | None, micro_size: int | None, seed: int
-) -> Feed:
-    """The feed of whatever a loop of one's own iterates over: see :func:`distaccum.data.adapters.as_source`.
+def as_loader(
+    data: Any,
+    world: World,
+    *,
+    global_batch_size: int | None,
+    tokens: int | None,
+    micro_batch_size: int | None,
+    seed: int,
+) -> WindowLoader:
+    """The feed of whatever a loop of one's own iterates over: see :func:`distaccum.data.adapters.to_data_spec`.
 
     Only a bare iterable is another thing here: a stream of this rank's micro-batches, not of its samples.
 
     Raises:
         ConfigError: sizes that cannot work or are missing, or data that cannot be planned.
     """
-    if micro_size is None:
-        raise ConfigError("micro_size", None, "is not given", "State the samples that fit on a device at once")
-    sizes: dict[str, Any] = {"global_size": global_size, "tokens": tokens, "micro_size": micro_size}
+    if micro_batch_size is None:
+        raise ConfigError("micro_batch_size", None, "is not given", "State the samples that fit on a device at once")
+    sizes: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "tokens": tokens,
+        "micro_batch_size": micro_batch_size,
+    }
     sizes["world_size"] = world.size
-    if isinstance(data, Source | DataLoader) or is_map_style(data):
-        source = as_source(data)
+    if isinstance(data, DataSpec | DataLoader) or is_map_style(data):
+        source = to_data_spec(data)
         plan = make_plan(source, **sizes, seed=seed)
         workers = data.num_workers if isinstance(data, DataLoader) and not isinstance(plan, StreamPlan) else 0
-        return make_feed(source, plan, world, num_workers=workers)
-    if global_size is None:
-        raise ConfigError("global_size", None, "is not given", "State the samples of one optimizer step")
-    stream_plan = StreamPlan(global_size=global_size, micro_size=micro_size, world_size=world.size, batched=True)
-    return StreamFeed(of_this_rank(data, world.rank, world.size), stream_plan, world)
+        return build_loader(source, plan, world, num_workers=workers)
+    if global_batch_size is None:
+        raise ConfigError("global_batch_size", None, "is not given", "State the samples of one optimizer step")
+    stream_plan = StreamPlan(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, world_size=world.size, batched=True
+    )
+    return IterableWindowLoader(split_by_rank(data, world.rank, world.size), stream_plan, world)
 
 
-def _known(source: Source, key: str, value: object) -> Ids:
+def _known(source: DataSpec, key: str, value: object) -> Ids:
     if source.lengths is None:
         remedy = "Give lengths to its Source: the tokens of each training sample"
         raise ConfigError(key, value, "the data does not say how long its samples are", remedy)

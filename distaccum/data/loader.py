@@ -13,27 +13,27 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distaccum.data.counter import Tally
+from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import Epoch, Ids, Plan
 from distaccum.data.spec import MapDataset
 from distaccum.data.window import Window
-from distaccum.distributed.random import host_generators
-from distaccum.distributed.signals import leave_to_parent
+from distaccum.distributed.random import capture
+from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 
 Collate = Callable[[list[Any]], Any]
 
 
 @runtime_checkable
-class Feed(Protocol):
+class WindowLoader(Protocol):
     """Where windows come from."""
 
     @property
     def position(self) -> dict[str, Any]:
         """What gives a window's number its meaning; a checkpoint is good only where this is the same."""
 
-    def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
-        """The windows of an epoch from ``start`` on, counted over all ranks; ends early where ``tally.stopping``."""
+    def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
+        """The windows of an epoch from ``start`` on, counted over all ranks; ends early where ``counter.stopping``."""
 
     def state(self) -> Any:
         """What this rank needs besides the position to go on after the last window given out; None for nothing."""
@@ -42,7 +42,7 @@ class Feed(Protocol):
         """Takes up :meth:`state`, before :meth:`windows`."""
 
 
-class PlannedFeed:
+class MapWindowLoader:
     """The windows of a map-style dataset.
 
     Samples are fetched by torch's ``DataLoader`` (with its workers, pinning and collation); which ones, and how they
@@ -78,7 +78,7 @@ class PlannedFeed:
             collate_fn=collate,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            worker_init_fn=leave_to_parent,
+            worker_init_fn=ignore_stop_signals,
             pin_memory=world.device.type == "cuda",
             generator=torch.Generator().manual_seed(int.from_bytes(digest)),
         )
@@ -88,18 +88,18 @@ class PlannedFeed:
         """The plan's numbers."""
         return self._plan.position
 
-    def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
-        """See :class:`Feed`. One small host all-reduce a window."""
+    def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
+        """See :class:`WindowLoader`. One small host all-reduce a window."""
         self._ids.seek(epoch, start)
         batches, cut = iter(self._loader), self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
-            began, put_back = perf_counter(), host_generators()
+            began, restore = perf_counter(), capture()
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
-            micro_batches = [tally.micro_batch(batch) for batch in islice(batches, filled)]
+            micro_batches = [counter.micro_batch(batch) for batch in islice(batches, filled)]
             waited = perf_counter() - began
-            counts, _ = tally.add_up(micro_batches)
-            if tally.stopping:  # the window can be taken again, and what its samples draw
-                put_back()
+            counts, _ = counter.all_reduce(micro_batches)
+            if counter.stopping:  # the window can be taken again, and what its samples draw
+                restore()
                 return
             yield Window(
                 epoch=epoch,

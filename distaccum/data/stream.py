@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from distaccum.data.counter import Tally
+from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import MicroBatch, Window
@@ -20,7 +20,7 @@ from distaccum.errors import DataError
 from distaccum.losses.normalize import Counts
 
 
-class StreamFeed:
+class IterableWindowLoader:
     """The windows of a stream.
 
     A window asks the ranks that have something left for equal parts of the global batch. Where one of them ends, what
@@ -52,8 +52,8 @@ class StreamFeed:
         """The plan's numbers: the world's size is one of them."""
         return self._plan.position
 
-    def windows(self, epoch: int, start: int, tally: Tally) -> Iterator[Window]:
-        """See :class:`Feed`. One small host all-reduce a window, and one more whenever a rank's stream ends."""
+    def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
+        """See :class:`WindowLoader`. One small host all-reduce a window, and one more whenever a rank's stream ends."""
         index = start
         if self._given is not None and self._given[0] == start and self._next == (epoch, start + 1):
             yield self._given[1]  # it was abandoned, and a stream does not give its items twice
@@ -66,7 +66,7 @@ class StreamFeed:
             counts: dict[str, float] = {}
             samples = 0
             while (wanted := self._plan.wanted(samples)) and not all(self._ended):
-                fresh, spans, found, more = self._round(items, wanted, tally, index)
+                fresh, spans, found, more = self._round(items, wanted, counter, index)
                 micro_batches += fresh
                 ids += spans
                 samples += more
@@ -86,17 +86,17 @@ class StreamFeed:
                 )
                 self._given = (index - 1, window)
                 yield window
-            if tally.stopping:
+            if counter.stopping:
                 return
         self._items, self._taken, self._ended = None, 0, [False] * self._world.size
 
     def _round(
-        self, items: Iterator[Any], wanted: int, tally: Tally, turn: int
+        self, items: Iterator[Any], wanted: int, counter: GlobalCounter, turn: int
     ) -> tuple[list[MicroBatch], list[range], Counts, int]:
         """Fetches this rank's part of what is wanted; returns it with its items, all ranks' counts and samples."""
         quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank, turn=turn)
         taken = list(islice(items, quota))
-        size = 1 if self._plan.batched else self._plan.micro_size
+        size = 1 if self._plan.batched else self._plan.micro_batch_size
         cuts = range(0, len(taken), size)
         spans = [range(self._taken + i, self._taken + min(i + size, len(taken))) for i in cuts]
         self._taken += len(taken)
@@ -104,17 +104,17 @@ class StreamFeed:
             batches, samples = taken, sum(map(self._checked_size, taken))
         else:
             batches, samples = [self._collate(taken[i : i + size]) for i in cuts], len(taken)
-        micro_batches = [tally.micro_batch(batch) for batch in batches]
+        micro_batches = [counter.micro_batch(batch) for batch in batches]
         ends = [0.0] * self._world.size
         ends[self._world.rank] = float(len(taken) < quota)
-        counts, (total, *ended) = tally.add_up(micro_batches, [samples, *ends])
+        counts, (total, *ended) = counter.all_reduce(micro_batches, [samples, *ends])
         self._ended = [before or now > 0 for before, now in zip(self._ended, ended, strict=True)]
         return micro_batches, spans, counts, int(total)
 
     def _checked_size(self, batch: Any) -> int:
         size = batch_size(batch)
-        if size > self._plan.micro_size:
-            problem = f"a batch of {size} samples, and micro_size={self._plan.micro_size}"
+        if size > self._plan.micro_batch_size:
+            problem = f"a batch of {size} samples, and micro_size={self._plan.micro_batch_size}"
             raise DataError(f"{problem}: load batches of at most micro_size samples, or raise it")
         return size
 

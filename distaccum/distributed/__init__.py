@@ -1,1 +1,5 @@
-""" """
+"""Processes: who this one is, how ranks meet, the small collectives, signals to stop, random-number state.
+
+May import ``errors``.
+Begin with ``world.py``; ``environment.py`` reads the launcher's variables, ``rendezvous.py`` finds the other ranks.
+"""

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 from torch.distributed.rendezvous import rendezvous
 
-from distaccum.distributed.rendezvous import own_part
+from distaccum.distributed.rendezvous import private_store
 from distaccum.errors import ConfigError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -19,7 +19,7 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class LaunchEnvironment:
     """Who this process is, as the launcher said it; known before any process group exists."""
 
     rank: int = 0
@@ -29,7 +29,7 @@ class Ranks:
     planned: bool = False  # nobody has started them yet: one process checks what they are to do
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
         """Reads torchrun's variables; without any of them this process is a world of one.
 
         Raises:
@@ -69,4 +69,4 @@ class Ranks:
             return HashStore()
         store: Store
         store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
-        return own_part(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())
+        return private_store(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())

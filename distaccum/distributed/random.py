@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 
-def host_generators() -> Callable[[], None]:
+def capture() -> Callable[[], None]:
     """Notes where the generators of torch, NumPy and Python are on the host; what is returned goes back there."""
     torchs, numpys, pythons = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
 
-    def put_back() -> None:
+    def restore() -> None:
         torch.set_rng_state(torchs)
         np.random.set_state(numpys)  # noqa: NPY002
         random.setstate(pythons)
 
-    return put_back
+    return restore

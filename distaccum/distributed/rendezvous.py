@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 _POLL_S = 0.01
 
 
-def own_part(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
+def private_store(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
     """The part; every one of the ``size`` ranks calls this.
 
     Raises:
@@ -24,7 +24,7 @@ def own_part(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
     """
     if rank == 0:
         name = token_hex(8)
-        _welcome(store, range(1, size), name, timeout_s)
+        _admit(store, range(1, size), name, timeout_s)
     else:
         word = token_hex(8)
         store.set(f"meeting/{rank}", word)
@@ -33,7 +33,7 @@ def own_part(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
     return PrefixStore(f"ranks/{name}", store)
 
 
-def _welcome(store: Store, ranks: range, name: str, timeout_s: float) -> None:
+def _admit(store: Store, ranks: range, name: str, timeout_s: float) -> None:
     """Answers each rank's word until it is here: the first one found may be of a rank before it."""
     deadline, absent, answered = monotonic() + timeout_s, list(ranks), dict[int, bytes]()
     while True:

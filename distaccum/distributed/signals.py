@@ -61,7 +61,7 @@ class StopSignals:
         self._before.clear()
 
     @contextmanager
-    def telling(self, listener: Callable[[str], object]) -> Iterator[None]:
+    def notify(self, listener: Callable[[str], object]) -> Iterator[None]:
         """Within it ``listener`` is called with the name of the first signal: when it comes, or at once if it has.
 
         It is called between two instructions of the main thread, so it should set a flag and no more.
@@ -81,7 +81,7 @@ class StopSignals:
                 self._told(self.received)
 
 
-def stop_with_parent() -> None:
+def die_with_parent() -> None:
     """Has the kernel send this process SIGTERM when the one that started it ends, however that ends (Linux alone).
 
     A launcher that is killed cannot tell its workers; without this they would train on, unseen.
@@ -90,7 +90,7 @@ def stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def leave_to_parent(_: int = 0) -> None:
+def ignore_stop_signals(_: int = 0) -> None:
     """For processes that load data (a ``worker_init_fn``): these signals are for the process that trains.
 
     They reach the whole process group, and a loader that dies of one takes the training down before it can save. Only

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
-from distaccum.distributed.environment import GROUP_TIMEOUT, Ranks
+from distaccum.distributed.environment import GROUP_TIMEOUT, LaunchEnvironment
 
 # Gloo's threads let go of the last collective's tensors a little after it returns. If the interpreter is ending by
 # then, the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
@@ -40,9 +40,9 @@ class World:
         A group that is opened here lasts until the process exits.
 
         Raises:
-            ConfigError: as :meth:`Ranks.from_environment` and :meth:`Ranks.device`.
+            ConfigError: as :meth:`LaunchEnvironment.from_environment` and :meth:`LaunchEnvironment.device`.
         """
-        ranks = Ranks.from_environment()
+        ranks = LaunchEnvironment.from_environment()
         if dist.is_initialized() and not ranks.launched and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())  # whoever opened the group has chosen it
         else:
@@ -61,39 +61,39 @@ class World:
         """Whether this is rank 0, the one that writes and prints."""
         return self.rank == 0
 
-    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_host(self, numbers: Sequence[float]) -> list[float]:
         """Sums numbers over the ranks, on the host: one small all-reduce, no device involved. Exact up to 2**53."""
         # A column, by which the counters tell it from a gradient bucket.
         tensor = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
         dist.all_reduce(tensor, group=self.host_group)
         return cast(list[float], tensor.squeeze(1).tolist())
 
-    def max_counts(self, counts: Sequence[int]) -> list[int]:
+    def all_reduce_max_host(self, counts: Sequence[int]) -> list[int]:
         """The greatest of each integer over the ranks, on the host."""
         tensor = torch.tensor(counts, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
         return cast(list[int], tensor.tolist())
 
-    def union(self, names: Sequence[str]) -> tuple[str, ...]:
+    def all_gather_names(self, names: Sequence[str]) -> tuple[str, ...]:
         """The names that any rank gives, sorted; the same on every rank."""
-        return tuple(sorted({name for given in self.everyone(list(names)) for name in given}))
+        return tuple(sorted({name for given in self.all_gather_object(list(names)) for name in given}))
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Each rank's ``value``, a plain one, by rank; the same on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums a tensor of any shape over the ranks, in place, where it lies."""
         dist.all_reduce(tensor)
         return tensor
 
-    def from_main_(self, tensor: torch.Tensor) -> None:
+    def broadcast_(self, tensor: torch.Tensor) -> None:
         """Overwrites a tensor of any shape, where it lies, by rank 0's."""
         dist.broadcast(tensor, src=0)
 
-    def text_from_main(self, text: str) -> str:
+    def broadcast_str(self, text: str) -> str:
         """Rank 0's ``text`` on every rank."""
         box: list[str] = [text]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=self.host_group)
@@ -101,16 +101,16 @@ class World:
 
     def barrier(self) -> None:
         """Waits, on the host, until every rank has come here."""
-        self.max_counts([0])
+        self.all_reduce_max_host([0])
 
 
 @contextmanager
-def open_world(ranks: Ranks, store: Store, device: torch.device) -> Iterator[World]:
+def open_world(ranks: LaunchEnvironment, store: Store, device: torch.device) -> Iterator[World]:
     """Opens the default process group for the block's length; closed on any exit from it.
 
     Args:
         ranks: who this process is.
-        store: reached by every rank; see :meth:`Ranks.store`.
+        store: reached by every rank; see :meth:`LaunchEnvironment.store`.
         device: where this rank's model lives; decides the backend (NCCL for CUDA, gloo for the CPU).
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

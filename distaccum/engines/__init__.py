@@ -1,1 +1,6 @@
-"""Who owns the wrapped parameters, the gradient reduction and the optimizer step."""
+"""Who owns parameters, gradients and the step.
+
+May import ``precision``, ``data`` and what these may import.
+Begin with ``base.py``, the contract; then ``ddp.py``, and ``optimizer_step.py``, where a step or a skip is decided.
+``factory.py`` has the registry: an engine is one line there, its file or folder, and its settings.
+"""

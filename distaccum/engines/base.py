@@ -16,7 +16,7 @@ from distaccum.engines.host_copy import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepOutput:
     """What the boundary found and did; the same on every rank.
 
     ``grad_norm`` is the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device, and NaN or
@@ -25,7 +25,7 @@ class StepResult:
     """
 
     grad_norm: Tensor
-    told: HostCopy
+    decision: HostCopy
     """``[applied, loss_scale]``."""
     nonfinite: Callable[[], Sequence[str]]
     """The parameters whose gradient is NaN or infinite, by name; reads the device."""
@@ -34,12 +34,12 @@ class StepResult:
     @property
     def applied(self) -> bool:
         """Whether the optimizers stepped; waits for the device to have come so far."""
-        return bool(self.told.read()[0])
+        return bool(self.decision.read()[0])
 
     @property
     def loss_scale(self) -> float:
         """The scale of this window's gradients, 1.0 without a loss scaler; waits as :attr:`applied` does."""
-        return float(self.told.read()[1])
+        return float(self.decision.read()[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +52,32 @@ class EngineState:
     scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
-NO_DOCUMENTS: Mapping[str, Mapping[str, Any]] = {}
+NO_ARTIFACTS: Mapping[str, Mapping[str, Any]] = {}
 
 
-class Keeps(Enum):
+class StateLayout(Enum):
     """What ``Engine.state`` gives on a rank."""
 
-    WHOLE = "the whole state"
-    SHARE = "its share of the state"
-    FILES = "the weights; optimizer state goes to files"
+    FULL = "the whole state"
+    SHARDED = "its share of the state"
+    EXTERNAL = "the weights; optimizer state goes to files"
 
 
-Unreduced = Callable[[], AbstractContextManager[Callable[[], Mapping[str, Tensor]]]]
+LocalGradients = Callable[[], AbstractContextManager[Callable[[], Mapping[str, Tensor]]]]
 
 
 class Engine(Protocol):
     """Owner of parameters, gradients and optimizer state on one rank."""
 
     device: torch.device
-    averages_over: int
+    gradient_divide_factor: int
     """By what the engine itself divides the summed gradient: the world size where it averages, 1 where it sums."""
     min_loss_scale: float | None
     """Where the loss scale cannot fall any further; None where there is no scale that could."""
     forward_communicates: bool
     """Whether a forward is a collective, so that all ranks have to run as many, also in an evaluation."""
-    keeps: Keeps
-    documents: Mapping[str, Mapping[str, Any]]
+    state_layout: StateLayout
+    artifacts: Mapping[str, Mapping[str, Any]]
     """By file name: what the run directory keeps of how the engine was set up, as JSON."""
 
     @property
@@ -85,11 +85,11 @@ class Engine(Protocol):
         """What a training forward calls."""
 
     @property
-    def bare_model(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The user's model, for evaluation: its forward communicates nothing, unless :attr:`forward_communicates`."""
 
     @property
-    def unreduced(self) -> Unreduced | None:
+    def local_gradients(self) -> LocalGradients | None:
         """Within it no micro-step reduces, and its function gives, by name, what this rank has accumulated.
 
         None where hooks on the parameters see that.
@@ -101,7 +101,7 @@ class Engine(Protocol):
     def sync_buffers(self) -> None:
         """Sets buffers (running statistics) to rank 0's, so that all ranks evaluate one model; a collective."""
 
-    def keep_pace(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int) -> None:
         """Before a window's first micro-step, given how many this rank has in it.
 
         Where a forward communicates, a rank that has fewer than another one now runs the missing ones on an earlier
@@ -124,13 +124,13 @@ class Engine(Protocol):
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's learning rate to ``factor`` times the one it was built with."""
 
-    def stand_in(self, *, sync: bool = True) -> None:
+    def shadow_micro_step(self, *, sync: bool = True) -> None:
         """The boundary of a rank that has no micro-batch in a window: it takes part, and adds nothing.
 
         Without ``sync`` only in what other ranks' forwards and backwards communicate.
         """
 
-    def step(self, *, divisor: float = 1.0) -> StepResult:
+    def step(self, *, divisor: float = 1.0) -> StepOutput:
         """After the boundary, one transaction over all ranks and optimizers: unscale, clip, step or skip, move the loss
         scale, zero in place.
 

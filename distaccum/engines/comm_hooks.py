@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def average_in(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
+def average_in_dtype(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
     """A hook for DDP that sends each bucket in ``dtype``, and puts the average back into it.
 
     Torch's own ``fp16_compress_hook`` casts before it divides: of 80000 and 20000 it makes infinity, though fp16 holds
@@ -29,7 +29,7 @@ def average_in(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ReduceScatterIn:
+class ReduceScatterInDtype:
     """For FSDP2: sums in ``dtype`` what is accumulated, and given back, in a wider one; divided before it is cast.
 
     Args:
@@ -37,8 +37,8 @@ class ReduceScatterIn:
         for_nothing: while it is not empty, this rank adds zeros, whatever it is given.
     """
 
-    def __init__(self, dtype: torch.dtype | None, *, for_nothing: Sequence[object] = ()) -> None:
-        self._dtype, self._for_nothing = dtype, for_nothing
+    def __init__(self, dtype: torch.dtype | None, *, zero_contribution: Sequence[object] = ()) -> None:
+        self._dtype, self._zero_contribution = dtype, zero_contribution
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2's memory for the two ends."""
@@ -49,7 +49,7 @@ class ReduceScatterIn:
     ) -> None:
         """Fills ``output_tensor`` with this rank's part of the sum."""
         assert not async_op
-        if self._for_nothing:
+        if self._zero_contribution:
             input_tensor.zero_()
         if self._dtype is None:
             _reduce_scatter(output_tensor, input_tensor, op=op, group=group)

@@ -15,15 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.base import NO_DOCUMENTS, EngineState, Keeps, StepResult
-from distaccum.engines.comm_hooks import average_in
+from distaccum.engines.base import NO_ARTIFACTS, EngineState, StateLayout, StepOutput
+from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.dtensor import mebibytes
 from distaccum.engines.fused_update import zero_in_place
-from distaccum.engines.optimizer_step import Boundary, trained
-from distaccum.engines.unused_parameters import Use
-from distaccum.engines.zero1 import OptimizerShards
+from distaccum.engines.optimizer_step import OptimizerStep, trained
+from distaccum.engines.unused_parameters import UnusedParameters
+from distaccum.engines.zero1 import ZeRO1
 from distaccum.errors import MisuseError
-from distaccum.precision.autocast import place
+from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import FP32, PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
 
@@ -65,19 +65,19 @@ class DDPEngine:
         policy: PrecisionPolicy = FP32,
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
-        shards: OptimizerShards | None = None,
+        shards: ZeRO1 | None = None,
     ) -> None:
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
-        self.device, self.averages_over = world.device, 1 if scaler else world.size
-        self.forward_communicates, self.documents = False, NO_DOCUMENTS
-        self.keeps, self.unreduced = Keeps.WHOLE if shards is None else Keeps.SHARE, None
+        self.device, self.gradient_divide_factor = world.device, 1 if scaler else world.size
+        self.forward_communicates, self.artifacts = False, NO_ARTIFACTS
+        self.state_layout, self.local_gradients = StateLayout.FULL if shards is None else StateLayout.SHARDED, None
         self._world, self._policy, self._shards = world, policy, shards
         self._sums_to = world.size if scaler else 1  # by what the reduced gradient is yet to be multiplied
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        place(model.to(world.device), policy, world.device, tell=world.is_main)
+        apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
-            shards.take(optimizers)
+            shards.partition(optimizers)
         self._body = _Body(model)
         self._ddp = DistributedDataParallel(
             self._body,
@@ -87,9 +87,9 @@ class DDPEngine:
             find_unused_parameters=find_unused_parameters,
         )
         if policy.reduce_dtype is not torch.float32:
-            self._ddp.register_comm_hook(None, average_in(policy.reduce_dtype, world.size))
+            self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
         self.sync_buffers()
-        self._boundary = Boundary(
+        self._boundary = OptimizerStep(
             optimizers,
             trained(model),
             (model, self._body, self._ddp),
@@ -100,7 +100,7 @@ class DDPEngine:
         )
         self.min_loss_scale, self._scale = self._boundary.min_loss_scale, scaler.scale if scaler else None
         self._parameters = list(self._boundary.parameters.values())
-        self._use = Use(self._parameters) if find_unused_parameters else None
+        self._use = UnusedParameters(self._parameters) if find_unused_parameters else None
         self._place_gradients_in_buckets()
 
     @property
@@ -109,7 +109,7 @@ class DDPEngine:
         return self._ddp
 
     @property
-    def bare_model(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The model inside the wrapper."""
         return self._body.model
 
@@ -124,8 +124,8 @@ class DDPEngine:
 
     def sync_buffers(self) -> None:
         """One broadcast a buffer: done for evaluations, not for every window."""
-        for buffer in self.bare_model.buffers():
-            self._world.from_main_(buffer)
+        for buffer in self.unwrapped_model.buffers():
+            self._world.broadcast_(buffer)
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` unless ``sync``; it must cover the forward, where DDP prepares the reduction."""
@@ -143,25 +143,25 @@ class DDPEngine:
             raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
         (loss if self._scale is None else self._scale(loss)).backward()
 
-    def keep_pace(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int) -> None:
         """Nothing: ranks may have different numbers of micro-steps."""
 
-    def stand_in(self, *, sync: bool = True) -> None:
+    def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A backward from a zero that depends on every parameter: its hooks fire, the user's forward does not run."""
         if sync:
-            with nullcontext() if self._use is None else self._use.left_alone():
+            with nullcontext() if self._use is None else self._use.ignoring():
                 self._zero_backward()
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
         self._boundary.set_lr_factor(factor)
 
-    def step(self, *, divisor: float = 1.0) -> StepResult:
+    def step(self, *, divisor: float = 1.0) -> StepOutput:
         """One transaction on the reduced gradients: every rank holds the same ones, bit by bit, so all decide alike."""
-        among = None if self._use is None else self._use.only_used(self._world)
+        among = None if self._use is None else self._use.masked(self._world)
         result = self._boundary.step(divisor / self._sums_to, among=among)
         if self._shards is not None:
-            self._shards.spread()
+            self._shards.broadcast()
         self.zero_gradients()
         return result
 
@@ -173,12 +173,12 @@ class DDPEngine:
 
     def state(self) -> EngineState:
         """Each rank gives the model, and the optimizers' state as far as it holds it."""
-        model: Any = get_model_state_dict(self.bare_model)
-        return self._boundary.state(model, gives=lambda _: True)
+        model: Any = get_model_state_dict(self.unwrapped_model)
+        return self._boundary.state(model, owns=lambda _: True)
 
     def load_state(self, state: EngineState) -> None:
         """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
-        set_model_state_dict(self.bare_model, dict(state.model))
+        set_model_state_dict(self.unwrapped_model, dict(state.model))
         self._boundary.load_state(state)
 
     def save_files(self, folder: Path) -> None:

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other one as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, on every rank (a collective); any other one as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -29,7 +29,7 @@ def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
             parts = rows.chunk(mesh.size(dimension), placement.dim)
             i = mesh.get_local_rank(dimension)
             rows = parts[i] if i < len(parts) else rows.narrow(placement.dim, 0, 0)
-    part = rows.to(local(pattern).device)
+    part = rows.to(to_local(pattern).device)
     if part.untyped_storage().nbytes() > part.nbytes:  # a view, that would keep the whole
         part = part.clone()
     return DTensor.from_local(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.engine import DeepSpeedConfig, EngineConfig
+from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -20,15 +20,15 @@ from distaccum.engines.ddp import DDPEngine
 from distaccum.engines.deepspeed.compat import (
     check_dimensions,
     check_fp16,
+    check_known_bugs,
     check_values,
     load_deepspeed,
-    refuse_faulty,
 )
 from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.engines.fsdp2 import checks as fsdp2_checks
 from distaccum.engines.fsdp2 import engine as fsdp2
-from distaccum.engines.zero1 import OptimizerShards
+from distaccum.engines.zero1 import ZeRO1
 from distaccum.errors import ConfigError
 from distaccum.precision import hardware
 from distaccum.precision.policy import PrecisionPolicy
@@ -39,15 +39,15 @@ _LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
+class EngineContext:
     """What an engine may want to know of a run."""
 
     engine: EngineConfig
     precision: PrecisionConfig
     clip_norm: float | None
     clip_value: float | None
-    global_size: int | None
-    micro_size: int | None
+    global_batch_size: int | None
+    micro_batch_size: int | None
     world_size: int
     device: torch.device
     seed: int = 0  # of weights that the engine makes
@@ -63,9 +63,9 @@ class EngineSettings:
     @property
     def micro_steps(self) -> int | None:
         """Of a full window, where the sizes are known: ranks' shares differ by one sample at most."""
-        if self.global_size is None or self.micro_size is None:
+        if self.global_batch_size is None or self.micro_batch_size is None:
             return None
-        return ceil(ceil(self.global_size / self.world_size) / self.micro_size)
+        return ceil(ceil(self.global_batch_size / self.world_size) / self.micro_batch_size)
 
     def common(self, policy: PrecisionPolicy, device: torch.device) -> dict[str, Any]:
         """What the engines of our own take besides."""
@@ -79,19 +79,19 @@ class EngineSettings:
         }
 
 
-Make = Callable[[nn.Module, Sequence[Optimizer], World, PrecisionPolicy, EngineSettings], Engine]
+Make = Callable[[nn.Module, Sequence[Optimizer], World, PrecisionPolicy, EngineContext], Engine]
 
 
-def _anything(settings: EngineSettings, model: nn.Module) -> None:
+def _anything(settings: EngineContext, model: nn.Module) -> None:
     pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class EngineSpec:
     """One engine: ``make`` is a collective; ``check`` raises ConfigError for what ``make`` would fail on."""
 
     make: Make
-    check: Callable[[EngineSettings, nn.Module], None] = _anything
+    check: Callable[[EngineContext, nn.Module], None] = _anything
     makes_weights: bool = False  # of a model on the meta device
 
 
@@ -104,21 +104,21 @@ def _scaler(precision: PrecisionConfig, device: torch.device) -> LossScaler:
 
 
 def _replicated(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
 ) -> Engine:
     return DDPEngine(model, optimizers, world, **settings.common(policy, world.device), **settings.options)
 
 
 def _optimizer_sharded(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
 ) -> Engine:
-    shards = OptimizerShards(world)
+    shards = ZeRO1(world)
     options = settings.common(policy, world.device) | settings.options
     return DDPEngine(model, optimizers, world, shards=shards, **options)
 
 
 def _sharded(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
 ) -> Engine:
     # Where shards are kept on the CPU, so are their gradients, and what decides about these.
     device = torch.device("cpu") if settings.options["offload"] else world.device
@@ -127,7 +127,7 @@ def _sharded(
     return fsdp2.FSDP2Engine(model, optimizers, world, seed=settings.seed, **options)
 
 
-def _check_sharded(settings: EngineSettings, model: nn.Module) -> None:
+def _check_sharded(settings: EngineContext, model: nn.Module) -> None:
     policy = PrecisionPolicy.of(settings.precision)
     fsdp2.check(settings.world_size, replicas=settings.options["replicas"], reduce_dtype=policy.reduce_dtype)
     fsdp2_checks.check_meta(model, meta_init=settings.options["meta_init"])
@@ -135,32 +135,32 @@ def _check_sharded(settings: EngineSettings, model: nn.Module) -> None:
     fsdp2_checks.check_parameters(model, settings.options["blocks"])
 
 
-def _deepspeed_json(settings: EngineSettings) -> dict[str, Any]:
+def _deepspeed_json(settings: EngineContext) -> dict[str, Any]:
     assert isinstance(settings.engine, DeepSpeedConfig)
     return generate(
         settings.engine,
         settings.precision,
         clip_norm=settings.clip_norm,
         clip_value=settings.clip_value,
-        global_size=settings.global_size,
-        micro_size=settings.micro_size,
+        global_batch_size=settings.global_batch_size,
+        micro_batch_size=settings.micro_batch_size,
         micro_steps=settings.micro_steps,
         world_size=settings.world_size,
     )
 
 
-def _check_deepspeed(settings: EngineSettings, model: nn.Module) -> None:
+def _check_deepspeed(settings: EngineContext, model: nn.Module) -> None:
     check_dimensions(model)
     found, policy = _deepspeed_json(settings), PrecisionPolicy.of(settings.precision)
     deepspeed = load_deepspeed(settings.device, planned=settings.planned)
-    refuse_faulty(found, deepspeed.__version__, settings.device.type)
+    check_known_bugs(found, deepspeed.__version__, settings.device.type)
     check_values(found)
     if policy.compute_dtype is torch.float16:
         check_fp16(deepspeed, settings.device)
 
 
 def _deepspeed(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineSettings
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
 ) -> Engine:
     scaler = _scaler(settings.precision, world.device) if policy.scales_loss else None
     found = _deepspeed_json(settings)
@@ -170,54 +170,59 @@ def _deepspeed(
     return DeepSpeedEngine(model, optimizers, world, settings=found, policy=policy, scaler=scaler)
 
 
-REPLICATED = Entry(make=_replicated)
-OPTIMIZER_SHARDED = Entry(make=_optimizer_sharded)
-SHARDED = Entry(make=_sharded, check=_check_sharded, makes_weights=True)
-DEEPSPEED = Entry(make=_deepspeed, check=_check_deepspeed)
+REPLICATED = EngineSpec(make=_replicated)
+OPTIMIZER_SHARDED = EngineSpec(make=_optimizer_sharded)
+SHARDED = EngineSpec(make=_sharded, check=_check_sharded, makes_weights=True)
+DEEPSPEED = EngineSpec(make=_deepspeed, check=_check_deepspeed)
 
 _ENGINES = {"ddp": REPLICATED, "zero1": OPTIMIZER_SHARDED, "fsdp2": SHARDED, "deepspeed": DEEPSPEED}
 
 
-def wrap(
+def create_engine(
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer],
     world: World,
-    engine: EngineConfig,
-    precision: PrecisionConfig,
     *,
-    clip_norm: float | None,
-    clip_value: float | None,
-    global_size: int | None = None,
-    micro_size: int | None = None,
+    engine: str | EngineConfig = "ddp",
+    precision: str | PrecisionConfig = "fp32",
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
     seed: int = 0,
 ) -> Engine:
-    """The engine that trains ``model``, which moves to this rank's device; a collective.
+    """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
     Args:
-        model: with every trained parameter in fp32, or on the meta device where the engine can make weights.
-        optimizers: over its parameters.
+        model: moved to this rank's device; every trained parameter in fp32, or on the meta device where the engine can
+            make weights.
+        optimizer: over its parameters; or several, over disjoint sets of them.
         world: this rank.
-        engine: which one, and its settings.
-        precision: the policy's settings.
-        clip_norm, clip_value: of the global gradient.
-        global_size, micro_size: where they are known, for engines that want to be told.
-        seed: of weights that the engine makes.
+        engine: by name or with settings.
+        precision: the policy, by name or with settings; ``engine.autocast()`` goes around forward and loss.
+        clip_norm: largest norm of the global gradient.
+        clip_value: instead, largest absolute value of its elements.
+        global_batch_size, micro_batch_size: for engines that state them in their own configuration.
+        seed: of the weights of a model on the meta device.
 
     Raises:
-        ConfigError: an optimizer holds parameters that are not the model's, whose gradients nobody would reduce, or
-            another optimizer's; or the model or the hardware cannot do what engine and precision ask for.
+        ConfigError: no such engine or policy; an optimizer over parameters that are not the model's, whose gradients
+            nobody would reduce, or that are another optimizer's; or the model or the hardware cannot do what engine and
+            precision ask for.
     """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    engine, precision = engine_config(engine), PrecisionConfig.of(precision)
     _check_optimizers(model, optimizers)
     if clip_norm is not None and clip_value is not None:
         raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
     policy = PrecisionPolicy.of(precision)
-    settings = EngineSettings(
+    settings = EngineContext(
         engine=engine,
         precision=precision,
         clip_norm=clip_norm,
         clip_value=clip_value,
-        global_size=global_size,
-        micro_size=micro_size,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
         world_size=world.size,
         device=world.device,
         seed=seed,
@@ -245,7 +250,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
         free -= set(held)
 
 
-def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device, settings: EngineSettings) -> None:
+def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device, settings: EngineContext) -> None:
     """Raises ConfigError where the model, the hardware or the engine cannot do what is asked for."""
     check_parameters(model)
     check_globs(model, policy)

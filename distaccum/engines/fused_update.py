@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.engines.dtensor import local
+from distaccum.engines.dtensor import to_local
 from distaccum.engines.host_copy import HostCopy
 from distaccum.errors import MisuseError
 
@@ -39,7 +39,7 @@ class Found:
         return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
 
 
-class Update:
+class FusedUpdate:
     """One step of all optimizers, or of none: none moves where any gradient is NaN or infinite.
 
     Args:
@@ -57,9 +57,9 @@ class Update:
         *,
         clip_norm: float | None,
         clip_value: float | None,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._optimizers, self._parameters, self._add_up = optimizers, parameters, add_up
+        self._optimizers, self._parameters, self._all_reduce_shards = optimizers, parameters, all_reduce_shards
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._known = frozenset(map(id, parameters.values()))
         self._begun: set[int] = set()
@@ -83,12 +83,12 @@ class Update:
             raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
         found = [p.grad for p in with_gradient.values() if p.grad is not None]
-        if self._add_up is not None:
-            found = [local(gradient) for gradient in found]
+        if self._all_reduce_shards is not None:
+            found = [to_local(gradient) for gradient in found]
         gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]
         norms = _norms(gradients)
-        if self._add_up is not None:  # in fp64: squares leave fp32's range where the norms do not
-            norms = self._add_up(norms.double().square()).sqrt().to(norms.dtype)
+        if self._all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
+            norms = self._all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)
         norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
         norm = norm if scale is None else norm / scale
         applied = (norm < math.inf).to(norm.dtype)  # NaN is not less
@@ -159,7 +159,7 @@ def _divide(gradients: list[Tensor], divisor: Tensor | None) -> None:
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return [local(p.grad) for p in parameters if p.grad is not None]
+    return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def zero_in_place(parameters: Sequence[nn.Parameter]) -> None:
@@ -167,12 +167,14 @@ def zero_in_place(parameters: Sequence[nn.Parameter]) -> None:
     torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
 
 
-def underflow_share(gradients: Sequence[Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def underflow_fraction(
+    gradients: Sequence[Tensor], all_reduce_shards: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Which share of the elements is 0.0, rows that are 0.0 as a whole left out: 0-dim; one read of each gradient.
 
     Of gradients that came through fp16 these are the ones too small for it at the loss scale of the window, since
-    others are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur. ``add_up`` as
-    :class:`Update` takes it.
+    others are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur.
+    ``all_reduce_shards`` as :class:`FusedUpdate` takes it.
     """
     zeros = looked_at = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for gradient in gradients:
@@ -182,6 +184,6 @@ def underflow_share(gradients: Sequence[Tensor], add_up: Callable[[Tensor], Tens
         looked_at = looked_at + elements
         zeros = zeros + elements - nonzero.sum()
     both = torch.stack((zeros, looked_at))
-    zeros, looked_at = both if add_up is None else add_up(both)
+    zeros, looked_at = both if all_reduce_shards is None else all_reduce_shards(both)
     share: Tensor = zeros / looked_at.clamp(min=1)
     return share

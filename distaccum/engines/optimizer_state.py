@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distaccum.engines.dtensor import shard_like, whole
+from distaccum.engines.dtensor import full_tensor, shard_like
 from distaccum.errors import MisuseError
 
 _PREFIX, _OF_GROUPS = "state.", "groups."
@@ -28,7 +28,7 @@ def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
 
 
 def collect(
-    optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter], *, gives: Callable[[int], bool]
+    optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter], *, owns: Callable[[int], bool]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and plain values that the optimizers here keep of the parameters; a collective where they are sharded.
 
@@ -46,10 +46,10 @@ def collect(
                 kind = type(value).__name__
                 raise MisuseError(f"the optimizer keeps a {kind} ({key}) of {name}: only tensors and numbers are saved")
             if isinstance(value, Tensor):
-                full = whole(value)
-                if gives(n):
+                full = full_tensor(value)
+                if owns(n):
                     tensors[f"{_PREFIX}{name}.{key}"] = full.cpu() if isinstance(value, DTensor) else full
-            elif gives(n):
+            elif owns(n):
                 values[f"{_PREFIX}{name}.{key}"] = value
     return tensors, values
 

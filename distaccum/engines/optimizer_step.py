@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.engines import optimizer_state
-from distaccum.engines.base import EngineState, StepResult
-from distaccum.engines.dtensor import local
-from distaccum.engines.fused_update import Update, underflow_share
+from distaccum.engines.base import EngineState, StepOutput
+from distaccum.engines.dtensor import to_local
+from distaccum.engines.fused_update import FusedUpdate, underflow_fraction
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.precision.scaler import LossScaler
@@ -30,7 +30,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-class Boundary:
+class OptimizerStep:
     """Optimizers, loss scaler and clipping of one rank, whatever reduced the gradient.
 
     Args:
@@ -54,13 +54,15 @@ class Boundary:
         clip_value: float | None,
         scaler: LossScaler | None,
         underflow_every: int,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.parameters = parameters
         self.min_loss_scale = scaler.min_scale if scaler and scaler.dynamic else None
-        self._optimizers, self._scaler, self._add_up = optimizers, scaler, add_up
+        self._optimizers, self._scaler, self._all_reduce_shards = optimizers, scaler, all_reduce_shards
         self._underflow_every, self._attempts = underflow_every, 0
-        self._update = Update(optimizers, parameters, clip_norm=clip_norm, clip_value=clip_value, add_up=add_up)
+        self._update = FusedUpdate(
+            optimizers, parameters, clip_norm=clip_norm, clip_value=clip_value, all_reduce_shards=all_reduce_shards
+        )
         self._guard = StepGuard(optimizers, modules)
         for group in self._groups():
             group.setdefault("initial_lr", group["lr"])
@@ -79,7 +81,7 @@ class Boundary:
         for optimizer in self._optimizers:
             yield from optimizer.param_groups
 
-    def step(self, divisor: float, *, among: AbstractContextManager[None] | None = None) -> StepResult:
+    def step(self, divisor: float, *, among: AbstractContextManager[None] | None = None) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, within ``among``; they are not zeroed yet."""
         scale: float | Tensor | None = None if divisor == 1.0 else divisor
         if self._scaler:
@@ -88,21 +90,21 @@ class Boundary:
             found = self._update.step(scale)
         underflow = self._sample_underflow()
         loss_scale = self._scaler.current if self._scaler else torch.ones_like(found.applied)
-        told = HostCopy(torch.stack((found.applied, loss_scale.to(found.applied.dtype))))
+        decision = HostCopy(torch.stack((found.applied, loss_scale.to(found.applied.dtype))))
         if self._scaler:
             self._scaler.advance(1.0 - found.applied)
-        return StepResult(grad_norm=found.grad_norm, told=told, nonfinite=found.nonfinite, underflow=underflow)
+        return StepOutput(grad_norm=found.grad_norm, decision=decision, nonfinite=found.nonfinite, underflow=underflow)
 
     def _sample_underflow(self) -> Tensor | None:
         self._attempts += 1
         if not (self._scaler and self._underflow_every and self._attempts % self._underflow_every == 0):
             return None
-        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
-        return underflow_share(gradients, self._add_up) if gradients else None
+        gradients = [to_local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        return underflow_fraction(gradients, self._all_reduce_shards) if gradients else None
 
-    def state(self, model: Mapping[str, Tensor], *, gives: Callable[[int], bool]) -> EngineState:
-        """With the ``model``'s tensors; ``gives`` says whether this rank gives the n-th parameter's optimizer state."""
-        tensors, values = optimizer_state.collect(self._optimizers, self.parameters, gives=gives)
+    def state(self, model: Mapping[str, Tensor], *, owns: Callable[[int], bool]) -> EngineState:
+        """With the ``model``'s tensors; ``owns`` says whether this rank gives the n-th parameter's optimizer state."""
+        tensors, values = optimizer_state.collect(self._optimizers, self.parameters, owns=owns)
         # Some optimizers count in their groups: what has changed since the start is state, and the rest this run's own.
         groups = optimizer_state.settings_of(self._optimizers)
         values |= {name: value for name, value in groups.items() if self._settings.get(name, not value) != value}

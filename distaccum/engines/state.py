@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, Keeps
+from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.errors import MisuseError
 
 
@@ -21,9 +21,9 @@ def whole_state(engine: Engine, world: World) -> EngineState:
         MisuseError: it goes to files only.
     """
     state = engine.state()
-    if engine.keeps is Keeps.WHOLE:
+    if engine.state_layout is StateLayout.FULL:
         return state
-    if engine.keeps is Keeps.FILES:
+    if engine.state_layout is StateLayout.EXTERNAL:
         raise MisuseError("this engine's state is only kept in files: save with the Trainer, which resumes from them")
     model, optimizer = (
         {name: tensor.detach().clone() for name, tensor in gathered(part, world).items()}
@@ -33,12 +33,12 @@ def whole_state(engine: Engine, world: World) -> EngineState:
 
 
 def merged(values: Mapping[str, Any], world: World) -> dict[str, Any]:
-    return {name: value for given in world.everyone(dict(values)) for name, value in given.items()}
+    return {name: value for given in world.all_gather_object(dict(values)) for name, value in given.items()}
 
 
 def gathered(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """What any rank has, on every rank; on the host, where it comes from another one. A collective."""
-    given = world.everyone(list(tensors))
+    given = world.all_gather_object(list(tensors))
     missed = {name for names in given for name in names if not all(name in others for others in given)}
     whole, sent = dict(tensors), set[str]()
     for rank, names in enumerate(given):

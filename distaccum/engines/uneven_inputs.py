@@ -27,7 +27,7 @@ class _Call:
     reached: set[int] | None = field(default_factory=set)
 
 
-class Pace:
+class UnevenInputs:
     """Remembers how a micro-step called the model, and does so again where other ranks have a micro-step more.
 
     A rank that has nothing to remember, as it was never given a micro-batch, is told by another rank; in the very first
@@ -42,7 +42,7 @@ class Pace:
         self._model, self._world = model, world
         self._call: _Call | None = None
         self._forwards = 0  # of the micro-step
-        self._owes = self._begins = self.replays = False
+        self._must_share = self._begins = self.replays = False
         # The first of all hooks: others wait for ranks that wait for what is shared in it.
         model.register_forward_pre_hook(self._remember, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._watch)
@@ -57,8 +57,8 @@ class Pace:
         self._forwards = 1 if self._begins else self._forwards + 1
         self._begins = False
         self._call = _Call(*tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
-        if self._owes:
-            self._owes = False
+        if self._must_share:
+            self._must_share = False
             self._share(self._world.rank, known=False)
 
     def _watch(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -67,7 +67,7 @@ class Pace:
         for i, tensor in _grown(output):
             tensor.register_hook(partial(_reach, self._call, i))  # type: ignore[no-untyped-call]
 
-    def missing(self, micro_steps: int) -> int:
+    def missing_steps(self, micro_steps: int) -> int:
         """How many micro-steps another rank has more than this one's ``micro_steps``; a small host all-reduce.
 
         Raises:
@@ -75,15 +75,15 @@ class Pace:
         """
         size, rank, knows = self._world.size, self._world.rank, self._knows()
         code = micro_steps * size + size - 1 - rank
-        code, fewest, least, forwards = self._world.max_counts([code, -micro_steps, -knows, self._forwards])
+        code, fewest, least, forwards = self._world.all_reduce_max_host([code, -micro_steps, -knows, self._forwards])
         most, source = code // size, size - 1 - code % size
         if most > -fewest and forwards > 1:
             problem = f"the loss calls the model {forwards} times in a micro-batch, and ranks have different numbers"
             raise MisuseError(f"{problem} of them: on this engine join the calls into one, or use another engine")
         if most > -fewest and -least < _ALL:
-            known = self._world.max_counts([knows if rank == source else 0])[0] == _ALL
+            known = self._world.all_reduce_max_host([knows if rank == source else 0])[0] == _ALL
             if rank == source and not known:
-                self._owes = True  # it is shared as soon as there is something to share
+                self._must_share = True  # it is shared as soon as there is something to share
             else:
                 self._share(source, known=known)
         return most - micro_steps

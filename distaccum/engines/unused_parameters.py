@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distaccum.distributed.world import World
 
 
-class Use:
+class UnusedParameters:
     """Which parameters any rank has used since the last step.
 
     A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
@@ -31,16 +31,16 @@ class Use:
         self._used = [0] * len(self._parameters)
 
     @contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def ignoring(self) -> Iterator[None]:
         """What a backward uses within the block does not count as used."""
         used = list(self._used)
         yield
         self._used = used
 
     @contextmanager
-    def only_used(self, world: World) -> Iterator[None]:
+    def masked(self, world: World) -> Iterator[None]:
         """Within the block parameters that no rank used have no gradient; one small host all-reduce."""
-        anywhere = world.max_counts(self._used)
+        anywhere = world.all_reduce_max_host(self._used)
         unused = [(p, p.grad) for p, used in zip(self._parameters, anywhere, strict=True) if not used]
         for parameter, _ in unused:
             parameter.grad = None

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from distaccum.distributed.world import World
 
 
-class OptimizerShards:
+class ZeRO1:
     """Which rank steps which parameters. Those of one rank lie in one stretch of memory, and travel as one.
 
     Args:
@@ -27,9 +27,9 @@ class OptimizerShards:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._stretches: list[tuple[int, Tensor]] = []  # by the rank that steps them
+        self._flat_buffers: list[tuple[int, Tensor]] = []  # by the rank that steps them
 
-    def take(self, optimizers: Sequence[Optimizer]) -> None:
+    def partition(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves each optimizer the parameters that this rank steps; the same deal on every rank.
 
         The largest go first, each to the rank with the least so far; those of each optimizer are dealt for themselves,
@@ -58,10 +58,10 @@ class OptimizerShards:
                 dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
                 strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
                 parameter.data = part.as_strided(parameter.shape, strides).copy_(parameter.detach())
-            self._stretches.append((rank, stretch))
+            self._flat_buffers.append((rank, stretch))
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Gives every rank what each has stepped: one broadcast a rank, all under way at once."""
-        works = [dist.broadcast(stretch, src=rank, async_op=True) for rank, stretch in self._stretches]
+        works = [dist.broadcast(stretch, src=rank, async_op=True) for rank, stretch in self._flat_buffers]
         for work in works:
             work.wait()

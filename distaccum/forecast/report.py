@@ -24,7 +24,7 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
     Raises:
         ConfigError: sizes that cannot work together, or a model without a parameter to train.
     """
-    check_sizes(job.global_size, job.micro_size)
+    check_sizes(job.global_batch_size, job.micro_batch_size)
     require(job.sizes.elements > 0, "model", None, "has no parameter to train", "Unfreeze some of it")
     job.sharding.check(cluster.ranks)
     step = Window(job, cluster, cluster.ranks).step()
@@ -57,8 +57,8 @@ def memory(job: Job, ranks: int) -> dict[str, float]:
 
 def _batch(job: Job, step: Step) -> Values:
     return {
-        "global_size": job.global_size,
-        "micro_size": job.micro_size,
+        "global_size": job.global_batch_size,
+        "micro_size": job.micro_batch_size,
         "ranks": step.ranks,
         "accumulation": step.accumulation,
         "idle": step.idle,

@@ -44,19 +44,19 @@ class Job:
 
     sizes: Sizes
     sharding: Sharding
-    global_size: int
-    micro_size: int
+    global_batch_size: int
+    micro_batch_size: int
     formats: Formats = field(default_factory=Formats)
     first_bucket_mb: float | None = None
 
     def accumulation(self, ranks: int) -> int:
         """Micro-steps of a full window."""
-        return micro_steps_of(range(self.global_size), ranks, self.micro_size)
+        return micro_steps_of(range(self.global_batch_size), ranks, self.micro_batch_size)
 
     def micro_sizes(self, ranks: int) -> list[int]:
         """Samples in each of them, on the rank that has most."""
-        share = -(-self.global_size // ranks)
-        return [min(self.micro_size, share - done) for done in range(0, share, self.micro_size)]
+        share = -(-self.global_batch_size // ranks)
+        return [min(self.micro_batch_size, share - done) for done in range(0, share, self.micro_batch_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Window:
         compute = exposed = 0.0
         sizes = job.micro_sizes(ranks)
         for i, samples in enumerate(sizes):
-            busy = self._micro_step * samples / job.micro_size
+            busy = self._micro_step * samples / job.micro_batch_size
             boundary = i == len(sizes) - 1
             ends = self._micro_step_ends(
                 busy, reduces=boundary or self._sharding.every, gathers=i == 0 or not self._sharding.held
@@ -110,7 +110,7 @@ class Window:
         return Step(
             ranks=ranks,
             accumulation=len(sizes),
-            idle=max(0, ranks - job.global_size),
+            idle=max(0, ranks - job.global_batch_size),
             compute=compute,
             update=self._update / self._sharding.parts(OPTIMIZER_STAGE, ranks),
             exposed=exposed,
@@ -178,4 +178,4 @@ def scale(job: Job, cluster: Cluster, worlds: Iterable[int]) -> Iterator[tuple[S
 def _alone(job: Job, cluster: Cluster) -> float:
     """Seconds on one rank, which sends nothing."""
     assert cluster.micro_step_ms is not None
-    return (job.global_size / job.micro_size * cluster.micro_step_ms + cluster.update_ms) * MILLI
+    return (job.global_batch_size / job.micro_batch_size * cluster.micro_step_ms + cluster.update_ms) * MILLI

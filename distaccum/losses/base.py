@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from distaccum.losses.normalize import Counts, Total, as_totals
+from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
 
 
 class Loss(Protocol):
@@ -24,7 +24,7 @@ class Loss(Protocol):
         """What the loss of ``batch`` sums over, read off the batch on the host, before any forward: a number of
         samples or tokens, or the sum of their weights."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> Total:
+    def __call__(self, model: nn.Module, batch: Any) -> LossSum:
         """The loss of ``batch``, summed (not averaged) over its count: a 0-dim fp32 tensor."""
 
 
@@ -38,7 +38,7 @@ class Scorer(Protocol):
 
 def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
     """All sums that ``loss`` reports of ``batch`` in an evaluation."""
-    return loss.scores(model, batch) if isinstance(loss, Scorer) else as_totals(loss(model, batch))
+    return loss.scores(model, batch) if isinstance(loss, Scorer) else as_loss_sums(loss(model, batch))
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from distaccum.errors import MisuseError
 Counts = Mapping[str, float]
 """By loss: what it averages over. A single loss goes by the name ``loss``."""
 Count = Callable[[Any], float | Counts]
-Total = Tensor | Mapping[str, Tensor]
+LossSum = Tensor | Mapping[str, Tensor]
 
 SINGLE = "loss"
 
@@ -33,26 +33,27 @@ def as_counts(count: float | Counts) -> Counts:
     return counts
 
 
-def power_near(count: float) -> float:
+def nearest_power_of_two(count: float) -> float:
     """The power of two next to a count, so that dividing by it first and mending that later loses no digit; 1 for 0."""
     return 2.0 ** round(log2(count)) if count else 1.0
 
 
-def as_totals(total: Total) -> Mapping[str, Tensor]:
+def as_loss_sums(total: LossSum) -> Mapping[str, Tensor]:
     """Totals by name; a bare tensor is the single loss's."""
     return {SINGLE: total} if isinstance(total, Tensor) else total
 
 
-def weigh(total: Total, counts: Counts, *, averages_over: int) -> Tensor:
-    """What one micro-step backpropagates: ``total * averages_over / count``, summed over the losses.
+def normalize_loss(total: LossSum, counts: Counts, gradient_divide_factor: int) -> Tensor:
+    """What one micro-step backpropagates: ``total * gradient_divide_factor / count``, summed over the losses.
 
-    Added up over the micro-batches of all ranks, and divided by ``averages_over`` in the engine's reduction, that is
-    the gradient of each loss's mean over the window.
+    Summed over the micro-batches of all ranks, and divided by ``gradient_divide_factor`` in the engine's reduction,
+    that is the gradient of each loss's mean over the window.
 
     Args:
         total: the micro-batch's loss, summed over what it counts: 0-dim; or one for each of several losses, by name.
         counts: what the losses count in the whole window, over all ranks. One that counts nothing weighs nothing.
-        averages_over: by what the engine divides the summed gradient: the world size for DDP, 1 for a plain sum.
+        gradient_divide_factor: by what the engine divides the summed gradient: the world size for DDP, 1 for
+            a plain sum.
 
     Returns:
         0-dim.
@@ -60,7 +61,7 @@ def weigh(total: Total, counts: Counts, *, averages_over: int) -> Tensor:
     Raises:
         MisuseError: totals and counts go by different names, or a total has 16 bits.
     """
-    totals = as_totals(total)
+    totals = as_loss_sums(total)
     if totals.keys() != counts.keys():
         problem = f"the losses are {sorted(totals)}, and what was counted is {sorted(counts)}: use the same names"
         raise MisuseError(problem)
@@ -68,7 +69,7 @@ def weigh(total: Total, counts: Counts, *, averages_over: int) -> Tensor:
         if part.dtype in (torch.float16, torch.bfloat16):
             problem = f"the total of {name!r} is {part.dtype}, which rounds a sum and, in fp16, overflows"
             raise MisuseError(f"{problem}: convert before summing, as in x.float().sum()")
-    weighed = [part * (averages_over / counts[name] if counts[name] else 0.0) for name, part in totals.items()]
+    weighed = [part * (gradient_divide_factor / counts[name] if counts[name] else 0.0) for name, part in totals.items()]
     result = weighed[0]
     for part in weighed[1:]:
         result = result + part

@@ -1,1 +1,5 @@
-"""The models that the examples train."""
+"""The models of the default configurations.
+
+May import ``errors``; nothing in the package imports them.
+Begin with ``gpt.py``.
+"""

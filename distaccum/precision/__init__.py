@@ -1,1 +1,5 @@
-"""What computes in which number format."""
+"""Which number format computes what, and the loss scale of fp16.
+
+May import ``config``, ``distributed``, ``losses``, ``models`` and ``errors``.
+Begin with ``policy.py``; ``autocast.py`` applies a policy to a model, ``scaler.py`` moves the loss scale.
+"""

@@ -14,39 +14,39 @@ from torch.utils.hooks import RemovableHandle
 
 from distaccum.errors import PrecisionWarning
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision.selection import SIXTEEN_BIT, listed, placement
+from distaccum.precision.selection import SIXTEEN_BIT, select, shorten
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _KEY, _AWAITED = "_distaccum_precision", "_distaccum_precision_awaited"
 
 
-def place(model: nn.Module, policy: PrecisionPolicy, device: torch.device, *, tell: bool = True) -> None:
+def apply_precision(model: nn.Module, policy: PrecisionPolicy, device: torch.device, *, warn: bool = True) -> None:
     """Makes the modules of ``model`` compute in what the policy says, in place of what an earlier call said.
 
     A module of ``keep_fp32`` switches autocast off while it runs, and takes its 16-bit tensors in fp32; one of
     ``only`` switches autocast on while it runs, and gives its 16-bit tensors in fp32. Modules inside follow, but for
     those of ``keep_fp32`` inside ``only``; a ModuleList and the like, which are never called, stand for what they hold.
-    Call the model within ``policy.autocast``. After its first forward ``tell`` warns of what that did not call.
+    Call the model within ``policy.autocast``. After its first forward ``warn`` warns of what that did not call.
     """
     for module in model.modules():
         for attribute in (module.__dict__.pop(_KEY, None), module.__dict__.pop(_AWAITED, None)):
             for handle in attribute.handles if attribute else ():
                 handle.remove()
-    kept, only = placement(model, policy)
-    awaited = _Awaited()
+    kept, only = select(model, policy)
+    awaited = _PendingCheck()
     for key, globs, modules, dtype in (
         ("keep_fp32", policy.keep_fp32, kept, None),
         ("only", policy.only, only, policy.compute_dtype),
     ):
-        placed = {name: _attach(module, _Placed(device.type, dtype)) for name, module in modules.items()}
+        placed = {name: _attach(module, _Hooked(device.type, dtype)) for name, module in modules.items()}
         awaited.settings[f"precision.{key}=[{','.join(globs)}]"] = placed
-    if tell and (kept or only):
+    if warn and (kept or only):
         awaited.handles.append(model.register_forward_hook(_tell_of_the_uncalled))
         model.__dict__[_AWAITED] = awaited
 
 
 @dataclass
-class _Placed:
+class _Hooked:
     """An attribute of the module that it is about. The hooks are functions that get the module, so a copy has its own.
 
     The calls in progress are a stack, for modules that call themselves.
@@ -60,14 +60,14 @@ class _Placed:
 
 
 @dataclass
-class _Awaited:
+class _PendingCheck:
     """An attribute of the model, until its first forward has ended: what was placed by which setting, by name."""
 
-    settings: dict[str, dict[str, _Placed]] = field(default_factory=dict)
+    settings: dict[str, dict[str, _Hooked]] = field(default_factory=dict)
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
-def _attach(module: nn.Module, placed: _Placed) -> _Placed:
+def _attach(module: nn.Module, placed: _Hooked) -> _Hooked:
     """Ours are the outermost hooks: the first before the forward and the last after it, whatever the forward raises."""
     placed.handles += [
         module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True),
@@ -86,7 +86,7 @@ def _untraced(hook: _Hook) -> _Hook:
 # between the hooks it would never again come to the outermost exit, where it forgets the casts of old weights.
 @_untraced
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    placed: _Placed = module.__dict__[_KEY]
+    placed: _Hooked = module.__dict__[_KEY]
     placed.called = True
     kind = placed.device_type
     state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
@@ -103,7 +103,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 
 @_untraced
 def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    placed: _Placed = module.__dict__[_KEY]
+    placed: _Hooked = module.__dict__[_KEY]
     if placed.calls:  # or a hook before ours has raised
         enabled, dtype, cache = placed.calls.pop()
         torch.set_autocast_enabled(placed.device_type, enabled)
@@ -115,7 +115,7 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 @_untraced
 def _tell_of_the_uncalled(model: nn.Module, args: Any, output: Any) -> None:
     """Hooks see calls alone: TransformerEncoderLayer, for one, reads the weights of its ``self_attn.out_proj``."""
-    awaited: _Awaited | None = model.__dict__.pop(_AWAITED, None)
+    awaited: _PendingCheck | None = model.__dict__.pop(_AWAITED, None)
     if awaited is None:  # torch.compile calls hooks that it has met once, though they are removed
         return
     for handle in awaited.handles:
@@ -125,7 +125,7 @@ def _tell_of_the_uncalled(model: nn.Module, args: Any, output: Any) -> None:
         if uncalled:
             verb, those = ("was", "it") if len(uncalled) == 1 else ("were", "them")
             text = f"{verb} not called in the first forward, so the setting had no effect on {those}"
-            warnings.warn(f"{setting}: {listed(uncalled)} {text}", PrecisionWarning, stacklevel=2)
+            warnings.warn(f"{setting}: {shorten(uncalled)} {text}", PrecisionWarning, stacklevel=2)
 
 
 def _in_a_context() -> bool:

@@ -44,11 +44,11 @@ def check_globs(model: nn.Module, policy: PrecisionPolicy) -> None:
             matched = [module for name, module in modules.items() if fnmatchcase(name, glob)]
             if not matched:
                 problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
-                outer = listed([name for name, _ in model.named_children()], most=8)
+                outer = shorten([name for name, _ in model.named_children()], most=8)
                 remedy = f"Use names as of model.named_modules(), which begin with {outer}; * matches any part"
                 raise ConfigError(key, glob, problem, remedy)
             if all(_only_holds(part) for module in matched for part in module.modules()):
-                kinds = listed(sorted({type(module).__name__ for module in matched}))
+                kinds = shorten(sorted({type(module).__name__ for module in matched}))
                 remedy = "Name the module that uses what it holds"
                 raise ConfigError(key, glob, f"matches what is never called itself ({kinds})", remedy)
 
@@ -61,7 +61,7 @@ def check_compiled(model: nn.Module, policy: PrecisionPolicy) -> None:
     Raises:
         ConfigError: something does.
     """
-    kept, only = placement(model, policy)
+    kept, only = select(model, policy)
     compiled: dict[nn.Module, str] = {}  # what lies inside, and in which one
     for name, module in _modules(model).items():
         in_place = module._compiled_call_impl is not None
@@ -79,20 +79,20 @@ def check_compiled(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 def describe(model: nn.Module, policy: PrecisionPolicy) -> str:
     """What computes in what, and what gradients travel in if not in fp32: one line for people."""
-    kept, only = placement(model, policy)
+    kept, only = select(model, policy)
     line = policy.name
     if policy.name == "tf32":
         line += " (matrix products and convolutions)"
     if only:
-        line += f": {listed(only)}"
+        line += f": {shorten(only)}"
     if only or kept:
-        line += f"; fp32: {', '.join([*([listed(kept)] if kept else []), *(['all else'] if only else [])])}"
+        line += f"; fp32: {', '.join([*([shorten(kept)] if kept else []), *(['all else'] if only else [])])}"
     if policy.reduce_dtype is not torch.float32:
         line += f"; gradients reduced in {'fp16' if policy.reduce_dtype is torch.float16 else 'bf16'}"
     return line
 
 
-def listed(names: Iterable[str], most: int = 4) -> str:
+def shorten(names: Iterable[str], most: int = 4) -> str:
     """The first of the names, and how many more."""
     shown = [name or "the whole model" for name in names]
     more = len(shown) - most
@@ -104,16 +104,16 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules(remove_duplicate=False))
 
 
-def placement(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+def select(model: nn.Module, policy: PrecisionPolicy) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The modules to keep in fp32, and those to cover alone: the topmost of each kind, and none twice."""
     if not policy.casts:
         return {}, {}
     modules = _modules(model)
-    kept = _topmost(modules, policy.keep_fp32, above={})
-    return kept, _topmost(modules, policy.only, above=kept)
+    kept = _outermost(modules, policy.keep_fp32, above={})
+    return kept, _outermost(modules, policy.only, above=kept)
 
 
-def _topmost(
+def _outermost(
     modules: Mapping[str, nn.Module], globs: tuple[str, ...], above: Mapping[str, nn.Module]
 ) -> dict[str, nn.Module]:
     """Of the modules that match, those that lie neither inside another one nor inside one of ``above``."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from distaccum.distributed.environment import Ranks
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 
 
@@ -33,6 +33,6 @@ def single_process_world() -> Iterator[World]:
     """
     if dist.is_initialized():
         raise RuntimeError("a process group is open already: close it first, or use that one")
-    ranks = Ranks()
+    ranks = LaunchEnvironment()
     with open_world(ranks, ranks.store(), torch.device("cpu")) as world:
         yield world

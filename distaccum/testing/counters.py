@@ -9,12 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distaccum.forecast.collectives import ring_bytes
 
-__all__ = ["Operations", "Wire", "ring_bytes"]
-
-
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Counts what this thread dispatches within the ``with`` block, backward passes on the CPU included.
 
     ``counts`` has ``aten ops``; ``device reads`` (``item``); ``gradient reductions`` and ``gradient bytes`` (those of
@@ -42,7 +38,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         return function(*args, **(kwargs or {}))
 
 
-class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Adds up what collectives this thread calls within the ``with`` block, whoever calls them, by kind.
 
     ``calls`` and ``payload`` (bytes of the whole tensor: what goes into a reduction, what comes out of a gather) are

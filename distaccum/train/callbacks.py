@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.errors import ConfigError
 
@@ -15,7 +15,7 @@ class Run(Protocol):
     """What a callback sees of the run."""
 
     @property
-    def clocks(self) -> Clocks:
+    def progress(self) -> Progress:
         """How far it is."""
 
     def stop(self, reason: str) -> None:
@@ -64,7 +64,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return found
 
 
-class EarlyStop(Callback):
+class EarlyStopping(Callback):
     """Stops a run whose evaluations no longer improve.
 
     Args:

@@ -23,14 +23,14 @@ from omegaconf import DictConfig, OmegaConf
 from distaccum.checkpoint.files import write_text
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import conf_dir, plain
-from distaccum.distributed.environment import Ranks
-from distaccum.distributed.signals import StopSignals, stop_with_parent
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.errors import ConfigError, DistaccumError
-from distaccum.train.coordination import Agreement, Job, RefusedError
+from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.metrics.wandb import is_left_behind
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_job import check_job, run_job
-from distaccum.train.submitit import NodeJob
+from distaccum.train.submitit import SubmititJob
 
 _BAD_CONFIGURATION = 2
 
@@ -38,14 +38,18 @@ _BAD_CONFIGURATION = 2
 def main() -> None:
     """Runs the job (or the sweep of jobs) that the command line describes, on this rank."""
     try:
-        ranks = Ranks.from_environment()
+        ranks = LaunchEnvironment.from_environment()
     except ConfigError as error:
-        sys.exit(_complain(error))
+        sys.exit(_print_config_error(error))
     with StopSignals() as signals:
         if ranks.launched:
-            stop_with_parent()
-        agreement = Agreement(ranks, ranks.store())
-        exit_code = _lead(ranks, agreement, signals) if ranks.rank == 0 else _follow(ranks, agreement, signals)
+            die_with_parent()
+        agreement = JobCoordinator(ranks, ranks.store())
+        exit_code = (
+            _run_main_rank(ranks, agreement, signals)
+            if ranks.rank == 0
+            else _run_worker_rank(ranks, agreement, signals)
+        )
         signals.ignore()
     if is_left_behind():
         sys.stdout.flush()
@@ -57,7 +61,7 @@ def main() -> None:
 class _Jobs:
     """What Hydra calls back for every job that it has composed, on rank 0."""
 
-    def __init__(self, ranks: Ranks, agreement: Agreement, signals: StopSignals) -> None:
+    def __init__(self, ranks: LaunchEnvironment, agreement: JobCoordinator, signals: StopSignals) -> None:
         self._ranks, self._agreement, self._signals = ranks, agreement, signals
         self._planned = _take_check(ranks)
         self.announced, self.composed, self.preempted = 0, False, False
@@ -65,24 +69,24 @@ class _Jobs:
         self._hydra_says, self._composing = io.StringIO(), ExitStack()
         self._composing.enter_context(redirect_stderr(self._hydra_says))
 
-    def __reduce__(self) -> tuple[type[NodeJob], tuple[()]]:
+    def __reduce__(self) -> tuple[type[SubmititJob], tuple[()]]:
         """What a launcher of Hydra's takes to another machine."""
-        return NodeJob, ()
+        return SubmititJob, ()
 
-    def speak(self) -> None:
+    def stop_capturing(self) -> None:
         """From here on what is printed is shown."""
         self._composing.close()
 
     def __call__(self, node: DictConfig) -> None:
-        self.speak()
+        self.stop_capturing()
         sys.stderr.write(self._hydra_says.getvalue())  # its warnings
         self.composed = True
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
         try:
             self._run(node, run_dir)
-        except (ConfigError, RefusedError) as error:
+        except (ConfigError, JobRejectedError) as error:
             run_dir.write_refusal(str(error))
-            sys.exit(_complain(error))
+            sys.exit(_print_config_error(error))
         except DistaccumError as error:
             print(f"distaccum: {error}", file=sys.stderr)  # noqa: T201
             sys.exit(1)
@@ -97,12 +101,12 @@ class _Jobs:
             run_dir.remove_if_empty()
             return
         self.announced += 1
-        self._agreement.announce(job)
+        self._agreement.publish(job)
         accepted = partial(_keep_hydra_files, run_dir, node)
         self.preempted = run_job(job, self._ranks, self._agreement, self._signals, accepted=accepted).preempted
 
 
-def _lead(ranks: Ranks, agreement: Agreement, signals: StopSignals) -> int:
+def _run_main_rank(ranks: LaunchEnvironment, agreement: JobCoordinator, signals: StopSignals) -> int:
     """Rank 0: Hydra reads the command line and calls back for every job."""
     jobs = _Jobs(ranks, agreement, signals)
     exit_code = 1
@@ -113,21 +117,21 @@ def _lead(ranks: Ranks, agreement: Agreement, signals: StopSignals) -> int:
     except SystemExit as stop:
         exit_code = _exit_code(stop)
         if not jobs.composed and exit_code:
-            jobs.speak()
+            jobs.stop_capturing()
             exit_code = _refuse_command_line(stop.__context__ or stop)
     except Exception as error:  # with HYDRA_FULL_ERROR Hydra raises what it otherwise prints
         if jobs.composed:
             raise
-        jobs.speak()
+        jobs.stop_capturing()
         exit_code = _refuse_command_line(error)
     finally:
-        jobs.speak()
+        jobs.stop_capturing()
         if not jobs.preempted:  # else the others know
-            agreement.dismiss(jobs.announced, exit_code)
+            agreement.shutdown(jobs.announced, exit_code)
     return exit_code
 
 
-def _take_check(ranks: Ranks) -> Ranks | None:
+def _take_check(ranks: LaunchEnvironment) -> LaunchEnvironment | None:
     """Takes ``--check``, or ``--check=N`` for N processes that torchrun is to start, off the command line."""
     asked = [argument for argument in sys.argv[1:] if argument.partition("=")[0] == "--check"]
     if not asked:
@@ -138,8 +142,8 @@ def _take_check(ranks: Ranks) -> Ranks | None:
         return ranks
     if not processes.isdecimal() or processes == "0":
         error = ConfigError("--check", processes, "not a number of processes", "Use --check, or --check=2 for two")
-        sys.exit(_complain(error))
-    return Ranks(size=int(processes), planned=True)
+        sys.exit(_print_config_error(error))
+    return LaunchEnvironment(size=int(processes), planned=True)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -161,7 +165,7 @@ def _refuse_command_line(cause: BaseException) -> int:
         key, _, value = argument.partition("=")
         if key == "hydra.run.dir" and "${" not in value:
             RunDir(Path(value)).write_refusal(str(error))
-    return _complain(error)
+    return _print_config_error(error)
 
 
 def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
@@ -178,7 +182,7 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
         write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
 
 
-def _follow(ranks: Ranks, agreement: Agreement, signals: StopSignals) -> int:
+def _run_worker_rank(ranks: LaunchEnvironment, agreement: JobCoordinator, signals: StopSignals) -> int:
     """Every other rank: runs the jobs that rank 0 announces, and is silent about what rank 0 reports."""
     for number in count():
         job = agreement.await_job(number)
@@ -187,14 +191,14 @@ def _follow(ranks: Ranks, agreement: Agreement, signals: StopSignals) -> int:
         try:
             if run_job(job, ranks, agreement, signals).preempted:
                 return 0
-        except RefusedError:
+        except JobRejectedError:
             return _BAD_CONFIGURATION
         except DistaccumError:
             return 1
     raise AssertionError
 
 
-def _complain(error: DistaccumError) -> int:
+def _print_config_error(error: DistaccumError) -> int:
     print(f"distaccum: configuration error: {error}", file=sys.stderr)  # noqa: T201
     return _BAD_CONFIGURATION
 

@@ -17,29 +17,29 @@ from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
 from distaccum.config.instantiate import build
 from distaccum.config.schema import Node, RunConfig
-from distaccum.data.adapters import as_source
+from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import check_workers, make_plan
 from distaccum.data.plan.batch import Plan
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.spec import Source
-from distaccum.engines.factory import EngineSettings, check_model
+from distaccum.data.spec import DataSpec
+from distaccum.engines.factory import EngineContext, check_model
 from distaccum.errors import ConfigError
 from distaccum.losses.base import Loss
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train.callbacks import Callback
 from distaccum.train.evaluate import EvaluationMetric
-from distaccum.train.metrics.loggers import ConsoleSink, JsonlSink, Sink
-from distaccum.train.metrics.wandb import WandbSink
+from distaccum.train.metrics.loggers import ConsoleLogger, JsonlLogger, Logger
+from distaccum.train.metrics.wandb import WandbLogger
 from distaccum.train.optimizer import build_optimizer
 from distaccum.train.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class TrainingComponents:
     """All that can be built, and can fail for the user's reasons, before there is a process group."""
 
     config: RunConfig
-    source: Source
+    source: DataSpec
     plan: Plan | StreamPlan
     model: nn.Module
     parameters: int  # of the model as it was before an engine took it
@@ -53,7 +53,9 @@ class Parts:
     total_steps: int
 
 
-def build_parts(config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False) -> Parts:
+def components_from_config(
+    config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False
+) -> TrainingComponents:
     """Raises ConfigError for whatever in the configuration cannot be built on this machine.
 
     ``planned``: the processes are yet to be launched.
@@ -63,12 +65,12 @@ def build_parts(config: RunConfig, *, world_size: int, device: torch.device, pla
     with torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext():
         model = build("model", config.model)
     loss = build("loss", config.loss)
-    return assemble(config, source, model, loss, world_size=world_size, device=device, planned=planned)
+    return build_components(config, source, model, loss, world_size=world_size, device=device, planned=planned)
 
 
-def assemble(
+def build_components(
     config: RunConfig,
-    source: Source,
+    source: DataSpec,
     model: nn.Module,
     loss: Loss,
     *,
@@ -78,26 +80,28 @@ def assemble(
     callbacks: Sequence[Callback] = (),
     metrics: Mapping[str, EvaluationMetric] | None = None,
     planned: bool = False,
-) -> Parts:
+) -> TrainingComponents:
     """The parts around a model, a loss and data that are there already; the rest is the configuration's.
 
     Raises:
-        ConfigError: as :func:`build_parts`.
+        ConfigError: as :func:`components_from_config`.
     """
     batch = config.batch
     plan = make_plan(
         source,
-        global_size=batch.global_size,
+        global_batch_size=batch.global_size,
         tokens=batch.tokens,
-        micro_size=batch.micro_size,
+        micro_batch_size=batch.micro_size,
         world_size=world_size,
         seed=config.seed,
     )
     check_workers(source, plan, config.trainer.num_workers)
-    if source.held_out is not None and not len(source.held_out):
+    if source.eval_dataset is not None and not len(source.eval_dataset):
         raise ConfigError("data", source.description, "holds out an empty set", "Hold out more, or nothing")
-    if metrics and source.held_out is not None and len(source.held_out) < world_size:
-        problem = f"holds out {len(source.held_out)} samples for {world_size} ranks: a metric needs one on every rank"
+    if metrics and source.eval_dataset is not None and len(source.eval_dataset) < world_size:
+        problem = (
+            f"holds out {len(source.eval_dataset)} samples for {world_size} ranks: a metric needs one on every rank"
+        )
         raise ConfigError("data", source.description, problem, "Hold out more samples, or leave metrics out")
     if batch.group_by_length and source.lengths is None:
         remedy = "Give lengths to its Source: the tokens of each training sample"
@@ -107,13 +111,13 @@ def assemble(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
     policy = PrecisionPolicy.of(config.precision)
-    settings = EngineSettings(
+    settings = EngineContext(
         engine=config.engine,
         precision=config.precision,
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
-        global_size=batch.global_size,
-        micro_size=batch.micro_size,
+        global_batch_size=batch.global_size,
+        micro_batch_size=batch.micro_size,
         world_size=world_size,
         device=device,
         planned=planned,
@@ -122,7 +126,7 @@ def assemble(
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
-    return Parts(
+    return TrainingComponents(
         config=config,
         source=source,
         plan=plan,
@@ -139,24 +143,24 @@ def assemble(
     )
 
 
-def build_sinks(
-    parts: Parts, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
-) -> list[Sink]:
+def build_loggers(
+    parts: TrainingComponents, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
+) -> list[Logger]:
     """The sinks of rank 0; ``about`` is shown with the W&B run."""
     metrics = parts.config.metrics
-    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
+    loggers: list[Logger] = [JsonlLogger(run_dir.metrics)]
     if metrics.console:
-        sinks.append(ConsoleSink(parts.total_steps, console))
+        loggers.append(ConsoleLogger(parts.total_steps, console))
     if metrics.wandb.mode != "disabled":
-        sinks.append(WandbSink(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
-    return sinks
+        loggers.append(WandbLogger(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
+    return loggers
 
 
-def as_source_node(node: Node) -> Source:
+def as_source_node(node: Node) -> DataSpec:
     """Builds ``data``: a Source, or any map-style dataset."""
     data = build("data", node)
     try:
-        return as_source(data)
+        return to_data_spec(data)
     except TypeError as error:
         raise ConfigError("data._target_", node["_target_"], str(error), "Return one of these from it") from error
 

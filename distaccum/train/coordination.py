@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
-from distaccum.distributed.environment import Ranks
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.errors import DistaccumError
 
 _FAREWELL_S = 10.0
@@ -29,21 +29,21 @@ class Job:
     config: Mapping[str, Any]
 
 
-class RefusedError(DistaccumError):
+class JobRejectedError(DistaccumError):
     """Some rank cannot run the job; the message is that rank's, the same on all."""
 
 
-class Agreement:
+class JobCoordinator:
     """The ranks' shared notes. Reading waits until they are written."""
 
-    def __init__(self, ranks: Ranks, store: Store) -> None:
+    def __init__(self, ranks: LaunchEnvironment, store: Store) -> None:
         self._ranks, self._store = ranks, store
 
-    def announce(self, job: Job) -> None:
+    def publish(self, job: Job) -> None:
         """Rank 0 hands a job to the others."""
         self._store.set(f"job/{job.number}", json.dumps(asdict(job)))
 
-    def dismiss(self, number: int, exit_code: int) -> None:
+    def shutdown(self, number: int, exit_code: int) -> None:
         """Rank 0 says that there is no job of this number: the others leave with ``exit_code``.
 
         After a success it waits a little until they have read it, for the store may live in this very process.
@@ -65,17 +65,17 @@ class Agreement:
         """The part of the store in which a job's process group may write."""
         return PrefixStore(f"job-{job.number}", self._store)
 
-    def settle(self, job: Job, complaint: str | None) -> None:
+    def agree(self, job: Job, rejection: str | None) -> None:
         """Every rank says whether it can run the job, and if not, why.
 
         Raises:
             RefusedError: on all ranks, with the first complaint, if any rank cannot.
         """
         notes = self.store_for(job)
-        notes.set(f"verdict/{self._ranks.rank}", json.dumps(complaint))
+        notes.set(f"verdict/{self._ranks.rank}", json.dumps(rejection))
         if self._ranks.rank == 0:
             verdicts = [json.loads(notes.get(f"verdict/{rank}")) for rank in range(self._ranks.size)]
             notes.set("verdict", json.dumps(next((verdict for verdict in verdicts if verdict), None)))
         first = json.loads(notes.get("verdict"))
         if first:
-            raise RefusedError(first)
+            raise JobRejectedError(first)

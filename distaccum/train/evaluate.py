@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from distaccum.data.loader import MicroBatchIds
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.prefetch import to_device
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
@@ -37,11 +37,11 @@ class EvaluationMetric(Protocol):
 @torch.no_grad()
 def evaluate(
     engine: Engine,
-    source: Source,
+    source: DataSpec,
     loss: Loss,
     world: World,
     *,
-    micro_size: int,
+    micro_batch_size: int,
     metrics: Mapping[str, EvaluationMetric] | None = None,
 ) -> dict[str, float]:
     """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text: sums over all ranks, divided once.
@@ -51,7 +51,7 @@ def evaluate(
     Raises:
         MisuseError: there are ``metrics``, and the loss gives no ``predictions``.
     """
-    assert source.held_out is not None
+    assert source.eval_dataset is not None
     metrics = metrics or {}
     if metrics and not isinstance(loss, Predictor):
         raise MisuseError(f"metrics need predictions(model, batch) -> (predictions, targets) of {type(loss).__name__}")
@@ -60,12 +60,12 @@ def evaluate(
         if isinstance(metric, nn.Module):
             metric.to(engine.device)
     engine.sync_buffers()
-    model = engine.bare_model
+    model = engine.unwrapped_model
     modes = [(module, module.training) for module in model.modules()]  # some may be frozen
     model.eval()
     sums: dict[str, Tensor] = {}
     counted: dict[str, float] = {}
-    for batch, is_own in _batches(engine, source, world, micro_size):
+    for batch, is_own in _batches(engine, source, world, micro_batch_size):
         moved = to_device(batch, engine.device)
         with engine.autocast():
             found = scores(loss, model, moved)
@@ -90,12 +90,17 @@ def evaluate(
     return result
 
 
-def _batches(engine: Engine, source: Source, world: World, micro_size: int) -> Iterator[tuple[Any, bool]]:
+def _batches(engine: Engine, source: DataSpec, world: World, micro_batch_size: int) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, and, where a forward communicates, as many for nothing as other ranks have more."""
-    assert source.held_out is not None
-    samples = len(source.held_out)
-    plan = BatchPlan(samples=samples, global_size=micro_size * world.size, micro_size=micro_size, world_size=world.size)
-    held_out, own = cast("Dataset[Any]", source.held_out), 0
+    assert source.eval_dataset is not None
+    samples = len(source.eval_dataset)
+    plan = BatchPlan(
+        samples=samples,
+        global_batch_size=micro_batch_size * world.size,
+        micro_batch_size=micro_batch_size,
+        world_size=world.size,
+    )
+    held_out, own = cast("Dataset[Any]", source.eval_dataset), 0
     for batch in DataLoader(held_out, batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=source.collate):
         own += 1
         yield batch, True
@@ -108,11 +113,14 @@ def _means(
     sums: Mapping[str, Tensor], counted: Mapping[str, float], device: torch.device, world: World
 ) -> dict[str, float]:
     """Each sum over all ranks, by the count of its own name, or else the single loss's."""
-    names, counts = world.union(list(sums)), world.union(list(counted))  # a rank with no sample knows neither
+    names, counts = (
+        world.all_gather_names(list(sums)),
+        world.all_gather_names(list(counted)),
+    )  # a rank with no sample knows neither
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack([sums.get(name, nothing) for name in names]).unsqueeze(1)
-    totals = world.sum_(stacked).squeeze(1).tolist()  # host read: the evaluation's result
-    over = dict(zip(counts, world.sum_numbers([counted.get(name, 0.0) for name in counts]), strict=True))
+    totals = world.all_reduce_(stacked).squeeze(1).tolist()  # host read: the evaluation's result
+    over = dict(zip(counts, world.all_reduce_host([counted.get(name, 0.0) for name in counts]), strict=True))
     unknown = [name for name in names if name not in over and SINGLE not in over]
     missing = [name for name in counts if name not in names]
     if unknown or missing:

@@ -13,7 +13,7 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.config.merge import check, get, held, read, shown
 from distaccum.errors import ConfigError
-from distaccum.train.schedules import Warmup
+from distaccum.train.schedules import DeepSpeedWarmup
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STATE = "State it here"
@@ -60,7 +60,11 @@ def from_deepspeed_json(source: str | PathLike[str] | Mapping[str, Any], *, worl
     batch, steps = _batch(theirs, world_size)
     engine = _engine(theirs)
     precision = _precision(theirs, engine.stage)
-    sizes: dict[str, Any] = {**dict.fromkeys(("global_size", "micro_size")), **batch, "micro_steps": steps}
+    sizes: dict[str, Any] = {
+        "global_batch_size": batch.get("global_size"),
+        "micro_batch_size": batch.get("micro_size"),
+        "micro_steps": steps,
+    }
     clip_norm = get(theirs, "gradient_clipping")
     clip_norm = 1.0 if clip_norm is None else _number("gradient_clipping", clip_norm) or None
     require_positive("gradient_clipping", clip_norm)
@@ -219,7 +223,7 @@ def _schedule(section: Any, lr: float | None) -> tuple[float | None, dict[str, A
     if kind not in _DECAYS:
         raise ConfigError("scheduler.type", kind, "no counterpart", _SCHEDULE)
     key, decay = "scheduler.params", _DECAYS[kind]
-    node: dict[str, Any] = {"_target_": "distaccum.train.schedules.Warmup", "decay": decay}
+    node: dict[str, Any] = {"_target_": "distaccum.train.schedules.DeepSpeedWarmup", "decay": decay}
     node["warmup_steps"] = params.pop("warmup_num_steps", 1000)
     node["curve"] = params.pop("warmup_type", "log")
     total = None if decay == "none" else params.pop("total_num_steps", None)
@@ -234,5 +238,5 @@ def _schedule(section: Any, lr: float | None) -> tuple[float | None, dict[str, A
         lr = None if peak is None else _number(f"{key}.warmup_max_lr", peak)
         node["first_ratio"] = least / lr if lr else 0.0
     _none_left(key, params)
-    Warmup(total_steps=1, **{name: value for name, value in node.items() if name != "_target_"})
+    DeepSpeedWarmup(total_steps=1, **{name: value for name, value in node.items() if name != "_target_"})
     return lr, node, None if total is None else int(_number(f"{key}.total_num_steps", total))

@@ -14,11 +14,11 @@ from distaccum.checkpoint import weights
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
-from distaccum.train.components import Parts
+from distaccum.train.components import TrainingComponents
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class Restore:
     """What there is to start from, and how much of it this run's engine can take up.
 
     Weights that come without their optimizer state are given to the model before an engine wraps it, as not every
@@ -33,7 +33,7 @@ class Origin:
     fills_model: bool
 
     @classmethod
-    def of(cls, checkpoint_path: str, parts: Parts, world: World) -> Origin:
+    def of(cls, checkpoint_path: str, parts: TrainingComponents, world: World) -> Restore:
         """For a verified checkpoint's path, or none."""
         path, config = Path(checkpoint_path) if checkpoint_path else None, parts.config
         own_format = config.optimizer_format(world.size)

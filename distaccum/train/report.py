@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.progress import Progress
 from distaccum.data.loader import padding_share
 from distaccum.data.plan.batch import Ids, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.engines.base import Engine
 from distaccum.precision.selection import describe
-from distaccum.train.components import Parts
+from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
 
 
-def introduce(parts: Parts, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
+def print_header(parts: TrainingComponents, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
     """Prints what is about to be trained, and the whole batch plan."""
     plan, config = parts.plan, parts.config
     lines = {
@@ -42,9 +42,9 @@ def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
     return f"{first:.1%} of the tokens of a micro-batch are padding ({second:.1%} {other})"
 
 
-def summarise(
-    parts: Parts,
-    clocks: Clocks,
+def print_summary(
+    parts: TrainingComponents,
+    progress: Progress,
     evaluation: Mapping[str, float],
     run_dir: RunDir,
     console: Console,
@@ -57,15 +57,15 @@ def summarise(
         saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto goes on"
         if not parts.config.checkpoint.every:
             saved = "checkpoint.every=0, so nothing is saved"
-        elif not clocks.step:
+        elif not progress.step:
             saved = "nothing to save yet; the same command with resume=auto begins"
-        where = f"{clocks.step} of {parts.total_steps} updates"
+        where = f"{progress.step} of {parts.total_steps} updates"
         console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
         return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
     baselines = parts.source.baselines() if "bits per byte" in rows else {}
     console.print(
-        f"done: {clocks.step} updates, {clocks.samples:,} samples, {clocks.skipped} skipped; {run_dir.path}",
+        f"done: {progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped; {run_dir.path}",
         soft_wrap=True,
     )
     if stop_reason:

@@ -17,22 +17,22 @@ from rich.console import Console
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.durations import seconds_of
-from distaccum.data.factory import make_feed
-from distaccum.data.loader import Feed
+from distaccum.data.factory import build_loader
+from distaccum.data.loader import WindowLoader
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.train.callbacks import named
-from distaccum.train.components import Parts, build_sinks
+from distaccum.train.components import TrainingComponents, build_loggers
 from distaccum.train.loop import Loop
-from distaccum.train.metrics.loggers import Sink, rewind_jsonl
-from distaccum.train.origin import Origin
-from distaccum.train.report import introduce, summarise
+from distaccum.train.metrics.loggers import Logger, rewind_jsonl
+from distaccum.train.origin import Restore
+from distaccum.train.report import print_header, print_summary
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.time_limit import Deadline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class RunResult:
     """How a run ended: its last evaluation, empty without one, and whether it is to be continued."""
 
     evaluation: dict[str, float]
@@ -40,7 +40,7 @@ class Ending:
 
 
 def train(
-    parts: Parts,
+    parts: TrainingComponents,
     start: Path | None,
     store: CheckpointStore,
     run_dir: RunDir,
@@ -48,67 +48,67 @@ def train(
     *,
     signals: StopSignals,
     began: float,
-) -> Ending:
+) -> RunResult:
     """Trains ``parts`` from the checkpoint ``start`` (as rank 0 has it), or from zero.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` told it.
     """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
-    checkpoint_path = world.text_from_main(str(start or ""))
-    origin = Origin.of(checkpoint_path, parts, world)
+    checkpoint_path = world.broadcast_str(str(start or ""))
+    origin = Restore.of(checkpoint_path, parts, world)
     origin.fill_model()
-    accumulator, feed = _accumulator_of(parts, world)
+    accumulator, feed = build_accumulator(parts, world)
     wandb_id, note = token_hex(4), origin.init(accumulator.engine)
     if origin.path is not None:
         wandb_id, note = _resume(origin, parts, accumulator, feed, wandb_id)
     console = Console()
     with ExitStack() as closing:
-        sinks: list[Sink] = []
+        loggers: list[Logger] = []
         if world.is_main:
-            rewind_jsonl(run_dir.metrics, accumulator.clocks.window)
+            rewind_jsonl(run_dir.metrics, accumulator.progress.window)
             plan = parts.plan.as_dict() | {"total_steps": parts.total_steps, "engine": accumulator.engine.describe()}
             run_dir.write_plan(plan)
             about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
-            introduce(parts, accumulator.engine, run_dir, note, console)
-            run_dir.write_documents(accumulator.engine.documents)
-            sinks = build_sinks(parts, run_dir, console, wandb_id=wandb_id, about=about)
-            for sink in sinks:
-                closing.push(partial(_close, sink))
+            print_header(parts, accumulator.engine, run_dir, note, console)
+            run_dir.write_artifacts(accumulator.engine.artifacts)
+            loggers = build_loggers(parts, run_dir, console, wandb_id=wandb_id, about=about)
+            for logger in loggers:
+                closing.push(partial(_close, logger))
         loop = Loop(
             parts,
             accumulator,
             feed,
             run_dir=run_dir,
             store=store,
-            sinks=sinks,
+            loggers=loggers,
             wandb_id=wandb_id,
             deadline=_deadline(parts, began),
         )
-        with signals.telling(loop.preempt):
+        with signals.notify(loop.preempt):
             evaluation = loop.fit()
-        for sink in sinks if loop.preempted else ():
-            sink.preempt()
+        for logger in loggers if loop.preempted else ():
+            logger.mark_preempted()
     if world.is_main:
         state = State.PREEMPTED if loop.preempted else State.DONE
-        run_dir.write_status(state, step=loop.clocks.step, reason=loop.stop_reason)
-        summarise(parts, loop.clocks, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
-    return Ending(evaluation=evaluation, preempted=loop.preempted)
+        run_dir.write_status(state, step=loop.progress.step, reason=loop.stop_reason)
+        print_summary(parts, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
+    return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
 
-def _deadline(parts: Parts, began: float) -> Deadline:
+def _deadline(parts: TrainingComponents, began: float) -> Deadline:
     max_time = parts.config.trainer.max_time
     seconds = None if max_time is None else seconds_of("trainer.max_time", max_time)
     return Deadline(seconds, began=began, parameters=parts.parameters)
 
 
-def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
+def build_accumulator(parts: TrainingComponents, world: World) -> tuple[Accumulator, WindowLoader]:
     config = parts.config
     accumulator = Accumulator(
         parts.model,
         parts.optimizers,
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
+        global_batch_size=config.batch.global_size,
+        micro_batch_size=config.batch.micro_size,
         count=parts.loss.count,
         schedule=parts.schedule,
         clip_norm=config.optim.clip_norm,
@@ -122,7 +122,7 @@ def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
         world=world,
     )
     _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
-    feed = make_feed(
+    feed = build_loader(
         parts.source,
         parts.plan,
         world,
@@ -132,12 +132,14 @@ def _accumulator_of(parts: Parts, world: World) -> tuple[Accumulator, Feed]:
     return accumulator, feed
 
 
-def _resume(origin: Origin, parts: Parts, accumulator: Accumulator, feed: Feed, wandb_id: str) -> tuple[str, str]:
+def _resume(
+    origin: Restore, parts: TrainingComponents, accumulator: Accumulator, feed: WindowLoader, wandb_id: str
+) -> tuple[str, str]:
     """Takes up a checkpoint; returns the W&B run's id and a line for the report."""
     run, continued, data = origin.take_up(accumulator)
     if parts.config.resume == "auto":  # a run started from a named checkpoint is another run
         wandb_id = run.wandb_id
-    accumulator.go_on_from(run.clocks, run.position, data)
+    accumulator.restore(run.progress, run.position, data)
     for name, callback in named(parts.callbacks).items():
         if name in run.callbacks:
             callback.load_state_dict(run.callbacks[name])
@@ -145,12 +147,12 @@ def _resume(origin: Origin, parts: Parts, accumulator: Accumulator, feed: Feed, 
     if not origin.carries_optimizer:
         begins_anew = f"optimizer state ({run.optimizer_format}) and loss scale do not"
         carried = f"weights, clocks and data carry over, {begins_anew}"
-    note = f"resuming {origin.path} at step {run.clocks.step}; {carried} ({origin.saved_by(run)})"
+    note = f"resuming {origin.path} at step {run.progress.step}; {carried} ({origin.saved_by(run)})"
     return wandb_id, note + ("" if continued else "; another world size, so dropout draws fresh random numbers")
 
 
-def _close(sink: Sink, kind: type[BaseException] | None, *_: object) -> None:
-    sink.close(failed=kind is not None)
+def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None:
+    logger.close(failed=kind is not None)
 
 
 def _seed(seed: int) -> None:

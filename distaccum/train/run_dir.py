@@ -97,9 +97,9 @@ class RunDir:
             if not self.holds_results():
                 self.write_status(State.CONFIG_ERROR, step=0, reason=reason)
 
-    def write_documents(self, documents: Mapping[str, Mapping[str, object]]) -> None:
+    def write_artifacts(self, artifacts: Mapping[str, Mapping[str, object]]) -> None:
         """Writes each under its file name, as JSON."""
-        for name, content in documents.items():
+        for name, content in artifacts.items():
             write_json(self.path / name, dict(content))
 
     def write_plan(self, plan: Mapping[str, object]) -> None:

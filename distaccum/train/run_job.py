@@ -9,14 +9,14 @@ from time import monotonic
 
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import from_node
-from distaccum.distributed.environment import Ranks
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import open_world
 from distaccum.errors import ConfigError
-from distaccum.train.components import Parts, build_parts
-from distaccum.train.coordination import Agreement, Job, RefusedError
+from distaccum.train.components import TrainingComponents, components_from_config
+from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.resume import find_start
-from distaccum.train.run import Ending, train
+from distaccum.train.run import RunResult, train
 from distaccum.train.run_dir import RunDir
 
 
@@ -25,8 +25,13 @@ def _nothing() -> None:
 
 
 def run_job(
-    job: Job, ranks: Ranks, agreement: Agreement, signals: StopSignals, *, accepted: Callable[[], None] = _nothing
-) -> Ending:
+    job: Job,
+    ranks: LaunchEnvironment,
+    agreement: JobCoordinator,
+    signals: StopSignals,
+    *,
+    accepted: Callable[[], None] = _nothing,
+) -> RunResult:
     """Prepares, agrees, calls ``accepted``, trains and reports.
 
     Raises:
@@ -43,7 +48,7 @@ def run_job(
             raise
 
 
-def check_job(job: Job, ranks: Ranks) -> None:
+def check_job(job: Job, ranks: LaunchEnvironment) -> None:
     """Builds all that can be built before a process group, and leaves nothing behind; ``ranks`` may be planned only.
 
     Raises:
@@ -53,12 +58,14 @@ def check_job(job: Job, ranks: Ranks) -> None:
     try:
         _prepare(job, run_dir, ranks)
     except ConfigError as error:
-        raise RefusedError(str(error)) from error
+        raise JobRejectedError(str(error)) from error
 
 
-def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Path | None, CheckpointStore]:
+def _prepare(
+    job: Job, run_dir: RunDir, ranks: LaunchEnvironment
+) -> tuple[TrainingComponents, Path | None, CheckpointStore]:
     config = from_node(job.config)
-    parts = build_parts(config, world_size=ranks.size, device=ranks.device(), planned=ranks.planned)
+    parts = components_from_config(config, world_size=ranks.size, device=ranks.device(), planned=ranks.planned)
     store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
     if ranks.rank != 0:
         return parts, None, store
@@ -68,23 +75,23 @@ def _prepare(job: Job, run_dir: RunDir, ranks: Ranks) -> tuple[Parts, Path | Non
 
 
 def _agree_on_parts(
-    job: Job, run_dir: RunDir, ranks: Ranks, agreement: Agreement
-) -> tuple[Parts, Path | None, CheckpointStore]:
+    job: Job, run_dir: RunDir, ranks: LaunchEnvironment, agreement: JobCoordinator
+) -> tuple[TrainingComponents, Path | None, CheckpointStore]:
     try:
         ready = _prepare(job, run_dir, ranks)
         if ranks.rank == 0:
             run_dir.forget_failure()
     except ConfigError as error:
-        agreement.settle(job, str(error))
+        agreement.agree(job, str(error))
         raise AssertionError from error  # settle has raised
     except BaseException as error:
         run_dir.write_failure(_reason(ranks, error))
-        with suppress(RefusedError):  # the other ranks are told, and this one shows where it happened
-            agreement.settle(job, _reason(ranks, error))
+        with suppress(JobRejectedError):  # the other ranks are told, and this one shows where it happened
+            agreement.agree(job, _reason(ranks, error))
         raise
-    agreement.settle(job, None)
+    agreement.agree(job, None)
     return ready
 
 
-def _reason(ranks: Ranks, error: BaseException) -> str:
+def _reason(ranks: LaunchEnvironment, error: BaseException) -> str:
     return f"rank {ranks.rank}: {type(error).__name__}: {error}"

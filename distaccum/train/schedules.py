@@ -49,7 +49,7 @@ class _Warmup:
         return min(1.0, (step + 1) / (self._steps + 1))
 
 
-class Warmup:
+class DeepSpeedWarmup:
     """DeepSpeed's ``WarmupLR``, ``WarmupDecayLR`` and ``WarmupCosineLR``, as a factor of the peak rate.
 
     Args:

@@ -21,7 +21,7 @@ _PORTS = range(20000, 30000)
 _AGAIN_S = 2.0
 
 
-class NodeJob:
+class SubmititJob:
     """Called once on every node of a Slurm job, with one task a node; holds nothing, and so travels light.
 
     Raises:

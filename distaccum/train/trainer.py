@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import RunConfig, from_node
-from distaccum.data.adapters import as_source
-from distaccum.distributed.environment import Ranks
-from distaccum.distributed.signals import StopSignals, stop_with_parent
+from distaccum.data.adapters import to_data_spec
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.base import Loss
 from distaccum.train.callbacks import Callback
-from distaccum.train.components import assemble
+from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.resume import find_start
 from distaccum.train.run import train
@@ -38,7 +38,7 @@ class Trainer:
     Args:
         model: trained in place.
         loss: a sum and what it sums over; see ``distaccum.losses.base.Loss``.
-        data: a ``Source``, a map-style dataset, or a stream of this rank's samples.
+        data: a ``DataSpec``, a map-style dataset, or a stream of this rank's samples.
         config: what ``conf/`` sets, by the same keys; what is left out is the default. ``model``, ``data`` and ``loss``
             in it are not used, and ``optim.optimizer`` only where no ``optimizer`` is given.
         optimizer: over the model's parameters, or several, over disjoint sets of them; their rates are the schedule's
@@ -63,7 +63,7 @@ class Trainer:
         metrics: Mapping[str, EvaluationMetric] | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
-        self._began, self._ranks = monotonic(), Ranks.from_environment()
+        self._began, self._ranks = monotonic(), LaunchEnvironment.from_environment()
         self.preempted = False
         """Whether :meth:`fit` saved and left before its end, as a signal or ``trainer.max_time`` asked it to."""
         if run_dir is None and isinstance(config, Mapping) and config.get("resume") == "auto":
@@ -71,9 +71,9 @@ class Trainer:
                 "run_dir", None, "is not given, and resume=auto looks for its run there", "Give the folder"
             )
         self._config = config if isinstance(config, RunConfig) else from_node(config or {})
-        self._parts = assemble(
+        self._parts = build_components(
             self._config,
-            as_source(data),
+            to_data_spec(data),
             model,
             loss,
             world_size=self._ranks.size,
@@ -111,10 +111,10 @@ class Trainer:
                 self._config, run_dir, store, parts.plan.position, model=parts.model, world_size=self._ranks.size
             )
         world = World.join()
-        run_dir = RunDir(Path(world.text_from_main(str(run_dir.path))))
+        run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
         store = CheckpointStore(run_dir.checkpoints, keep=self._config.checkpoint.keep)
         if self._ranks.launched:
-            stop_with_parent()
+            die_with_parent()
         try:
             with StopSignals() as signals:
                 ending = train(self._parts, start, store, run_dir, world, signals=signals, began=self._began)

@@ -23,7 +23,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 loader = DataLoader(data.train, batch_size=8, shuffle=True, collate_fn=data.collate)
 acc = Accumulator(
-    model, optimizer, global_size=64, micro_size=8, clip_norm=1.0, count=lambda batch: count_labels(batch[1])
+    model,
+    optimizer,
+    global_batch_size=64,
+    micro_batch_size=8,
+    clip_norm=1.0,
+    count=lambda batch: count_labels(batch[1]),
 )
 
 for window in acc.windows(loader):
@@ -33,7 +38,7 @@ for window in acc.windows(loader):
             logits = acc.model(inputs)
             total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
             acc.backward(total)
-    step = acc.clocks.step
+    step = acc.progress.step
     if step % 5 == 0:
         loss = acc.mean_loss()  # over all ranks: every rank asks
         if acc.world.is_main:

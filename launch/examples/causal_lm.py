@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from distaccum.data.collate import Pad
+from distaccum.data.collate import PadCollator
 from distaccum.data.datasets.text import documentation
 from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.losses.transformers import CausalLM
 from distaccum.train.trainer import Trainer
 
@@ -45,11 +45,11 @@ def main() -> None:
     tokenizer = load_tokenizer(known) if known else train_tokenizer(paragraphs[:cut], vocab_size=2000)
     ids = tokenizer(paragraphs, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     samples = [{"input_ids": part, "attention_mask": [1] * len(part), "labels": part} for part in ids]
-    source = Source(
+    source = DataSpec(
         train=samples[:cut],
-        held_out=samples[cut:],
+        eval_dataset=samples[cut:],
         description=f"{len(samples):,} paragraphs, the last {len(samples) - cut:,} held out",
-        collate=Pad({"input_ids": padding_id(tokenizer), "attention_mask": 0, "labels": -100}),
+        collate=PadCollator({"input_ids": padding_id(tokenizer), "attention_mask": 0, "labels": -100}),
         lengths=np.array([len(part) for part in ids[:cut]]),
     )
 
@@ -68,7 +68,12 @@ def main() -> None:
         )
         model = AutoModelForCausalLM.from_config(config)
     settings = {
-        "batch": {"global_size": None, "tokens": args.tokens, "micro_size": args.micro_size, "group_by_length": True},
+        "batch": {
+            "global_size": None,
+            "tokens": args.tokens,
+            "micro_size": args.micro_size,
+            "group_by_length": True,
+        },
         "optim": {"lr": args.lr},
         "schedule": {"warmup_steps": args.steps // 10},
         "trainer": {"max_steps": args.steps, "eval_every": 20},

@@ -13,7 +13,7 @@ from distaccum import Trainer
 from distaccum.data.datasets.lines import lines
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.gpt import GPT
-from distaccum.train.callbacks import EarlyStop
+from distaccum.train.callbacks import EarlyStopping
 
 torch.manual_seed(0)
 model = GPT(vocab_size=256, seq_len=64, n_layer=2, n_head=2, n_embd=32, dropout=0.0)
@@ -30,7 +30,7 @@ trainer = Trainer(
         "metrics": {"wandb": {"mode": "disabled"}},
     },
     optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
-    callbacks=[EarlyStop(metric="eval_loss", patience=3)],
+    callbacks=[EarlyStopping(metric="eval_loss", patience=3)],
 )
 trainer.fit()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import metrics, run, status, succeed
+from tests.support.commands import metrics, run, status, succeed
 
 # What a user types, and what the message must name: key, value, remedy.
 MISTAKES = {

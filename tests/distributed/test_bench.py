@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, succeed
+from tests.support.commands import ROOT, succeed
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from distaccum.engines.deepspeed.compat import refuse_faulty
+from distaccum.engines.deepspeed.compat import check_known_bugs
 from distaccum.errors import ConfigError
-from tests.commands import ROOT
-from tests.commands import run as run_script
+from tests.support.commands import ROOT
+from tests.support.commands import run as run_script
 
 pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
-WORKER = ROOT / "tests" / "distributed" / "deepspeed_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 # Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.
 TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
 UPDATED = {"fp32": 1e-6, "bf16": 6e-3, "fp16": 3e-4}  # of the weights after 20 updates
@@ -146,7 +146,7 @@ def test_mistakes_are_refused_by_name(quick: Mapping[str, Any]) -> None:
 def test_silent_faults_are_refused_by_version() -> None:
     def refused(version: str, device: str = "cpu", **zero: Any) -> str:
         try:
-            refuse_faulty({"zero_optimization": {"stage": 2} | zero}, version, device)
+            check_known_bugs({"zero_optimization": {"stage": 2} | zero}, version, device)
         except ConfigError as error:
             return error.key.rsplit(".", 1)[1]
         return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, environment, metrics, status, succeed
+from tests.support.commands import ROOT, environment, metrics, status, succeed
 
 pytestmark = pytest.mark.heavy
 
@@ -42,7 +42,7 @@ def test_16_bits_end_within_one_percent_of_32(tmp_path: Path) -> None:
 def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> None:
     """The default model and optimizer, 20 updates."""
     runs = {}
-    for global_size, world, micro in [
+    for global_batch_size, world, micro in [
         (48, 1, 48),
         (48, 1, 7),
         (48, 2, 6),
@@ -53,9 +53,9 @@ def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> No
         (50, 3, 4),
         (50, 4, 12),
     ]:
-        run_dir = tmp_path / f"{global_size}-{world}-{micro}"
+        run_dir = tmp_path / f"{global_batch_size}-{world}-{micro}"
         succeed(
-            f"batch.global_size={global_size}",
+            f"batch.global_size={global_batch_size}",
             f"batch.micro_size={micro}",
             "trainer.max_steps=20",
             "trainer.log_every=1",
@@ -66,7 +66,7 @@ def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> No
             world=world,
             timeout=600,
         )
-        runs.setdefault(global_size, []).append(metrics(run_dir))
+        runs.setdefault(global_batch_size, []).append(metrics(run_dir))
     for first, *others in runs.values():
         for other in others:
             for key in ("loss", "grad_norm"):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, succeed
-from tests.distributed import diagnose_worker
+from tests.distributed.workers import diagnose as diagnose_worker
+from tests.support.commands import ROOT, succeed
 
 EXPECTED = {
     "rank": 1,

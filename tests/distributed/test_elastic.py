@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import TINY, TRAIN, environment, family, metrics, status, succeed
+from tests.support.commands import TINY, TRAIN, environment, family, metrics, status, succeed
 
 SETTINGS = (
     *TINY,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import engine_mutants
-from tests.commands import ROOT, succeed
-from tests.engine_matrix import AXES, ENGINES, PRECISIONS, WORLDS, Cell, covering_set, every_cell
+from tests.mutants import engines as engine_mutants
+from tests.support.commands import ROOT, succeed
+from tests.support.engine_matrix import AXES, ENGINES, PRECISIONS, WORLDS, Cell, covering_set, every_cell
 
-WORKER = Path(__file__).parent / "engine_matrix_worker.py"
+WORKER = Path(__file__).parent / "workers" / "engine_matrix.py"
 
 
 def _errors(folder: Path, cells: Sequence[Cell], world: int, timeout: float) -> dict[Cell, float]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, succeed
-from tests.distributed.engine_overflow_worker import CASES, RANKS, WINDOWS, expected
-from tests.engine_matrix import ENGINES
+from tests.distributed.workers.engine_overflow import CASES, RANKS, WINDOWS, expected
+from tests.support.commands import ROOT, succeed
+from tests.support.engine_matrix import ENGINES
 
-WORKER = ROOT / "tests" / "distributed" / "engine_overflow_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_overflow.py"
 TOLERANCE = 1e-6  # of fp32 weights
 
 

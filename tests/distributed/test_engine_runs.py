@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, environment, metrics, run, status, succeed
+from tests.support.commands import ROOT, environment, metrics, run, status, succeed
 
 SMALL = (
     "data=lines",

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from distaccum.distributed.world import World
-from distaccum.testing.counters import Wire, ring_bytes
-from tests.commands import ROOT, TINY, succeed
+from distaccum.forecast.collectives import ring_bytes
+from distaccum.testing.counters import CollectiveCounter
+from tests.support.commands import ROOT, TINY, succeed
 
 sys.path.insert(0, str(ROOT / "launch"))
 from engine_tables import as_markdown, memory_rows, wire_rows
@@ -161,7 +162,7 @@ def test_a_census_tells_roles_apart() -> None:
 
 def test_collectives_are_told_apart_by_what_they_carry(gloo_world: World) -> None:
     large, small = torch.zeros(2048), torch.zeros(8)
-    with Wire() as wire:
+    with CollectiveCounter() as wire:
         dist.all_reduce(large)
         dist.all_reduce(small)
         dist.broadcast(large, src=0)

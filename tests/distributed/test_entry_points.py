@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from tests.commands import QUIET, ROOT, TINY, environment, metrics, run, status, succeed
+from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, run, status, succeed
 
 SHORT = (*TINY, *QUIET, "batch.global_size=8", "batch.micro_size=3", "trainer.max_steps=4")
 METRICS = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests import oracle
-from tests.commands import QUIET, TINY, metrics, succeed
+from tests.support import oracle
+from tests.support.commands import QUIET, TINY, metrics, succeed
 
 STEPS = 20
 # 145 samples of 16 bytes: a window of 48 or of 50 leaves a ragged last one, and 20 windows see several epochs end.
@@ -34,8 +34,8 @@ class Cell:
     """One factorization of one training run."""
 
     world: int
-    micro_size: int
-    global_size: int
+    micro_batch_size: int
+    global_batch_size: int
     optimizer: str
     run_dir: Path
 
@@ -61,25 +61,31 @@ def cells(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[Cell]:
         )
         jobs = product(GLOBAL_SIZES, OPTIMIZERS, sizes)
         cells += [
-            Cell(world=world, micro_size=micro, global_size=size, optimizer=optimizer, run_dir=sweep / str(number))
+            Cell(
+                world=world,
+                micro_batch_size=micro,
+                global_batch_size=size,
+                optimizer=optimizer,
+                run_dir=sweep / str(number),
+            )
             for number, (size, optimizer, micro) in enumerate(jobs)
         ]
     return cells
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("global_size", GLOBAL_SIZES)
+@pytest.mark.parametrize("global_batch_size", GLOBAL_SIZES)
 def test_every_factorization_gives_the_oracles_losses_and_norms(
-    cells: list[Cell], global_size: int, optimizer: str
+    cells: list[Cell], global_batch_size: int, optimizer: str
 ) -> None:
-    chosen = [cell for cell in cells if (cell.global_size, cell.optimizer) == (global_size, optimizer)]
+    chosen = [cell for cell in cells if (cell.global_batch_size, cell.optimizer) == (global_batch_size, optimizer)]
     assert len(chosen) == 6
     expected = oracle.train(_config(chosen[0].run_dir), STEPS)
     for cell in chosen:
         records = metrics(cell.run_dir)
         assert [record["step"] for record in records] == list(range(1, STEPS + 1)), cell
         taken = [after["samples"] - before["samples"] for before, after in pairwise(records)]
-        assert min(taken) < global_size, "no ragged window was seen"
+        assert min(taken) < global_batch_size, "no ragged window was seen"
         for record, (loss, norm) in zip(records, expected, strict=True):
             assert record["loss"] == pytest.approx(loss, rel=TOLERANCE), (cell, record["step"])
             assert record["grad_norm"] == pytest.approx(norm, rel=TOLERANCE), (cell, record["step"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, environment
+from tests.support.commands import ROOT, environment
 
 README = (ROOT / "README.md").read_text()
 LEVELS = ("loop", "accumulate", "trainer")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, run, status, succeed
+from tests.support.commands import ROOT, run, status, succeed
 
 SETTINGS = (
     "model=cnn",
@@ -26,7 +26,7 @@ SETTINGS = (
 def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> None:
     finished = run(
         *SETTINGS,
-        "data._target_=tests.troubles.FailsOnRankOne",
+        "data._target_=tests.support.faulty_datasets.FailsOnRankOne",
         f"seed={attempt}",
         f"hydra.run.dir={tmp_path}",
         world=2,
@@ -43,7 +43,10 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> No
 )
 def test_trouble_before_the_first_window_is_reported_too(tmp_path: Path, target: str, said: str) -> None:
     finished = run(
-        *SETTINGS, f"data._target_=tests.troubles.{target}", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT)
+        *SETTINGS,
+        f"data._target_=tests.support.faulty_datasets.{target}",
+        f"hydra.run.dir={tmp_path}",
+        PYTHONPATH=str(ROOT),
     )
     assert finished.returncode == 1
     assert said in finished.stderr
@@ -52,9 +55,19 @@ def test_trouble_before_the_first_window_is_reported_too(tmp_path: Path, target:
 
 
 def test_a_failed_attempt_does_not_mark_the_next_one(tmp_path: Path) -> None:
-    bad = run(*SETTINGS, "data._target_=tests.troubles.HasNoLength", f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT))
+    bad = run(
+        *SETTINGS,
+        "data._target_=tests.support.faulty_datasets.HasNoLength",
+        f"hydra.run.dir={tmp_path}",
+        PYTHONPATH=str(ROOT),
+    )
     assert bad.returncode == 1
-    good = (*SETTINGS, "data._target_=tests.troubles.FailsOnRankOne", "resume=auto", f"hydra.run.dir={tmp_path}")
+    good = (
+        *SETTINGS,
+        "data._target_=tests.support.faulty_datasets.FailsOnRankOne",
+        "resume=auto",
+        f"hydra.run.dir={tmp_path}",
+    )
     succeed(*good, PYTHONPATH=str(ROOT))
     assert status(tmp_path) == {"state": "done", "step": 40, "reason": ""}
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import ROOT, succeed
-from tests.distributed import fsdp2_worker
-from tests.distributed.fsdp2_worker import PARTS
+from tests.distributed.workers import fsdp2 as fsdp2_worker
+from tests.distributed.workers.fsdp2 import PARTS
+from tests.support.commands import ROOT, succeed
 
-WORKER = ROOT / "tests" / "distributed" / "fsdp2_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "workers" / "fsdp2.py"
 TOLERANCE = 1e-6
-Ranks = list[dict[str, Any]]
+LaunchEnvironment = list[dict[str, Any]]
 
 worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.heavy)])
 
@@ -27,18 +27,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launched(folder: Path, world: int) -> Ranks:
+def launched(folder: Path, world: int) -> LaunchEnvironment:
     """By rank, what the worker found: one launch for each number of ranks."""
     path = folder / f"{world}.json"
     if not path.exists():
         succeed(path, *PARTS, world=world, script=WORKER, PYTHONPATH=str(ROOT), timeout=280)
-    found: Ranks = json.loads(path.read_text())
+    found: LaunchEnvironment = json.loads(path.read_text())
     return found
 
 
 @worlds
 @pytest.mark.parametrize("part", ["settings", "models", "uneven", "meta"])
-def test_the_weights_are_those_of_whole_windows(launched: Ranks, part: str) -> None:
+def test_the_weights_are_those_of_whole_windows(launched: LaunchEnvironment, part: str) -> None:
     for rank in launched:
         wrong = {name: error for name, error in rank[part].items() if not error <= TOLERANCE}
         assert not wrong
@@ -46,7 +46,7 @@ def test_the_weights_are_those_of_whole_windows(launched: Ranks, part: str) -> N
 
 
 @worlds
-def test_dropped_windows_and_evaluations_leave_no_trace(launched: Ranks) -> None:
+def test_dropped_windows_and_evaluations_leave_no_trace(launched: LaunchEnvironment) -> None:
     for rank in launched:
         found = dict(rank["interrupted"])
         for sync in ("boundary", "every"):
@@ -56,7 +56,7 @@ def test_dropped_windows_and_evaluations_leave_no_trace(launched: Ranks) -> None
 
 
 @worlds
-def test_evaluations_take_held_out_sets_of_any_size(launched: Ranks) -> None:
+def test_evaluations_take_held_out_sets_of_any_size(launched: LaunchEnvironment) -> None:
     for rank in launched:
         found = rank["evaluations"]
         for size in (23, 1):
@@ -65,7 +65,7 @@ def test_evaluations_take_held_out_sets_of_any_size(launched: Ranks) -> None:
 
 
 @worlds
-def test_a_micro_step_for_nothing_leaves_running_statistics_alone(launched: Ranks) -> None:
+def test_a_micro_step_for_nothing_leaves_running_statistics_alone(launched: LaunchEnvironment) -> None:
     steps = [rank["buffers"]["ddp"]["steps"] for rank in launched]
     assert min(steps) < max(steps)  # some ranks had less to do
     for rank in launched:
@@ -78,7 +78,7 @@ def test_a_micro_step_for_nothing_leaves_running_statistics_alone(launched: Rank
 
 
 @worlds
-def test_checkpointed_activations_give_the_same_gradient_and_are_not_held(launched: Ranks) -> None:
+def test_checkpointed_activations_give_the_same_gradient_and_are_not_held(launched: LaunchEnvironment) -> None:
     for rank in launched:
         found = rank["activations"]
         assert all(one["same"] and one["gradients"] == 19 for one in found.values())
@@ -91,7 +91,7 @@ def test_checkpointed_activations_give_the_same_gradient_and_are_not_held(launch
 
 
 @worlds
-def test_one_reduction_a_unit_and_window_or_micro_step(launched: Ranks) -> None:
+def test_one_reduction_a_unit_and_window_or_micro_step(launched: LaunchEnvironment) -> None:
     for rank in launched:
         found = rank["wire"]
         units, micro_steps = found["units"], found["micro-steps"]
@@ -104,7 +104,7 @@ def test_one_reduction_a_unit_and_window_or_micro_step(launched: Ranks) -> None:
 
 
 @worlds
-def test_parameters_travel_in_16_bits_where_all_of_the_model_computes_in_them(launched: Ranks) -> None:
+def test_parameters_travel_in_16_bits_where_all_of_the_model_computes_in_them(launched: LaunchEnvironment) -> None:
     for rank in launched:
         for sync in ("boundary", "every"):
             gathered = {
@@ -120,7 +120,7 @@ def test_parameters_travel_in_16_bits_where_all_of_the_model_computes_in_them(la
 
 
 @worlds
-def test_parameters_and_state_are_held_once_over_all_ranks(launched: Ranks, world: int) -> None:
+def test_parameters_and_state_are_held_once_over_all_ranks(launched: LaunchEnvironment, world: int) -> None:
     for rank in launched:
         found = rank["held"]
         assert found["total"] > 200_000
@@ -130,7 +130,7 @@ def test_parameters_and_state_are_held_once_over_all_ranks(launched: Ranks, worl
 
 
 @pytest.mark.parametrize("world", [2])
-def test_refusals_say_what_is_wrong(launched: Ranks) -> None:
+def test_refusals_say_what_is_wrong(launched: LaunchEnvironment) -> None:
     for rank in launched:
         said = rank["refusals"]
         assert "it has stepped" in said["stepped"]
@@ -142,7 +142,7 @@ def test_refusals_say_what_is_wrong(launched: Ranks) -> None:
 
 @worlds
 def test_weights_made_from_nothing_do_not_depend_on_the_number_of_ranks(
-    launched: Ranks, folder: Path, world: int, gloo_world: Any
+    launched: LaunchEnvironment, folder: Path, world: int, gloo_world: Any
 ) -> None:
     assert launched
     alone = fsdp2_worker.made_from_nothing(gloo_world)

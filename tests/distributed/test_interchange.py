@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, succeed
+from tests.support.commands import ROOT, succeed
 
-WORKER = Path(__file__).parent / "interchange_worker.py"
+WORKER = Path(__file__).parent / "workers" / "interchange.py"
 ENGINES = ("ddp", "zero1", "fsdp2")
 BEFORE = 3
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, succeed
-from tests.matrix import AXES, TOLERANCE, Cell, covering_set, every_cell
+from tests.support.commands import ROOT, succeed
+from tests.support.matrix import AXES, TOLERANCE, Cell, covering_set, every_cell
 
-WORKER = Path(__file__).parent / "matrix_worker.py"
+WORKER = Path(__file__).parent / "workers" / "matrix.py"
 
 
 def _errors(folder: Path, cells: list[Cell], timeout: float) -> dict[Cell, float]:

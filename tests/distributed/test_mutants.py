@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import mutants, scaling_mutants
+from tests.mutants import gradient as mutants
+from tests.mutants import scaling as scaling_mutants
 
 pytestmark = pytest.mark.heavy
 

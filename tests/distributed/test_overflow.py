@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, metrics, run, status, succeed
-from tests.distributed.overflow_worker import MICRO_SIZE, MICRO_STEPS, PARTS, Case, chosen_cases
+from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, PARTS, Case, chosen_cases
+from tests.support.commands import ROOT, metrics, run, status, succeed
 
-WORKER = ROOT / "tests" / "distributed" / "overflow_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "workers" / "overflow.py"
 LAUNCHED = {2: tuple(PARTS), 3: ("scalers", "matrix", "first windows")}
 Ranks = list[dict[str, Any]]
 
@@ -200,7 +200,7 @@ SPOILED_RUN = (
     "~data.seq_len",
     "~data.held_out",
     "~data.vocab_size",
-    "data._target_=tests.troubles.OneSampleIsNaN",
+    "data._target_=tests.support.faulty_datasets.OneSampleIsNaN",
     "batch.global_size=8",
     "batch.micro_size=2",
     "trainer.max_steps=null",

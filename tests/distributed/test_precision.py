@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.commands import ROOT, succeed
-from tests.distributed.precision_worker import ACCUMULATIONS, FORMATS, truth
+from tests.distributed.workers.precision import ACCUMULATIONS, FORMATS, truth
+from tests.support.commands import ROOT, succeed
 
-WORKER = Path(__file__).parent / "precision_worker.py"
+WORKER = Path(__file__).parent / "workers" / "precision.py"
 WORLDS = (1, 2, 4)
 # By what the forward computes in and what gradients travel in. Half a unit in the last place is 4.9e-4 of fp16 and
 # 3.9e-3 of bf16, and a gradient comes of several such roundings.

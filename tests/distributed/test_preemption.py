@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
-from tests.commands import TINY, TRAIN, command, environment, family, metrics, status, succeed
+from tests.support.commands import TINY, TRAIN, command, environment, family, metrics, status, succeed
 
 SETTINGS = (
     *TINY,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, succeed
+from tests.support.commands import ROOT, succeed
 
-WORKER = Path(__file__).parent / "reductions_worker.py"
+WORKER = Path(__file__).parent / "workers" / "reductions.py"
 RANKS = (0, 1)
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number
 MICRO_BATCHES = {"1": [1, 1], "4": [4, 4], "16": [16, 16], "ragged": [0, 1]}  # of each rank

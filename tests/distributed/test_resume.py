@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import TINY, kill_when, metrics, run, status, succeed
+from tests.support.commands import TINY, kill_when, metrics, run, status, succeed
 
 SETTINGS = (
     *TINY,

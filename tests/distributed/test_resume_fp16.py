@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import TINY, kill_when, metrics, status, succeed
+from tests.support.commands import TINY, kill_when, metrics, status, succeed
 
 SETTINGS = (
     *TINY,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import ROOT, metrics, succeed
-from tests.distributed import stream_worker
+from tests.distributed.workers import stream as stream_worker
+from tests.support.commands import ROOT, metrics, succeed
 
 WORKER = Path(stream_worker.__file__)
 
@@ -59,7 +59,7 @@ KINDS = ("torchdata", "workers", "datasets", "datasets-shuffled", "loader", "bar
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Runs of 12 updates over 34 samples, two epochs and more: at once, and in two parts that meet inside an epoch."""
     whole, parts = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("parts")
-    worker, kinds = WORKER.with_name("stateful_worker.py"), ",".join(KINDS)
+    worker, kinds = WORKER.with_name("stateful.py"), ",".join(KINDS)
     for folder, steps, resume in ((whole, 12, "never"), (parts, 7, "never"), (parts, 12, "auto")):
         succeed(folder, kinds, steps, resume, world=2, script=worker, PYTHONPATH=str(ROOT))
     return whole, parts

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from tests.commands import TINY, metrics, run, succeed
+from tests.support.commands import TINY, metrics, run, succeed
 
 SETTINGS = (
     *TINY,

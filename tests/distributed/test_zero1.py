@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, succeed
-from tests.distributed.zero1_worker import MODELS
+from tests.distributed.workers.zero1 import MODELS
+from tests.support.commands import ROOT, succeed
 
-WORKER = ROOT / "tests" / "distributed" / "zero1_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "workers" / "zero1.py"
 RUNS = [name + clip for name in MODELS for clip in ("", ", clipped")]
 pytestmark = [pytest.mark.heavy, pytest.mark.parametrize("world", [2, 4], scope="module")]
 

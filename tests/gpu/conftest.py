@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distaccum.distributed.environment import Ranks
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 
 
@@ -16,6 +16,6 @@ def gpu_world() -> Iterator[World]:
     """A group of one on the first GPU, NCCL for its tensors and gloo for the host's; closed after the test."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    ranks = Ranks()
+    ranks = LaunchEnvironment()
     with open_world(ranks, ranks.store(), torch.device("cuda", 0)) as world:
         yield world

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from distaccum import Accumulator, Source, prefetch
+from distaccum import Accumulator, DataSpec
 from distaccum import functional as da
 from distaccum.accumulation.step import Outcome
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.data import prefetch
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.host_copy import HostCopy
@@ -49,8 +50,8 @@ def _samples(number: int) -> list[Batch]:
     return [(torch.randn(WIDTH, generator=generator), torch.randn(4, generator=generator)) for _ in range(number)]
 
 
-def _in_order(samples: list[Batch]) -> Source:
-    return Source(train=samples, held_out=None, description="random numbers", shuffle=False)
+def _in_order(samples: list[Batch]) -> DataSpec:
+    return DataSpec(train=samples, eval_dataset=None, description="random numbers", shuffle=False)
 
 
 def _batch(samples: Sequence[Batch], device: torch.device) -> Batch:
@@ -72,7 +73,9 @@ def _micro_step(engine: Engine, batch: Batch, *, sync: bool) -> None:
     with engine.micro_step(sync=sync):
         with engine.autocast():
             total = SquaredError()(engine.model, batch)
-        engine.backward(da.weigh(total, {"loss": 2 * SAMPLES}, averages_over=engine.averages_over))
+        engine.backward(
+            da.normalize_loss(total, {"loss": 2 * SAMPLES}, gradient_divide_factor=engine.gradient_divide_factor)
+        )
 
 
 @contextmanager
@@ -101,7 +104,7 @@ def test_between_two_windows_nobody_waits(
     """Only the first step of a parameter's may read; the underflow is sampled in every other window."""
     model = _model(gpu_world)
     settings = PrecisionConfig(name=precision, underflow_every=2)
-    engine = da.wrap(model, make(model), gpu_world, precision=settings, **clip)
+    engine = da.create_engine(model, make(model), gpu_world, precision=settings, **clip)
     batch = _batch(_samples(SAMPLES), gpu_world.device)
     for _ in range(3):
         _micro_step(engine, batch, sync=False)
@@ -163,7 +166,7 @@ def test_gradients_are_those_of_fp64_to_within_the_format(gpu_world: World, prec
     optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     )
-    engine = da.wrap(model, optimizer, gpu_world, precision=precision)
+    engine = da.create_engine(model, optimizer, gpu_world, precision=precision)
     _micro_step(engine, _batch(samples[:SAMPLES], gpu_world.device), sync=False)
     _micro_step(engine, _batch(samples[SAMPLES:], gpu_world.device), sync=True)
     assert engine.step().applied
@@ -182,8 +185,8 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale(gpu_world: World, ma
     acc = Accumulator(
         model,
         make(model),
-        global_size=SAMPLES,
-        micro_size=SAMPLES // 2,
+        global_batch_size=SAMPLES,
+        micro_batch_size=SAMPLES // 2,
         count=SquaredError().count,
         clip_norm=1.0,
         precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=10)),
@@ -196,7 +199,7 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale(gpu_world: World, ma
         weights.append([p.detach().clone() for p in model.parameters()])
     assert [outcome.applied for outcome in outcomes] == [True, True, True, False, True]
     assert [outcome.loss_scale for outcome in outcomes] == [1024.0, 1024.0, 1024.0, 1024.0, 512.0]
-    assert (acc.clocks.step, acc.clocks.nonfinite) == (4, 1)
+    assert (acc.progress.step, acc.progress.nonfinite) == (4, 1)
     same = [all(map(torch.equal, before, after)) for before, after in pairwise(weights)]
     assert same == [False, False, True, False]
     assert all(weight.isfinite().all() for weight in weights[-1])
@@ -211,8 +214,8 @@ def test_batches_copied_beside_the_compute_arrive_whole(gpu_world: World, monkey
         acc = Accumulator(
             model,
             _one(model),
-            global_size=256,
-            micro_size=64,
+            global_batch_size=256,
+            micro_batch_size=64,
             count=SquaredError().count,
             prefetch=ahead,
             world=gpu_world,

@@ -50,8 +50,8 @@ def _accumulator(world: World, engine: EngineConfig, precision: str) -> Accumula
     return Accumulator(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        global_size=8,
-        micro_size=3,
+        global_batch_size=8,
+        micro_batch_size=3,
         seed=0,
         count=lambda batch: batch[1].numel(),
         engine=engine,

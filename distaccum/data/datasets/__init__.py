@@ -1,1 +1,1 @@
-""" """
+"""The datasets of the default configurations, each a function that returns a ``DataSpec``."""

@@ -49,15 +49,15 @@ class TokenBlocks:
 
 
 def training_size(tokens: int, held_out: float) -> int:
-    """How many of the tokens are trained on, where the share ``held_out`` at their end is not."""
+    """How many of the tokens are trained on, where the share ``eval_dataset`` at their end is not."""
     return int(tokens * (1 - held_out))
 
 
 def split(tokens: Tokens, *, held_out: float, seq_len: int, vocab_size: int) -> tuple[TokenBlocks, TokenBlocks]:
-    """Blocks of the head for training, and of the last ``held_out`` share of the tokens.
+    """Blocks of the head for training, and of the last ``eval_dataset`` share of the tokens.
 
     Raises:
-        ConfigError: if ``held_out`` or ``seq_len`` is out of range, or either part is shorter than one block.
+        ConfigError: if ``eval_dataset`` or ``seq_len`` is out of range, or either part is shorter than one block.
     """
     if not 0 < held_out < 1:
         raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")

@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
 
-def digits(*, held_out: float) -> Source:
+def digits(*, held_out: float) -> DataSpec:
     """Samples ``(image, label)``: fp32 of shape ``(1, 8, 8)`` in [0, 1], int64 scalar; the last part is held out.
 
     Raises:
-        ConfigError: if scikit-learn is not installed, or ``held_out`` is not a share.
+        ConfigError: if scikit-learn is not installed, or ``eval_dataset`` is not a share.
     """
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415  an optional extra
@@ -27,8 +27,8 @@ def digits(*, held_out: float) -> Source:
     images = torch.from_numpy((data.images / 16).astype(np.float32)).unsqueeze(1)
     labels = torch.from_numpy(data.target.astype(np.int64))
     cut = int(len(images) * (1 - held_out))
-    return Source(
+    return DataSpec(
         train=TensorDataset(images[:cut], labels[:cut]),
-        held_out=TensorDataset(images[cut:], labels[cut:]),
+        eval_dataset=TensorDataset(images[cut:], labels[cut:]),
         description=f"handwritten digits: {cut:,} images to train on, {len(images) - cut:,} held out",
     )

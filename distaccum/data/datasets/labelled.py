@@ -12,9 +12,9 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from distaccum.data.collate import Pad
+from distaccum.data.collate import PadCollator
 from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError, near_misses
 
 _CSV = {".csv": ",", ".tsv": "\t"}
@@ -34,7 +34,7 @@ class LabelledText:
         pad_id: the token that ``input_ids`` are padded with.
     """
 
-    source: Source
+    source: DataSpec
     labels: tuple[str, ...]
     tokenizer: Any
     pad_id: int
@@ -86,11 +86,11 @@ def labelled_text(
     ids = known([texts[i] for i in order], truncation=True, max_length=max_length)["input_ids"]
     samples = [_sample(tokens, labels.index(names[i])) for tokens, i in zip(ids, order, strict=True)]
     pad_id = padding_id(known)
-    source = Source(
+    source = DataSpec(
         train=samples[:cut],
-        held_out=samples[cut:],
+        eval_dataset=samples[cut:],
         description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_classes(labels)}",
-        collate=Pad({"input_ids": pad_id, "attention_mask": 0}),
+        collate=PadCollator({"input_ids": pad_id, "attention_mask": 0}),
         lengths=np.array([len(tokens) for tokens in ids[:cut]], dtype=np.int64),
     )
     return LabelledText(source=source, labels=labels, tokenizer=known, pad_id=pad_id)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distaccum.data.collate import Pad
+from distaccum.data.collate import PadCollator
 from distaccum.data.datasets.text import documentation
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
 _BYTES = 256
@@ -31,7 +31,7 @@ class Lines:
         return line[:-1], line[1:]
 
 
-def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1, vocab_size: int = _BYTES) -> Source:
+def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1, vocab_size: int = _BYTES) -> DataSpec:
     """The lines of a text file, or of CPython's documentation; every tenth or so is held out.
 
     Batches are padded to their longest line, with labels that do not count.
@@ -60,11 +60,11 @@ def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1,
     train, rest = [line for i, line in enumerate(found) if i % every], found[::every]
     if not train:
         raise ConfigError("data.path", path, f"{len(found)} lines of two bytes or more", "Give a longer text")
-    return Source(
+    return DataSpec(
         train=Lines(train),
-        held_out=Lines(rest),
+        eval_dataset=Lines(rest),
         description=f"{path or 'CPython documentation'}: {len(train):,} lines to train on, {len(rest):,} held out",
-        collate=Pad((0, IGNORED)),
+        collate=PadCollator((0, IGNORED)),
         lengths=np.array([len(line) - 1 for line in train]),
         bytes_per_token=1.0,
     )

@@ -9,13 +9,13 @@ import numpy as np
 
 from distaccum.data.datasets.baselines import byte_baselines
 from distaccum.data.datasets.blocks import split, training_size
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
 _BYTES = 256
 
 
-def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:
+def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> DataSpec:
     """The topics of ``pydoc_data``: some 470 kB of English that come with every CPython; the last part is held out."""
     return _bytes_source(
         documentation(), "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size
@@ -36,7 +36,7 @@ def documentation() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> Source:
+def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> DataSpec:
     """The bytes of a file, or of all files below a folder in the order of their names (hidden ones left out).
 
     Raises:
@@ -57,15 +57,15 @@ def _visible_files(root: Path) -> list[Path]:
     return [file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts)]
 
 
-def _bytes_source(content: bytes, name: str, *, seq_len: int, held_out: float, vocab_size: int) -> Source:
+def _bytes_source(content: bytes, name: str, *, seq_len: int, held_out: float, vocab_size: int) -> DataSpec:
     if vocab_size != _BYTES:
         raise ConfigError("data.vocab_size", vocab_size, "bytes have 256 values", "Leave it at 256 for byte-level text")
     tokens = np.frombuffer(content, dtype=np.uint8)
     train, rest = split(tokens, held_out=held_out, seq_len=seq_len, vocab_size=vocab_size)
     cut = training_size(len(tokens), held_out)
-    return Source(
+    return DataSpec(
         train=train,
-        held_out=rest,
+        eval_dataset=rest,
         description=f"{name}: {cut:,} bytes to train on, {len(tokens) - cut:,} held out",
         bytes_per_token=1.0,
         baselines=partial(byte_baselines, tokens[:cut], tokens[cut:]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distaccum.data.datasets.blocks import TokenBlocks, Tokens, split, training_size
-from distaccum.data.spec import Source
+from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
 _DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -22,7 +22,7 @@ def tokens(
     dtype: str = "uint16",
     held_out: float = 0.01,
     held_out_path: str | None = None,
-) -> Source:
+) -> DataSpec:
     """Shards matching the glob ``path``, in the order of their names; a shard is mapped, never loaded whole.
 
     Args:
@@ -51,7 +51,7 @@ def tokens(
         )
     train = TokenBlocks(shards, seq_len=seq_len, vocab_size=vocab_size)
     size = sum(len(shard) for shard in shards)
-    return Source(train=train, held_out=rest, description=f"{path}: {size:,} tokens in {len(shards)} shards")
+    return DataSpec(train=train, eval_dataset=rest, description=f"{path}: {size:,} tokens in {len(shards)} shards")
 
 
 def _open(key: str, pattern: str, dtype: np.dtype[np.unsignedinteger]) -> list[Tokens]:

@@ -41,7 +41,7 @@ class Plan(Protocol):
         """Samples per epoch over all ranks."""
 
     @property
-    def micro_size(self) -> int:
+    def micro_batch_size(self) -> int:
         """The most samples one forward/backward on one rank takes."""
 
     @property
@@ -78,8 +78,8 @@ class BatchPlan:
 
     Args:
         samples: N, samples per epoch over all ranks.
-        global_size: G, samples per optimizer step over all ranks. N need not be a multiple of it.
-        micro_size: the most samples one forward/backward on one rank takes.
+        global_batch_size: G, samples per optimizer step over all ranks. N need not be a multiple of it.
+        micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks. G need not be a multiple of it.
         seed: of the order of samples, another one every epoch; None for the dataset's own order.
 
@@ -88,20 +88,20 @@ class BatchPlan:
     """
 
     samples: int
-    global_size: int
-    micro_size: int
+    global_batch_size: int
+    micro_batch_size: int
     world_size: int
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self.global_size, self.micro_size)
+        check_sizes(self.global_batch_size, self.micro_batch_size)
         check_samples(self.samples)
         assert self.world_size >= 1
 
     @property
     def windows_per_epoch(self) -> int:
         """Optimizer steps in an epoch; the last one may be ragged."""
-        return -(-self.samples // self.global_size)
+        return -(-self.samples // self.global_batch_size)
 
     @property
     def accumulation_steps(self) -> int:
@@ -124,7 +124,7 @@ class BatchPlan:
         """Positions of window ``k`` in the epoch's order, over all ranks."""
         if not 0 <= k < self.windows_per_epoch:
             raise IndexError(f"window {k} of an epoch of {self.windows_per_epoch}")
-        return range(k * self.global_size, min((k + 1) * self.global_size, self.samples))
+        return range(k * self.global_batch_size, min((k + 1) * self.global_batch_size, self.samples))
 
     def share(self, k: int, rank: int) -> range:
         """Positions of window ``k`` that ``rank`` computes. Shares differ by at most one sample."""
@@ -132,24 +132,24 @@ class BatchPlan:
 
     def micro_steps(self, k: int) -> int:
         """The most micro-steps that a rank makes of window ``k``."""
-        return micro_steps_of(self.window(k), self.world_size, self.micro_size)
+        return micro_steps_of(self.window(k), self.world_size, self.micro_batch_size)
 
     def micro_batches(self, k: int, rank: int) -> list[range]:
         """The micro-batches of ``rank`` in window ``k``; empty ranges where the rank has nothing left."""
-        return micro_batches_of(self.window(k), rank, self.world_size, self.micro_size)
+        return micro_batches_of(self.window(k), rank, self.world_size, self.micro_batch_size)
 
     @property
     def position(self) -> dict[str, int]:
         """What gives a window's number its meaning."""
-        return {"batch.global_size": self.global_size, "samples": self.samples, "seed": seed_number(self.seed)}
+        return {"batch.global_size": self.global_batch_size, "samples": self.samples, "seed": seed_number(self.seed)}
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``."""
         return {
             "unit": "samples",
             "samples": self.samples,
-            "global_size": self.global_size,
-            "micro_size": self.micro_size,
+            "global_size": self.global_batch_size,
+            "micro_size": self.micro_batch_size,
             "world_size": self.world_size,
             "accumulation_steps": self.accumulation_steps,
             "windows_per_epoch": self.windows_per_epoch,
@@ -159,7 +159,7 @@ class BatchPlan:
     def describe(self) -> list[str]:
         """The plan in words, a line a thought."""
         tail = len(self.window(self.windows_per_epoch - 1))
-        update = f"global batch {self.global_size} samples = {describe_steps(self, self.accumulation_steps)}"
+        update = f"global batch {self.global_batch_size} samples = {describe_steps(self, self.accumulation_steps)}"
         return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
 
 
@@ -174,16 +174,19 @@ def share_of(window: range, rank: int, world_size: int) -> range:
     return window[begin:end]
 
 
-def micro_steps_of(window: range, world_size: int, micro_size: int) -> int:
+def micro_steps_of(window: range, world_size: int, micro_batch_size: int) -> int:
     """The most micro-steps that a rank makes of a window."""
     largest_share = -(-len(window) // world_size)
-    return -(-largest_share // micro_size)
+    return -(-largest_share // micro_batch_size)
 
 
-def micro_batches_of(window: range, rank: int, world_size: int, micro_size: int) -> list[range]:
+def micro_batches_of(window: range, rank: int, world_size: int, micro_batch_size: int) -> list[range]:
     """The micro-batches of ``rank`` in a window; empty ranges at the end where it has less than other ranks."""
     share = share_of(window, rank, world_size)
-    return [share[i * micro_size : (i + 1) * micro_size] for i in range(micro_steps_of(window, world_size, micro_size))]
+    return [
+        share[i * micro_batch_size : (i + 1) * micro_batch_size]
+        for i in range(micro_steps_of(window, world_size, micro_batch_size))
+    ]
 
 
 def seed_number(seed: int | None) -> int:
@@ -191,16 +194,16 @@ def seed_number(seed: int | None) -> int:
     return -1 if seed is None else seed
 
 
-def check_sizes(global_size: int | None, micro_size: int) -> None:
+def check_sizes(global_batch_size: int | None, micro_batch_size: int) -> None:
     """Raises ConfigError for sizes that cannot work."""
-    for key, value in (("batch.global_size", global_size), ("batch.micro_size", micro_size)):
+    for key, value in (("batch.global_size", global_batch_size), ("batch.micro_size", micro_batch_size)):
         if value is not None and value < 1:
             raise ConfigError(key, value, "must be at least 1", "State a positive number of samples")
-    if global_size is not None and micro_size > global_size:
+    if global_batch_size is not None and micro_batch_size > global_batch_size:
         raise ConfigError(
             "batch.micro_size",
-            micro_size,
-            f"larger than batch.global_size={global_size}",
+            micro_batch_size,
+            f"larger than batch.global_size={global_batch_size}",
             "One micro-batch cannot exceed the optimizer step it is part of: lower the one or raise the other",
         )
 
@@ -213,7 +216,7 @@ def check_samples(samples: int) -> None:
 
 class _Sizes(Protocol):
     @property
-    def micro_size(self) -> int: ...
+    def micro_batch_size(self) -> int: ...
 
     @property
     def world_size(self) -> int: ...
@@ -221,4 +224,4 @@ class _Sizes(Protocol):
 
 def describe_steps(plan: _Sizes, steps: int) -> str:
     """How an update is made, in words."""
-    return f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_size}"
+    return f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_batch_size}"

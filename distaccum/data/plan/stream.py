@@ -15,8 +15,8 @@ class StreamPlan:
     """Windows over streams of unknown length, one stream a rank.
 
     Args:
-        global_size: samples per optimizer step over all ranks.
-        micro_size: the most samples one forward/backward on one rank takes.
+        global_batch_size: samples per optimizer step over all ranks.
+        micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks.
         batched: the streams give micro-batches, not samples; they are taken whole.
 
@@ -24,21 +24,23 @@ class StreamPlan:
         ConfigError: if a size is below 1, or the micro-batch is larger than the global batch.
     """
 
-    global_size: int
-    micro_size: int
+    global_batch_size: int
+    micro_batch_size: int
     world_size: int
     batched: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self.global_size, self.micro_size)
-        if self.batched and self.global_size % self.micro_size:
-            problem = f"no multiple of micro_size={self.micro_size}, and the stream's batches are taken whole"
-            remedy = f"Use {self.global_size // self.micro_size * self.micro_size}, or a stream of samples"
-            raise ConfigError("batch.global_size", self.global_size, problem, remedy)
+        check_sizes(self.global_batch_size, self.micro_batch_size)
+        if self.batched and self.global_batch_size % self.micro_batch_size:
+            problem = f"no multiple of micro_size={self.micro_batch_size}, and the stream's batches are taken whole"
+            remedy = (
+                f"Use {self.global_batch_size // self.micro_batch_size * self.micro_batch_size}, or a stream of samples"
+            )
+            raise ConfigError("batch.global_size", self.global_batch_size, problem, remedy)
 
     def wanted(self, samples: int) -> int:
         """Items that a window with so many samples still wants: samples, or whole micro-batches that surely fit."""
-        return (self.global_size - samples) // (self.micro_size if self.batched else 1)
+        return (self.global_batch_size - samples) // (self.micro_batch_size if self.batched else 1)
 
     def quota(self, wanted: int, alive: Sequence[bool], rank: int, *, turn: int = 0) -> int:
         """How many of the wanted items ``rank`` fetches, where only the ranks ``alive`` have any left.
@@ -54,17 +56,21 @@ class StreamPlan:
     @property
     def position(self) -> dict[str, int]:
         """What gives a window's number its meaning: the stream's own state, at the same world size."""
-        return {"batch.global_size": self.global_size, "batch.micro_size": self.micro_size, "world": self.world_size}
+        return {
+            "batch.global_size": self.global_batch_size,
+            "batch.micro_size": self.micro_batch_size,
+            "world": self.world_size,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``."""
         return {
             "unit": "samples",
             "samples": None,
-            "global_size": self.global_size,
-            "micro_size": self.micro_size,
+            "global_size": self.global_batch_size,
+            "micro_size": self.micro_batch_size,
             "world_size": self.world_size,
-            "accumulation_steps": micro_steps_of(range(self.global_size), self.world_size, self.micro_size),
+            "accumulation_steps": micro_steps_of(range(self.global_batch_size), self.world_size, self.micro_batch_size),
             "windows_per_epoch": None,
             "last_window_size": None,
         }
@@ -72,5 +78,5 @@ class StreamPlan:
     def describe(self) -> list[str]:
         """The plan in words, a line a thought."""
         steps = self.as_dict()["accumulation_steps"]
-        update = f"global batch {self.global_size} samples = {describe_steps(self, steps)}"
+        update = f"global batch {self.global_batch_size} samples = {describe_steps(self, steps)}"
         return [update, "what the ranks' streams hold"]

@@ -32,7 +32,7 @@ class TokenPlan:
     Args:
         lengths: tokens of each sample.
         tokens: the budget of one optimizer step over all ranks.
-        micro_size: the most samples one forward/backward on one rank takes.
+        micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks.
         seed: of the order of samples, another one every epoch; None for the dataset's own order.
 
@@ -42,12 +42,12 @@ class TokenPlan:
 
     lengths: Ids
     tokens: int
-    micro_size: int
+    micro_batch_size: int
     world_size: int
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(None, self.micro_size)
+        check_sizes(None, self.micro_batch_size)
         if self.tokens < 1:
             raise ConfigError("batch.tokens", self.tokens, "must be at least 1", "State a positive number of tokens")
         check_samples(len(self.lengths))
@@ -65,7 +65,7 @@ class TokenPlan:
             begin = ends[-1] if ends else 0
             before = filled[begin - 1] if begin else 0
             ends.append(max(begin + 1, int(np.searchsorted(filled, before + self.tokens, side="right"))))
-        return _Cut(ends=ends, micro_size=self.micro_size, world_size=self.world_size)
+        return _Cut(ends=ends, micro_batch_size=self.micro_batch_size, world_size=self.world_size)
 
     def updates(self, epochs: int) -> int:
         """Windows in so many epochs."""
@@ -93,7 +93,7 @@ class TokenPlan:
             "unit": "tokens",
             "samples": self.samples,
             "global_size": self.tokens,
-            "micro_size": self.micro_size,
+            "micro_size": self.micro_batch_size,
             "world_size": self.world_size,
             "accumulation_steps": max(len(self._first_epoch.micro_batches(k, 0)) for k in range(windows)),
             "windows_per_epoch": windows,
@@ -112,7 +112,7 @@ class _Cut:
     """An epoch whose windows end at ``ends``."""
 
     ends: Sequence[int]
-    micro_size: int
+    micro_batch_size: int
     world_size: int
 
     @property
@@ -123,4 +123,4 @@ class _Cut:
         return range(self.ends[k - 1] if k else 0, self.ends[k])
 
     def micro_batches(self, k: int, rank: int) -> list[range]:
-        return micro_batches_of(self.window(k), rank, self.world_size, self.micro_size)
+        return micro_batches_of(self.window(k), rank, self.world_size, self.micro_batch_size)

@@ -50,7 +50,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
     if _says_something_new not in logger.filters:
         logger.addFilter(_says_something_new)
     try:
-        with quiet():
+        with suppress_output():
             deepspeed: Any = import_module("deepspeed")
     except ModuleNotFoundError as error:
         problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
@@ -62,7 +62,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
         problem = "DeepSpeed reads LOCAL_RANK, which a launcher sets"
         raise ConfigError("engine", "deepspeed", problem, "Start with torchrun, with one process too")
     if device.type == "cpu":  # what it would compile at its first use, for inference alone, which takes a compiler
-        with quiet():  # it tries the compiler for every kernel it has
+        with suppress_output():  # it tries the compiler for every kernel it has
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device.type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         cpu = import_module("deepspeed.accelerator.cpu_accelerator")
@@ -71,7 +71,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Around what DeepSpeed prints, and has setuptools log; its own logger, whose warnings count, is not affected."""
     root = logging.getLogger()
     level = root.level
@@ -97,7 +97,7 @@ def check_dimensions(model: nn.Module) -> None:
 
 def check_values(settings: Mapping[str, Any]) -> None:
     """Raises ConfigError for a value among those passed on that DeepSpeed itself refuses."""
-    with quiet():
+    with suppress_output():
         of_zero: Any = import_module("deepspeed.runtime.zero.config")
     try:
         of_zero.get_zero_config(dict(settings))
@@ -116,7 +116,7 @@ def check_fp16(deepspeed: Any, device: torch.device) -> None:
         raise ConfigError("precision", "fp16", problem, "Use precision=bf16, engine=ddp, or a GPU")
 
 
-def refuse_faulty(settings: Mapping[str, Any], version: str, device: str) -> None:
+def check_known_bugs(settings: Mapping[str, Any], version: str, device: str) -> None:
     """Refuses settings with which ``version`` of DeepSpeed trains wrongly on ``device`` (its type), and says nothing.
 
     Raises:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.base import EngineState, Keeps, StepResult
+from distaccum.engines.base import EngineState, StateLayout, StepOutput
 from distaccum.engines.deepspeed import files as deepspeed_files
-from distaccum.engines.deepspeed.compat import check, check_fp16, load_deepspeed, quiet, refuse_faulty
+from distaccum.engines.deepspeed.compat import check, check_fp16, check_known_bugs, load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.gradients import accumulate_in_fp32, complete, gradients_of
 from distaccum.engines.deepspeed.module import EngineLock, compute_in
 from distaccum.engines.deepspeed.weights import MasterWeights
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.uneven_inputs import Pace
+from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.precision.policy import FP32, PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
@@ -67,14 +67,14 @@ class DeepSpeedEngine:
     ) -> None:
         check(optimizers, policy)
         deepspeed = load_deepspeed(world.device)
-        refuse_faulty(settings, deepspeed.__version__, world.device.type)
+        check_known_bugs(settings, deepspeed.__version__, world.device.type)
         if policy.compute_dtype is torch.float16:
             check_fp16(deepspeed, world.device)
         # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
         # gradient then does not depend on the world's size. DeepSpeed always averages.
-        self.device, self.averages_over = world.device, 1 if scaler else world.size
+        self.device, self.gradient_divide_factor = world.device, 1 if scaler else world.size
         self.min_loss_scale = scaler.min_scale if scaler and scaler.dynamic else None
-        self.documents: Mapping[str, Mapping[str, Any]] = {"deepspeed.json": settings}
+        self.artifacts: Mapping[str, Mapping[str, Any]] = {"deepspeed.json": settings}
         self._world, self._policy, self._scaler, self._model = world, policy, scaler, model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._trained = list(trained.values())
@@ -84,7 +84,7 @@ class DeepSpeedEngine:
             compute_in(policy.compute_dtype, model)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
         self._deepspeed, self._optimizer = deepspeed, optimizers[0]
-        with quiet():
+        with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
             )[0]
@@ -98,8 +98,12 @@ class DeepSpeedEngine:
             for parameter in self._trained:
                 accumulate_in_fp32(parameter)
         gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
-        self.forward_communicates, self.keeps, self.unreduced = gathers or not self._holds, Keeps.FILES, None
-        self._pace = Pace(self._engine, world) if gathers and self._holds else None
+        self.forward_communicates, self.state_layout, self.local_gradients = (
+            gathers or not self._holds,
+            StateLayout.EXTERNAL,
+            None,
+        )
+        self._uneven_inputs = UnevenInputs(self._engine, world) if gathers and self._holds else None
         self._window: AbstractContextManager[object] | None = None
         self._called = False
         self._engine.register_forward_pre_hook(self._note_call)
@@ -127,7 +131,7 @@ class DeepSpeedEngine:
         return cast(nn.Module, self._engine)
 
     @property
-    def bare_model(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The model inside it, which at stage 3 still gathers its parameters."""
         return self._model
 
@@ -143,22 +147,22 @@ class DeepSpeedEngine:
     def sync_buffers(self) -> None:
         """One broadcast a buffer: done for evaluations, not for every window."""
         for buffer in self._model.buffers():
-            self._world.from_main_(buffer)
+            self._world.broadcast_(buffer)
 
-    def keep_pace(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int) -> None:
         """At stage 3 runs what other ranks have more of.
 
         Raises:
             ConfigError: ranks have windows of different lengths, and this DeepSpeed reduces at every micro-step.
         """
-        if self._pace is not None:
-            for _ in range(self._pace.missing(micro_steps)):
+        if self._uneven_inputs is not None:
+            for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
                 with self._held_back():
-                    self._pace.replay(self._expecting_a_backward)
+                    self._uneven_inputs.replay(self._expecting_a_backward)
             for parameter in self._trained:
                 parameter.grad = None
         elif not self._holds:
-            most, fewest = self._world.max_counts([micro_steps, -micro_steps])
+            most, fewest = self._world.all_reduce_max_host([micro_steps, -micro_steps])
             if most != -fewest:
                 problem = f"{most} micro-steps on one rank and {-fewest} on another; its DeepSpeed reduces at each"
                 raise ConfigError("engine.stage", self._stage, problem, "Update DeepSpeed, or use stage 0 or 1")
@@ -180,8 +184,8 @@ class DeepSpeedEngine:
     def micro_step(self, *, sync: bool) -> Iterator[None]:
         """Accumulates on this rank; with ``sync`` reduces all of it at the end."""
         self._called = False
-        if self._pace:
-            self._pace.begin_micro_step()
+        if self._uneven_inputs:
+            self._uneven_inputs.begin_micro_step()
         if not self._holds:
             self._engine.set_gradient_accumulation_boundary(sync)
         with self._held_back():
@@ -198,14 +202,14 @@ class DeepSpeedEngine:
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.allreduce_gradients()
 
-    def stand_in(self, *, sync: bool = True) -> None:
-        """Takes part in the reduction with zeros; no forward runs but those of :meth:`keep_pace`.
+    def shadow_micro_step(self, *, sync: bool = True) -> None:
+        """Takes part in the reduction with zeros; no forward runs but those of :meth:`begin_window`.
 
         Raises:
-            ConfigError: as :meth:`keep_pace`.
+            ConfigError: as :meth:`begin_window`.
         """
         if not self._holds:
-            self.keep_pace(0)
+            self.begin_window(0)
         elif sync:
             with self.micro_step(sync=True):
                 pass
@@ -227,14 +231,14 @@ class DeepSpeedEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def step(self, *, divisor: float = 1.0) -> StepResult:
+    def step(self, *, divisor: float = 1.0) -> StepOutput:
         """One transaction: DeepSpeed steps where the norm over all ranks is finite, and is not asked to elsewhere."""
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
         factor = float(scale) * divisor / (self._world.size if self._scaler else 1)
         names, norms = self._norms()
         square = norms.double().square().sum().reshape(1, 1)
         if self._gradients.sharded:
-            self._world.sum_(square)
+            self._world.all_reduce_(square)
         norm = (square.sqrt() / factor).float().reshape(())
         applied = False
         if bool(norm < torch.inf):  # host read: DeepSpeed's own steps read the device as well. NaN is not less
@@ -244,10 +248,10 @@ class DeepSpeedEngine:
                 self._engine.step()
             applied = bool(self._engine.was_step_applied())
         self.zero_gradients()
-        told = HostCopy(torch.stack((found := torch.tensor(float(applied), device=self.device), scale)))
+        decision = HostCopy(torch.stack((found := torch.tensor(float(applied), device=self.device), scale)))
         if self._scaler:
             self._scaler.advance(1.0 - found)
-        return StepResult(grad_norm=norm, told=told, nonfinite=partial(_nonfinite, names, norms))
+        return StepOutput(grad_norm=norm, decision=decision, nonfinite=partial(_nonfinite, names, norms))
 
     def _norms(self) -> tuple[list[str], Tensor]:
         """Of this rank's part of the gradient, by parameter."""

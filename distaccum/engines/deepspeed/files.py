@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distaccum.distributed.world import World
-from distaccum.engines.deepspeed.compat import quiet
+from distaccum.engines.deepspeed.compat import suppress_output
 from distaccum.errors import CheckpointError
 
 _FOLDER, _TAG, _ABOUT = "deepspeed", "state", "distaccum.json"
@@ -17,7 +17,7 @@ _FOLDER, _TAG, _ABOUT = "deepspeed", "state", "distaccum.json"
 def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> None:
     """Writes it into the folder ``deepspeed``, and beside it what it fits; a collective."""
     target = folder / _FOLDER
-    with quiet():
+    with suppress_output():
         engine.save_checkpoint(str(target), tag=_TAG, save_latest=False)
     if world.is_main:
         (target / _ABOUT).write_text(json.dumps(about))
@@ -43,7 +43,7 @@ def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{source} was saved with {differing}, and DeepSpeed's files fit that alone: {remedy}")
     groups = engine.optimizer.param_groups
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    with quiet():
+    with suppress_output():
         path, _ = engine.load_checkpoint(str(source), tag=_TAG, load_lr_scheduler_states=False)
     if path is None:
         raise CheckpointError(f"DeepSpeed found no checkpoint in {source}")

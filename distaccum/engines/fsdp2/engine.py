@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.base import NO_DOCUMENTS, EngineState, Keeps, StepResult
-from distaccum.engines.comm_hooks import ReduceScatterIn
-from distaccum.engines.dtensor import mebibytes, shard_like, whole
+from distaccum.engines.base import NO_ARTIFACTS, EngineState, StateLayout, StepOutput
+from distaccum.engines.comm_hooks import ReduceScatterInDtype
+from distaccum.engines.dtensor import full_tensor, mebibytes, shard_like
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.fsdp2 import wrap as units
-from distaccum.engines.fsdp2.optimizers import go_on_with
-from distaccum.engines.optimizer_step import Boundary, trained
-from distaccum.engines.uneven_inputs import Pace
+from distaccum.engines.fsdp2.optimizers import rebind_optimizers
+from distaccum.engines.optimizer_step import OptimizerStep, trained
+from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import ConfigError, MisuseError
-from distaccum.precision.autocast import place
+from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import FP32, PrecisionPolicy
 from distaccum.precision.scaler import LossScaler
 
@@ -72,20 +72,20 @@ class FSDP2Engine:
         blocks: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
-        self.device, self.averages_over = world.device, 1
-        self.forward_communicates, self.documents, self.keeps = True, NO_DOCUMENTS, Keeps.SHARE
+        self.device, self.gradient_divide_factor = world.device, 1
+        self.forward_communicates, self.artifacts, self.state_layout = True, NO_ARTIFACTS, StateLayout.SHARDED
         self._world, self._policy, self._every = world, policy, sync == "every"
-        self.unreduced = self._unreduced
-        self._for_nothing: list[bool] = []  # not empty while a micro-step runs whose gradient counts for nothing
+        self.local_gradients = self._local_gradients
+        self._zero_contribution: list[bool] = []  # not empty while a micro-step runs whose gradient counts for nothing
         self._reshards, self._offload = reshard_after_forward, offload
         self._gathers_compute = gather_dtype == "compute" and policy.casts and not (policy.keep_fp32 or policy.only)
         self._mesh = _mesh(world, replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model, units.blocks_of(model, blocks), activation_checkpoint, seed)
-        go_on_with(model, optimizers, before)
-        place(model, policy, world.device, tell=world.is_main)
+        rebind_optimizers(model, optimizers, before)
+        apply_precision(model, policy, world.device, warn=world.is_main)
         self._model = model
-        self._boundary = Boundary(
+        self._boundary = OptimizerStep(
             optimizers,
             trained(model),
             (model,),
@@ -93,11 +93,11 @@ class FSDP2Engine:
             clip_value=clip_value,
             scaler=scaler,
             underflow_every=underflow_every,
-            add_up=self._add_up,
+            all_reduce_shards=self._all_reduce_shards,
         )
         self.min_loss_scale = self._boundary.min_loss_scale
-        self._pace = Pace(model, world)
-        self._paced = False
+        self._uneven_inputs = UnevenInputs(model, world)
+        self._window_begun = False
 
     def _shard(self, model: nn.Module, blocks: Sequence[nn.Module], activation_checkpoint: str, seed: int) -> None:
         """Block by block, so that one at a time is whole on the device."""
@@ -113,10 +113,10 @@ class FSDP2Engine:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._offload else OffloadPolicy()
         for unit in [*blocks, model]:
             if units.is_meta(unit):
-                units.materialise(unit, names, seed)
-                units.settle(unit, self.device, fill=lambda _: None)
+                units.materialize(unit, names, seed)
+                units.move_and_sync(unit, self.device, fill=lambda _: None)
             else:
-                units.settle(unit, self.device, fill=self._world.from_main_)
+                units.move_and_sync(unit, self.device, fill=self._world.broadcast_)
             fully_shard(
                 unit,
                 mesh=self._mesh,
@@ -128,9 +128,11 @@ class FSDP2Engine:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # else a factor is NCCL's to multiply by, and gloo has none
             if hasattr(sharded, "set_custom_reduce_scatter"):  # from torch 2.9 on
-                sharded.set_custom_reduce_scatter(cast(Any, ReduceScatterIn(sixteen, for_nothing=self._for_nothing)))
+                sharded.set_custom_reduce_scatter(
+                    cast(Any, ReduceScatterInDtype(sixteen, zero_contribution=self._zero_contribution))
+                )
 
-    def _add_up(self, tensor: Tensor) -> Tensor:
+    def _all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Over the ranks that share a model: those of other replicas hold the same gradient."""
         dist.all_reduce(tensor, group=self._mesh.get_group("shard"))
         return tensor
@@ -141,7 +143,7 @@ class FSDP2Engine:
         return self._model
 
     @property
-    def bare_model(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The same: there is no wrapper."""
         return self._model
 
@@ -170,32 +172,32 @@ class FSDP2Engine:
     def sync_buffers(self) -> None:
         """One broadcast a buffer: done for evaluations, not for every window."""
         for buffer in self._model.buffers():
-            self._world.from_main_(buffer)
+            self._world.broadcast_(buffer)
 
-    def keep_pace(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int) -> None:
         """One small host all-reduce a window, and micro-steps for nothing where another rank has more.
 
-        Those of a rank without any leave the last one to :meth:`stand_in`.
+        Those of a rank without any leave the last one to :meth:`shadow_micro_step`.
         """
-        self._paced = True
-        missing = self._pace.missing(micro_steps)
+        self._window_begun = True
+        missing = self._uneven_inputs.missing_steps(micro_steps)
         for _ in range(missing - (0 if micro_steps else 1)):
-            self.stand_in(sync=False)
+            self.shadow_micro_step(sync=False)
         if missing and not self._every:
             internals.drop(self._model)  # zeros, or NaN where the earlier input was beyond the number format
 
-    def stand_in(self, *, sync: bool = True) -> None:
+    def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
         self._toggle(sync)
-        self._for_nothing.append(True)
+        self._zero_contribution.append(True)
         try:
-            self._pace.replay(self.autocast)
+            self._uneven_inputs.replay(self.autocast)
         finally:
-            self._for_nothing.clear()
+            self._zero_contribution.clear()
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Gradients are reduced if ``sync``, or after every micro-step if so configured."""
-        self._pace.begin_micro_step()
+        self._uneven_inputs.begin_micro_step()
         self._toggle(sync)
         return nullcontext()
 
@@ -206,7 +208,7 @@ class FSDP2Engine:
             sharded.set_reshard_after_backward(sync)
 
     @contextmanager
-    def _unreduced(self) -> Iterator[Callable[[], Mapping[str, Tensor]]]:
+    def _local_gradients(self) -> Iterator[Callable[[], Mapping[str, Tensor]]]:
         every, self._every = self._every, False
         try:
             yield lambda: dict(self._accumulated())
@@ -228,7 +230,7 @@ class FSDP2Engine:
         """Plain autograd, of the scaled loss in fp16: FSDP2 reduces in its hooks.
 
         Raises:
-            MisuseError: :meth:`keep_pace` was left out.
+            MisuseError: :meth:`begin_window` was left out.
         """
         self._expect_pace()
         self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]
@@ -237,9 +239,9 @@ class FSDP2Engine:
         """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
         self._boundary.set_lr_factor(factor)
 
-    def step(self, *, divisor: float = 1.0) -> StepResult:
+    def step(self, *, divisor: float = 1.0) -> StepOutput:
         """One transaction on the shards: the norm, and with it the decision, is that of all of them."""
-        self._paced = False
+        self._window_begun = False
         result = self._boundary.step(divisor)
         for parameter in self._boundary.parameters.values():
             parameter.grad = None
@@ -256,12 +258,12 @@ class FSDP2Engine:
         model: dict[str, Tensor] = {}
         found: dict[str, Any] = get_model_state_dict(self._model)
         for i, (name, tensor) in enumerate(found.items()):
-            full = whole(tensor)
-            if self._gives(i) if isinstance(tensor, DTensor) else self._world.is_main:  # buffers are rank 0's
+            full = full_tensor(tensor)
+            if self._owns(i) if isinstance(tensor, DTensor) else self._world.is_main:  # buffers are rank 0's
                 model[name] = full.cpu()
-        return self._boundary.state(model, gives=self._gives)
+        return self._boundary.state(model, owns=self._owns)
 
-    def _gives(self, i: int) -> bool:
+    def _owns(self, i: int) -> bool:
         return i % self._world.size == self._world.rank
 
     def load_state(self, state: EngineState) -> None:
@@ -279,9 +281,9 @@ class FSDP2Engine:
         """Nothing."""
 
     def _expect_pace(self) -> None:
-        if not self._paced:
+        if not self._window_begun:
             problem = "this engine's ranks have to run alike many micro-steps"
-            raise MisuseError(f"{problem}: call engine.keep_pace(len(window.micro_batches)) before a window's first")
+            raise MisuseError(f"{problem}: call engine.begin_window(len(window.micro_batches)) before a window's first")
 
 
 def check(world_size: int, *, replicas: int, reduce_dtype: torch.dtype) -> None:

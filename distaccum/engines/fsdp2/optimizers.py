@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from distaccum.errors import ConfigError
 
 
-def go_on_with(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
+def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
     """Has the optimizers hold the shards in place of the whole parameters, which went by these names by ``id``.
 
     A fused kernel that takes no shards (SGD's, as of torch 2.13) is switched off.

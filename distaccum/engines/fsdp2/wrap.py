@@ -58,7 +58,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else _listed(child)
 
 
-def settle(unit: nn.Module, device: torch.device, fill: Callable[[Tensor], None]) -> None:
+def move_and_sync(unit: nn.Module, device: torch.device, fill: Callable[[Tensor], None]) -> None:
     """Brings what is not sharded yet to ``device``, and has ``fill`` overwrite it by rank 0's."""
     for module in unit.modules():
         for tensors in (module._parameters, module._buffers):
@@ -73,7 +73,7 @@ def is_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def materialise(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
+def materialize(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
     """Gives what is on the meta device memory on the CPU, and initial weights by each module's ``reset_parameters``.
 
     A module that holds others is asked after these, unless some of them are sharded already. The random numbers of a

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Record = Mapping[str, Any]
 
 
-class Sink(Protocol):
+class Logger(Protocol):
     """Takes records on rank 0."""
 
     def log(self, record: Record) -> None:
@@ -23,14 +23,14 @@ class Sink(Protocol):
     def alert(self, title: str, text: str) -> None:
         """Tells somebody who is not looking."""
 
-    def preempt(self) -> None:
+    def mark_preempted(self) -> None:
         """Before :meth:`close`, of a run that another process is to continue."""
 
     def close(self, *, failed: bool) -> None:
         """Called once, at the end of the run however it ends."""
 
 
-class JsonlSink:
+class JsonlLogger:
     """One JSON object a line; every line is whole on disk before the next update. Appends to what is there."""
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class JsonlSink:
     def alert(self, title: str, text: str) -> None:
         """Nothing: the records say it."""
 
-    def preempt(self) -> None:
+    def mark_preempted(self) -> None:
         """Nothing: the next process appends."""
 
     def close(self, *, failed: bool) -> None:
@@ -79,7 +79,7 @@ def _window(line: str) -> float:
         return math.inf
 
 
-class ConsoleSink:
+class ConsoleLogger:
     """A live progress line on a terminal, plain lines elsewhere.
 
     Args:
@@ -126,7 +126,7 @@ class ConsoleSink:
         """One line."""
         self._console.print(f"{title}: {text}", style="bold red", highlight=False, soft_wrap=True)
 
-    def preempt(self) -> None:
+    def mark_preempted(self) -> None:
         """Nothing: the report says it."""
 
     def close(self, *, failed: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distaccum.accumulation.progress import Clocks
+from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
@@ -20,14 +20,14 @@ Record = dict[str, Any]
 class Meter:
     """Sums over the windows since the last record; reads the device only when a record is made."""
 
-    def __init__(self, world: World, clocks: Clocks) -> None:
+    def __init__(self, world: World, progress: Progress) -> None:
         self._world = world
         self._underflow: torch.Tensor | None = None
-        self.restart(clocks)
+        self.restart(progress)
 
-    def restart(self, clocks: Clocks) -> None:
+    def restart(self, progress: Progress) -> None:
         """Starts the interval anew, so that evaluation and saving do not count as training time."""
-        self._began, self._waited, self._from = perf_counter(), 0.0, clocks
+        self._began, self._waited, self._from = perf_counter(), 0.0, progress
 
     def add(self, window: Window, outcome: Outcome) -> None:
         """Takes note of one attempt, at its end."""
@@ -36,10 +36,10 @@ class Meter:
         if outcome.step is not None and outcome.step.underflow is not None:
             self._underflow = outcome.step.underflow
 
-    def record(self, window: Window, outcome: Outcome, clocks: Clocks, *, lr: float) -> Record:
-        """The record of ``window``, of which ``clocks`` are those after it; a collective."""
+    def record(self, window: Window, outcome: Outcome, progress: Progress, *, lr: float) -> Record:
+        """The record of ``window``, of which ``progress`` are those after it; a collective."""
         # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
-        sums = self._world.sum_(torch.stack(list(outcome.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        sums = self._world.all_reduce_(torch.stack(list(outcome.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
         # The one host read of a logged step: all numbers at once.
         small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
         numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
@@ -47,11 +47,11 @@ class Meter:
         # A skip may be recorded late, when the next window is under way; its interval goes on.
         elapsed = (perf_counter() if outcome.applied else self._ended) - self._began
         before = self._from
-        windows = max(1, clocks.window - before.window)  # 0 where a checkpoint came between the update and its record
+        windows = max(1, progress.window - before.window)  # 0 where a checkpoint came between the update and its record
         losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}
         record = {
-            "step": clocks.step,
-            "window": clocks.window,
+            "step": progress.step,
+            "window": progress.window,
             "epoch": window.epoch,
             "loss": sum(losses.values()),
             **({} if len(losses) == 1 else {f"loss_{name}": loss for name, loss in losses.items()}),
@@ -59,19 +59,19 @@ class Meter:
             "lr": lr,
             "loss_scale": outcome.loss_scale,
             "applied": outcome.applied,
-            "skipped": clocks.skipped,
-            "nonfinite": clocks.nonfinite,
+            "skipped": progress.skipped,
+            "nonfinite": progress.nonfinite,
             **({"underflow_share": underflow[0]} if underflow else {}),
-            "samples": clocks.samples,
-            "tokens": int(clocks.tokens) if float(clocks.tokens).is_integer() else clocks.tokens,
-            "samples_per_s": (clocks.samples - before.samples) / elapsed,
-            "tokens_per_s": (clocks.tokens - before.tokens) / elapsed,
+            "samples": progress.samples,
+            "tokens": int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens,
+            "samples_per_s": (progress.samples - before.samples) / elapsed,
+            "tokens_per_s": (progress.tokens - before.tokens) / elapsed,
             "step_time_s": elapsed / windows,
             "data_wait_s": self._waited / windows,
             "memory_bytes": _peak_memory(self._world.device),
         }
         if outcome.applied:
-            self.restart(clocks)
+            self.restart(progress)
         return record
 
 

@@ -17,7 +17,7 @@ _CLOSE_TIMEOUT_S = 8.0
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 
 
-class WandbSink:
+class WandbLogger:
     """Sends records to a W&B run. Trouble is reported once on stderr, and the rest of the run goes without.
 
     Args:
@@ -65,7 +65,7 @@ class WandbSink:
         """Has W&B send a mail or a message, as its user has set it up; returns at once."""
         self._records.put((title, text))
 
-    def preempt(self) -> None:
+    def mark_preempted(self) -> None:
         """W&B then shows the run as preempted, until the next process takes it up."""
         self._preempted = True
 

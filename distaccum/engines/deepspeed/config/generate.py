@@ -32,8 +32,8 @@ def generate(
     *,
     clip_norm: float | None,
     clip_value: float | None,
-    global_size: int | None,
-    micro_size: int | None,
+    global_batch_size: int | None,
+    micro_batch_size: int | None,
     micro_steps: int | None,
     world_size: int,
 ) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def generate(
         precision: formats and loss scaler; its ``max_scale`` has no place in the JSON, and is the engine's to keep.
         clip_norm: the largest global norm, or None.
         clip_value: refused.
-        global_size: samples of one update over all ranks, where they are known.
-        micro_size: samples of one forward/backward on one rank at most, where they are known.
+        global_batch_size: samples of one update over all ranks, where they are known.
+        micro_batch_size: samples of one forward/backward on one rank at most, where they are known.
         micro_steps: micro-steps of a full window, where they are known.
         world_size: number of ranks.
 
@@ -62,7 +62,7 @@ def generate(
         remedy = "Use optim.clip_norm, or another engine"
         raise ConfigError("optim.clip_value", clip_value, "DeepSpeed clips by the global norm only", remedy)
     owned = [
-        *_batch(global_size, micro_size, micro_steps, world_size),
+        *_batch(global_batch_size, micro_batch_size, micro_steps, world_size),
         Owned(path="gradient_clipping", value=clip_norm or 0.0, by=f"optim.clip_norm={shown(clip_norm)}"),
         *_formats(precision, engine.stage),
         *_zero(engine),
@@ -103,11 +103,11 @@ def _check_precision(precision: PrecisionConfig) -> None:
 
 
 def _batch(
-    global_size: int | None, micro_size: int | None, micro_steps: int | None, world_size: int
+    global_batch_size: int | None, micro_batch_size: int | None, micro_steps: int | None, world_size: int
 ) -> Iterator[Owned]:
-    micro, steps = micro_size or 1, micro_steps or 1
-    of_size, of_micro = f"batch.global_size={shown(global_size)}", f"batch.micro_size={shown(micro_size)}"
-    yield Owned(path="train_batch_size", value=micro * steps * world_size, by=of_size, stated=global_size)
+    micro, steps = micro_batch_size or 1, micro_steps or 1
+    of_size, of_micro = f"batch.global_size={shown(global_batch_size)}", f"batch.micro_size={shown(micro_batch_size)}"
+    yield Owned(path="train_batch_size", value=micro * steps * world_size, by=of_size, stated=global_batch_size)
     yield Owned(path="train_micro_batch_size_per_gpu", value=micro, by=of_micro)
     made = f"{of_size} and {of_micro} on {world_size} ranks make {shown(micro_steps)}"
     yield Owned(path="gradient_accumulation_steps", value=steps, by=made)

@@ -1,0 +1,52 @@
+"""The image's entry point, run outside of an image: what a container's exit code says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.commands import ROOT, TINY, environment, status
+
+ENTRY = ROOT / "launch" / "container.sh"
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["/bin/bash", str(ENTRY), *TINY, "metrics=jsonl", "hydra.run.dir=runs/a", *arguments],
+        cwd=folder,
+        env=environment(PATH=path, NPROC="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_container_that_is_stopped_says_that_it_was_preempted(tmp_path: Path) -> None:
+    process = _start(tmp_path, "trainer.max_steps=100000", "trainer.log_every=1", "trainer.eval_every=0", "resume=auto")
+    deadline, records = time.monotonic() + 120, tmp_path / "runs" / "a" / "metrics.jsonl"
+    while not (records.exists() and records.read_text().count("\n") >= 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, printed
+    found = status(tmp_path / "runs" / "a")
+    assert (found["state"], found["reason"]) == ("preempted", "SIGTERM")
+    assert (tmp_path / "runs" / "a" / "checkpoints" / f"step-{found['step']}").is_dir()
+    again = _start(tmp_path, f"trainer.max_steps={found['step'] + 2}", "trainer.eval_every=0", "resume=auto")
+    printed, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, printed
+    assert "resuming" in printed
+
+
+def test_bad_configuration_is_exit_code_2(tmp_path: Path) -> None:
+    process = _start(tmp_path, "optim.lr=fast")
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert printed.count("configuration error") == 1

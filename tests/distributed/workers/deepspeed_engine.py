@@ -1,0 +1,603 @@
+"""Run by torchrun: DeepSpeed's engine beside one fp64 process on whole batches.
+
+``deepspeed_engine.py RESULT PART...``: a JSON file to write, and which of :data:`PARTS` to run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from distaccum import World
+from distaccum.config.precision import PrecisionConfig
+from distaccum.engines.base import EngineState
+from distaccum.engines.deepspeed.compat import load_deepspeed
+from distaccum.engines.deepspeed.engine import DeepSpeedEngine
+from distaccum.errors import CheckpointError, ConfigError, MisuseError
+from distaccum.losses.normalize import normalize_loss
+from distaccum.precision.policy import PrecisionPolicy
+from distaccum.precision.scaler import LossScaler
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("fp32", "bf16", "fp16")
+SHAPES = ("full", "ragged", "unequal")
+LR = 2.0  # of SGD, so that what a weight loses has more digits
+CLIP = 0.05
+VOCABULARY, WIDTH, LENGTH, IGNORED = 13, 6, 7, -100
+Sample = tuple[Tensor, Tensor]
+MicroBatches = Sequence[Sequence[Sample]]
+
+
+class Model(nn.Module):
+    """Ids and floats go in; a parameter is used in some windows only; sizes divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH + 1, 11), nn.Tanh(), nn.LayerNorm(11))
+        self.rare = nn.Linear(11, 11, bias=False)
+        self.head = nn.Linear(11, VOCABULARY)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: Tensor, extra: Tensor, rarely: bool) -> dict[str, Tensor]:
+        hidden = self.body(torch.cat([self.embedding(ids), extra], -1))
+        if rarely:
+            hidden = hidden + self.rare(hidden)
+        return {"logits": self.head(hidden)}
+
+
+def make_window(shape: str, number: int, ranks: int, *, alike: bool = False) -> list[MicroBatches]:
+    """By rank its micro-batches. ``ragged``: their number differs, down to none.
+
+    Which of them use the rare layer is left to chance; or is ``alike`` on all ranks, as ZeRO-3 wants it.
+    """
+    generator = torch.Generator().manual_seed(number)
+    steps = [3] * ranks if shape == "full" else [(3, 0, 1, 2)[(rank + number) % 4] for rank in range(ranks)]
+    if not sum(steps):
+        steps[0] = 1
+
+    def sample() -> Sample:
+        length = LENGTH if shape == "full" else int(torch.randint(1, LENGTH + 1, (), generator=generator))
+        labels = torch.randint(VOCABULARY, (length,), generator=generator)
+        if shape == "unequal" and length > 1:
+            labels[0] = IGNORED
+        if alike:
+            labels[-1] = number % 2 if shape == "full" else 0
+        return torch.randint(VOCABULARY, (length,), generator=generator), labels
+
+    sizes = [[2 if shape == "full" else 1 + (step + rank) % 3 for step in range(n)] for rank, n in enumerate(steps)]
+    return [[[sample() for _ in range(size)] for size in own] for own in sizes]
+
+
+def collate(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Padded; the floats are the ids' own; the rare layer is used where the first label is even."""
+    ids = nn.utils.rnn.pad_sequence([ids for ids, _ in samples], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORED)
+    return ids, torch.sin(ids.float()).unsqueeze(-1), labels, bool(samples[0][1][-1] % 2 == 0)
+
+
+def total_of(model: Any, batch: Any, spoil: float = 1.0) -> Tensor:
+    """A sum of losses over labels."""
+    ids, extra, labels, rarely = batch
+    dtype = next(model.parameters()).dtype
+    extra = extra.to(dtype) if dtype is torch.float64 else extra
+    logits = model(ids, extra, rarely=rarely)["logits"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum") * spoil
+
+
+def count_of(window: Sequence[MicroBatches]) -> int:
+    return sum(int((labels != IGNORED).sum()) for own in window for samples in own for _, labels in samples)
+
+
+def settings_of(stage: int, precision: str, *, clip: float = 0.0, **zero: Any) -> dict[str, Any]:
+    """The JSON. Its accumulation steps are wrong on purpose: nothing may divide by them."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 7,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage} | zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if precision == "fp16":
+        settings["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 10, "hysteresis": 1}
+    if precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if stage and precision != "fp32":
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision != "fp32":
+        settings["communication_data_type"] = "fp32"
+    if stage == 3:  # or parameters as small as these stay whole
+        settings["zero_optimization"].setdefault("stage3_param_persistence_threshold", 0)
+    return settings
+
+
+def wrap(
+    world: World,
+    stage: int,
+    precision: str,
+    optimizer: Callable[[Any], Optimizer],
+    *,
+    clip: float = 0.0,
+    scaler: LossScaler | None = None,
+    **zero: Any,
+) -> DeepSpeedEngine:
+    torch.manual_seed(world.rank + 1)  # rank 0's weights are everyone's
+    model = Model()
+    if precision == "fp16" and scaler is None:
+        scaler = LossScaler("cpu", init_scale=2.0**10)
+    return DeepSpeedEngine(
+        model,
+        [optimizer(model.parameters())],
+        world,
+        settings=settings_of(stage, precision, clip=clip, **zero),
+        policy=PrecisionPolicy.of(PrecisionConfig(name=precision)),
+        scaler=scaler,
+    )
+
+
+def train_on(
+    engine: DeepSpeedEngine,
+    window: Sequence[MicroBatches],
+    world: World,
+    *,
+    late: bool = False,
+    spoil: dict[tuple[int, int], float] | None = None,
+) -> Any:
+    """One window; ``late``: the count comes with the step. ``spoil``: factors of a loss, by rank and micro-step."""
+    own, count = window[world.rank], float(count_of(window))
+    engine.begin_window(len(own))
+    for i, samples in enumerate(own):
+        with engine.micro_step(sync=i == len(own) - 1):
+            with engine.autocast():
+                total = total_of(engine.model, collate(samples), (spoil or {}).get((world.rank, i), 1.0))
+            counts = {"loss": 1.0 if late else count}
+            engine.backward(normalize_loss(total, counts, gradient_divide_factor=engine.gradient_divide_factor))
+    if not own:
+        engine.shadow_micro_step()
+    return engine.step(divisor=count if late else 1.0)
+
+
+def truth(weights: dict[str, Tensor], window: Sequence[MicroBatches]) -> tuple[nn.Module, float]:
+    """An fp64 model with the gradient of the window's whole batch, and its norm."""
+    model = Model().double()
+    model.load_state_dict(weights)
+    whole = [samples for own in window for samples in own]
+    loss = sum((total_of(model, collate(samples)) for samples in whole), torch.zeros(())) / count_of(window)
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    norm = float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())  # type: ignore[union-attr]
+    return model, norm
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in engine.whole_model().items()}
+
+
+def one_window(
+    world: World, stage: int, precision: str, shape: str, *, alike: bool = False, **zero: Any
+) -> dict[str, float]:
+    """What SGD takes from the weights in each of three windows, beside the fp64 gradient; also the norm told."""
+    engine = wrap(world, stage, precision, lambda p: SGD(p, lr=LR, foreach=False), **zero)
+    worst, worst_norm = 0.0, 0.0
+    before = weights_of(engine)
+    for number in range(3):
+        engine.set_lr_factor(1.0 if number < 2 else 0.5)
+        window = make_window(shape, number, world.size, alike=alike or stage == 3)
+        result = train_on(engine, window, world, late=number == 1)
+        after = weights_of(engine)
+        assert result.applied, (stage, precision, shape, number, result.grad_norm, result.nonfinite())
+        if world.is_main:
+            model, norm = truth(before, window)
+            taken = [
+                (before[n].double() - after[n].double()) / (LR if number < 2 else LR / 2)
+                for n, _ in model.named_parameters()
+            ]
+            expected = flat([p.grad for p in model.parameters()])  # type: ignore[misc]
+            worst = max(worst, float((flat(taken) - expected).norm() / expected.norm()))
+            worst_norm = max(worst_norm, abs(float(result.grad_norm) / norm - 1))
+            before = after
+    return {"gradient": worst, "norm": worst_norm}
+
+
+PARTS: dict[str, Callable[[World], Any]] = {}
+
+
+def part(function: Callable[[World], Any]) -> Callable[[World], Any]:
+    PARTS[function.__name__] = function
+    return function
+
+
+@part
+def exact(world: World) -> Any:
+    """Every stage, precision and shape."""
+    cells = product(STAGES, PRECISIONS, SHAPES)
+    return {
+        f"{stage} {precision} {shape}": one_window(world, stage, precision, shape) for stage, precision, shape in cells
+    }
+
+
+@part
+def offload(world: World) -> Any:
+    """The optimizer's state on the CPU at stages 2 and 3, and parameters at stage 3."""
+    cpu = {"device": "cpu"}
+    cells: list[tuple[int, str, dict[str, Any]]] = [
+        (2, "fp32", {"offload_optimizer": cpu}),
+        (2, "bf16", {"offload_optimizer": cpu}),
+        (3, "fp32", {"offload_optimizer": cpu}),
+        (3, "bf16", {"offload_optimizer": cpu, "offload_param": cpu}),
+    ]
+    return {
+        f"{stage} {precision}": one_window(world, stage, precision, "ragged", **zero)
+        for stage, precision, zero in cells
+    }
+
+
+VARIANTS: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "fp32", {"contiguous_gradients": False}),
+    (2, "fp32", {"contiguous_gradients": False}),
+    (2, "bf16", {"contiguous_gradients": False}),
+    (1, "fp32", {"reduce_scatter": False}),
+    (2, "fp32", {"reduce_scatter": False}),
+    (2, "bf16", {"reduce_scatter": False}),
+    (3, "fp32", {"reduce_scatter": False}),
+    (3, "fp32", {"contiguous_gradients": False}),
+    (3, "fp32", {"stage3_param_persistence_threshold": 10**5}),
+    (1, "fp32", {"overlap_comm": True}),
+    (2, "fp32", {"overlap_comm": True}),
+    (2, "fp32", {"reduce_bucket_size": 60}),
+    (3, "fp32", {"reduce_bucket_size": 60}),
+    (2, "fp32", {"use_multi_rank_bucket_allreduce": False}),
+]
+
+
+@part
+def variants(world: World) -> Any:
+    """What users set in their own JSON."""
+    return {
+        f"{stage} {precision} {zero}": one_window(world, stage, precision, "ragged", **zero)
+        for stage, precision, zero in VARIANTS
+    }
+
+
+@part
+def older(world: World) -> Any:
+    """A DeepSpeed without its coalesced reduction: exact all the same, and said; unequal windows refused."""
+    engine_type = load_deepspeed(world.device).DeepSpeedEngine
+    coalesced = engine_type.coalesce_grad_reduction
+    del engine_type.coalesce_grad_reduction
+    try:
+        found: dict[str, Any] = {
+            str(stage): one_window(world, stage, "fp32", "full", alike=True) for stage in (1, 2, 3)
+        }
+        for stage in (1, 2):
+            engine = wrap(world, stage, "fp32", lambda p: SGD(p, lr=1.0))
+            found[f"describe {stage}"] = engine.describe()
+        found["unequal"] = refusal(lambda: engine.begin_window(world.rank))
+        found["none"] = refusal(lambda: engine.begin_window(1))
+    finally:
+        engine_type.coalesce_grad_reduction = coalesced
+    return found
+
+
+@part
+def adamw(world: World) -> Any:
+    """Twenty updates with clipping, beside textbook AdamW in fp64: the weights' relative error."""
+    found = {}
+    for stage, precision in product(STAGES, PRECISIONS):
+        engine = wrap(world, stage, precision, lambda p: AdamW(p, lr=1e-2, weight_decay=0.1), clip=CLIP)
+        reference = Model().double()
+        reference.load_state_dict(weights_of(engine), strict=world.is_main)
+        optimizer = AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+        for number in range(20):
+            window = make_window(SHAPES[number % 3], 2 * number, world.size, alike=stage == 3)
+            factor = 1.0 - number / 40
+            engine.set_lr_factor(factor)
+            train_on(engine, window, world)
+            if world.is_main:
+                model, norm = truth(reference.state_dict(), window)
+                optimizer.param_groups[0]["lr"] = 1e-2 * factor
+                for own, true in zip(reference.parameters(), model.parameters(), strict=True):
+                    own.grad = true.grad / max(1.0, (norm + 1e-6) / CLIP)  # type: ignore[operator]
+                optimizer.step()
+        after = weights_of(engine)
+        if world.is_main:
+            expected = flat(list(reference.parameters()))
+            error = flat([after[name] for name, _ in reference.named_parameters()]) - expected
+            found[f"{stage} {precision}"] = float(error.norm() / expected.norm())
+    return found
+
+
+@part
+def accumulation(world: World) -> Any:
+    """48 micro-steps in bf16, beside the fp64 sum of the same micro-steps' gradients: what adding up loses."""
+    found = {}
+    window = [
+        [make_window("full", 100 * rank + step, 1, alike=True)[0][0] for step in range(48)]
+        for rank in range(world.size)
+    ]
+    for stage in STAGES:
+        engine = wrap(world, stage, "bf16", lambda p: SGD(p, lr=LR))
+        before = weights_of(engine)
+        train_on(engine, window, world)
+        after = weights_of(engine)
+        if world.is_main:
+            model, count = Model(), count_of(window)
+            model.load_state_dict(before)
+            model.bfloat16()
+            sums = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+            for samples in (samples for own in window for samples in own):
+                ids, extra, labels, rarely = collate(samples)
+                logits = model(ids, extra.bfloat16(), rarely=rarely)["logits"].float()
+                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") * world.size / count
+                grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+                for total, grad in zip(sums, grads, strict=True):
+                    total.add_(0 if grad is None else grad.double() / world.size)
+            taken = flat([(before[n].double() - after[n].double()) / LR for n, _ in model.named_parameters()])
+            found[str(stage)] = float((taken - flat(sums)).norm() / flat(sums).norm())
+    return found
+
+
+PATTERN = "..XX.....XXXXX......"  # X: an overflow
+
+
+@part
+def overflow(world: World) -> Any:
+    """Planted overflows: which windows step, at which scale, and how exactly where the scale has just grown."""
+    found = {}
+    options: dict[str, Any] = {
+        "init_scale": 2.0**10,
+        "growth_interval": 2,
+        "hysteresis": 2,
+        "min_scale": 2.0**8,
+        "max_scale": 2.0**11,
+    }
+    rule = LossScaler("cpu", **options)
+    expected: list[Any] = []
+    for kind in PATTERN:
+        expected.append([kind == ".", float(rule.current)])
+        rule.advance(torch.tensor(float(kind == "X")))
+    for stage in STAGES:
+        engine = wrap(world, stage, "fp16", lambda p: SGD(p, lr=LR), scaler=LossScaler("cpu", **options))
+        seen, worst, before = [], 0.0, weights_of(engine)
+        for number, kind in enumerate(PATTERN):
+            engine.set_lr_factor(0.25)
+            window = make_window("full", number, world.size, alike=stage == 3)
+            spoil = {(number % world.size, number % 3): 1e8} if kind == "X" else {}
+            result = train_on(engine, window, world, spoil=spoil)
+            seen.append([result.applied, result.loss_scale])
+            after = weights_of(engine)
+            if world.is_main and result.applied:
+                model, _ = truth(before, window)
+                taken = [(before[n].double() - after[n].double()) / (LR / 4) for n, _ in model.named_parameters()]
+                gradient = flat([p.grad for p in model.parameters()])  # type: ignore[misc]
+                worst = max(worst, float((flat(taken) - gradient).norm() / gradient.norm()))
+            assert result.applied or same(before, after)
+            before = after
+        found[str(stage)] = {"as the rule": seen == expected, "worst": worst, "seen": seen if seen != expected else []}
+        found[str(stage)]["floor"] = engine.min_loss_scale
+        found[str(stage)]["scale after"] = engine.state().scaler["scale"] == float(rule.current)
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def state_of(engine: DeepSpeedEngine) -> list[Tensor]:
+    """This rank's part of the optimizer's state."""
+    states = engine._optimizer.state.values()
+    return [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+@part
+def nonfinite(world: World) -> Any:
+    """NaN on one rank in the second window of three, beside a run that never sees that window."""
+    found = {}
+    for stage, precision in product(STAGES, ("fp32", "bf16")):
+        runs = {}
+        for numbers in ((0, 1, 2), (0, 2)):
+            engine = wrap(world, stage, precision, lambda p: AdamW(p, lr=1e-2), clip=CLIP)
+            for number in numbers:
+                before, state = weights_of(engine), state_of(engine)
+                spoil = {(world.size - 1, 1): float("nan")} if number == 1 else {}
+                window = make_window("full", number, world.size, alike=stage == 3)
+                result = train_on(engine, window, world, spoil=spoil)
+                if number == 1:
+                    names = world.all_gather_names(list(result.nonfinite()))
+                    untouched = same(before, weights_of(engine)) and all(map(torch.equal, state, state_of(engine)))
+                    found[f"{stage} {precision}"] = {
+                        "skipped": not result.applied,
+                        "untouched": untouched,
+                        "head named": "head.weight" in names,
+                        "norm": not torch.isfinite(result.grad_norm).item(),
+                    }
+            runs[numbers] = weights_of(engine)
+        found[f"{stage} {precision}"]["as without it"] = same(*runs.values())
+    return found
+
+
+@part
+def given_up(world: World) -> Any:
+    """A window that is given up half-way, or after its reduction, leaves nothing behind."""
+    found = {}
+    for stage, precision, reduced in product(STAGES, ("fp32", "bf16"), (False, True)):
+        runs = []
+        for gives_up in (True, False):
+            engine = wrap(world, stage, precision, lambda p: SGD(p, lr=LR))
+            for number in range(2):
+                window = make_window("full", number, world.size, alike=stage == 3)
+                if gives_up and number == 1:
+                    engine.begin_window(3)
+                    for i, samples in enumerate(make_window("full", 9, world.size, alike=stage == 3)[world.rank]):
+                        with engine.micro_step(sync=i == 2 and reduced):
+                            engine.backward(total_of(engine.model, collate(samples)))
+                    engine.zero_gradients()
+                train_on(engine, window, world)
+            runs.append(weights_of(engine))
+        found[f"{stage} {precision} {'reduced' if reduced else 'half'}"] = same(*runs)
+    return found
+
+
+class Reductions(TorchDispatchMode):
+    """Counts those of more than a number."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if name.startswith("c10d.") and "reduce" in name:
+            tensors, _ = tree_flatten(args[:2])
+            self.count += any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 1 for t in tensors)
+        return function(*args, **(kwargs or {}))
+
+
+@part
+def reductions(world: World) -> Any:
+    """By micro-step of a window of three, the replays before it, and the step."""
+    found = {}
+    for stage, precision in product(STAGES, PRECISIONS):
+        engine = wrap(world, stage, precision, lambda p: AdamW(p, lr=1e-2), clip=CLIP)
+        for number in range(2):
+            window, seen = make_window("full", number, world.size, alike=True)[world.rank], []
+            with Reductions() as counter:
+                engine.begin_window(3)
+                seen.append(counter.count)
+                for i, samples in enumerate(window):
+                    with engine.micro_step(sync=i == 2):
+                        engine.backward(total_of(engine.model, collate(samples)))
+                    seen.append(counter.count)
+                engine.step()
+                seen.append(counter.count)
+            found[f"{stage} {precision} {number}"] = seen
+    return found
+
+
+@part
+def resume(world: World) -> Any:
+    """Four windows, beside two, a file, and two more: bit by bit; and files that fit another engine."""
+    found: dict[str, Any] = {}
+    box = [tempfile.mkdtemp() if world.is_main else ""]
+    dist.broadcast_object_list(box)
+    for stage, precision in product(STAGES, PRECISIONS):
+        folder = Path(box[0]) / f"{stage} {precision}"
+
+        def make(stage: int = stage, precision: str = precision) -> DeepSpeedEngine:
+            scaler = LossScaler("cpu", init_scale=2.0**10, growth_interval=2) if precision == "fp16" else None
+            return wrap(world, stage, precision, lambda p: AdamW(p, lr=1e-2), clip=CLIP, scaler=scaler)
+
+        def go(engine: DeepSpeedEngine, numbers: Sequence[int], stage: int = stage) -> None:
+            for number in numbers:
+                train_on(engine, make_window("ragged", number, world.size, alike=stage == 3), world)
+
+        engine = make()
+        go(engine, (0, 1))
+        engine.save_files(folder)
+        state = engine.state()
+        go(engine, (2, 3))
+        resumed = make()
+        go(resumed, (5,))
+        resumed.load_files(folder)
+        resumed.load_state(state)
+        go(resumed, (2, 3))
+        found[f"{stage} {precision}"] = (
+            same(weights_of(engine), weights_of(resumed))
+            and all(map(torch.equal, state_of(engine), state_of(resumed)))
+            and engine.state().scaler == resumed.state().scaler
+        )
+    for other, name in (((1, "fp32"), "stage 0 (now 1)"), ((0, "bf16"), "precision fp32 (now bf16)")):
+        found[name] = refusal(
+            lambda other=other: wrap(world, *other, lambda p: SGD(p, lr=1.0)).load_files(Path(box[0]) / "0 fp32")
+        )
+    return found
+
+
+@part
+def weights(world: World) -> Any:
+    """Weights of one engine are taken up by another, of another stage: bit by bit, also by what computes."""
+    found = {}
+    window = make_window("full", 0, world.size, alike=True)
+    for stage, precision in product(STAGES, PRECISIONS):
+        engine = wrap(world, stage, precision, lambda p: SGD(p, lr=LR))
+        train_on(engine, window, world)
+        whole = [engine.state().model]
+        dist.broadcast_object_list(whole)
+        other = wrap(world, (stage + 1) % 4, precision, lambda p: SGD(p, lr=LR))
+        other.load_state(EngineState(model=whole[0], optimizer={}, optimizer_values={}))
+        loaded = same(weights_of(engine), weights_of(other))
+        batch = collate(window[0][0])
+        with torch.no_grad():
+            seen = [total_of(one.unwrapped_model, batch) for one in (engine, other)]
+        found[f"{stage} {precision}"] = loaded and torch.equal(*seen)
+    return found
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """The message of an error on purpose."""
+    try:
+        action()
+    except (CheckpointError, ConfigError, MisuseError) as error:
+        return str(error)
+    return "went through"
+
+
+@part
+def refusals(world: World) -> Any:
+    """What a user is told."""
+
+    def sgd(p: Any) -> Optimizer:
+        return SGD(p, lr=1.0)
+
+    engine = wrap(world, 2, "fp32", sgd)
+    accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: False
+    found = {
+        "step": refusal(engine.model.step),  # type: ignore[operator]
+        "backward": refusal(lambda: engine.model.backward(torch.ones(()))),  # type: ignore[operator]
+        "optimizer": refusal(engine._optimizer.step),
+        "zero_grad": refusal(engine.model.zero_grad),
+        "past": refusal(lambda: engine.backward(torch.ones((), requires_grad=True))),
+        "fp16": refusal(lambda: wrap(world, 2, "fp16", sgd)),
+    }
+    accelerator.is_fp16_supported = lambda: True
+    return found | {"describe": engine.describe(), "documents": list(engine.artifacts)}
+
+
+def main() -> None:
+    world = World.join()
+    accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # which the product never says of a CPU
+    found = {}
+    for name in sys.argv[2:]:
+        began = time.monotonic()
+        found[name] = PARTS[name](world)
+        found[f"{name} seconds"] = time.monotonic() - began
+    if world.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

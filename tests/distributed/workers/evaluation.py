@@ -1,0 +1,79 @@
+"""Run by torchrun: evaluations of held-out sets that leave ranks with less or nothing, and stops asked by one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.callbacks import Callback, Run
+
+
+class OneRankStops(Callback):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        if run.progress.step == 4 and self.rank == 0:
+            run.stop("rank 0 has seen enough")
+
+
+def samples(size: int) -> Any:
+    generator = torch.Generator().manual_seed(size)
+    return [(x, x[:3].argmax()) for x in torch.randn(size, 4, generator=generator)]
+
+
+def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    source = DataSpec(train=samples(40), eval_dataset=samples(held_out), description="")
+    config = {
+        "batch": {"global_size": 8, "micro_size": 3},
+        "trainer": {"max_steps": 100, "eval_every": 2},
+        "checkpoint": {"every": 0},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+    metrics: Any = {"acc": MulticlassAccuracy(num_classes=3, average="micro"), "auroc": MulticlassAUROC(num_classes=3)}
+    if held_out < world.size:
+        metrics = {}  # which need a sample on every rank
+    trainer = Trainer(
+        nn.Linear(4, 3),
+        CrossEntropy(),
+        source,
+        config,
+        callbacks=[OneRankStops(world.rank)],
+        metrics=metrics,
+        run_dir=folder,
+    )
+    return trainer.fit() | json.loads((folder / "status.json").read_text())
+
+
+def stop_at_level_two(world: World) -> int:
+    model = nn.Linear(4, 3)
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), CrossEntropy()
+    acc = Accumulator(model, optimizer, global_batch_size=8, micro_batch_size=3, count=loss.count, world=world)
+    for _ in range(3):
+        for window in acc.windows(samples(40)):
+            acc.step(window, loss)
+            if acc.progress.step == 2 and world.is_main:
+                acc.stop()
+    return acc.progress.step
+
+
+if __name__ == "__main__":
+    world = World.join()
+    with tempfile.TemporaryDirectory() as folder:
+        shared = Path(world.broadcast_str(folder))
+        results: dict[str, Any] = {str(size): train(world, size, shared / str(size)) for size in (23, 2)}
+        results["level 2"] = stop_at_level_two(world)
+        if world.is_main:
+            Path(sys.argv[1]).write_text(json.dumps(results))
+        world.barrier()

@@ -1,0 +1,617 @@
+"""Run by torchrun: FSDP2's own settings, uneven ranks and unusual models, beside one fp64 process on whole windows.
+
+``fsdp2.py RESULT PART...``: a JSON file to write, and which of :data:`PARTS` to run. ``RESULT.pt`` gets weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.engines.dtensor import to_local
+from distaccum.engines.fsdp2.engine import FSDP2Engine
+from distaccum.errors import ConfigError
+from tests.distributed.workers.engine_matrix import weights_of
+
+FEATURES, WIDTH, BLOCKS = 5, 7, 3  # divided by nothing
+EPSILON = 1e-2  # see tests.support.engine_matrix
+Make = Callable[[], tuple[nn.Module, list[Optimizer]]]
+Sample = tuple[Tensor, Tensor]
+BOUNDARY, EVERY = FSDP2Config(sync="boundary"), FSDP2Config(sync="every")
+SYNCS = {"boundary": BOUNDARY, "every": EVERY}
+
+
+class Block(nn.Module):
+    """A residual one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.narrow = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Numbers in, one number a sample out: ``(B, FEATURES)`` to ``(B, 1)``."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(FEATURES, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class Tied(nn.Module):
+    """The embedding is the output's weight too, and lies outside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x.abs().mul(4).long().clamp(max=10)).mean(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)[:, :1].tanh()
+
+
+class Squares:
+    """A sum of squared errors over the samples."""
+
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]).float() - batch[1]).square().sum()
+
+
+def samples(size: int, seed: int = 0) -> list[Sample]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(FEATURES, generator=generator), torch.randn(1, generator=generator)) for _ in range(size)]
+
+
+def plain(model: Callable[[], nn.Module] = Model, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
+    """A model and an AdamW."""
+    torch.manual_seed(3)
+    made = model()
+    return made, [AdamW(made.parameters(), lr=0.05, eps=EPSILON, weight_decay=0.1, **options)]
+
+
+def windows_of(data: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
+    """In the data's own order."""
+    return [data[begin : begin + size] for begin in range(0, len(data), size)]
+
+
+def reference(
+    make: Make, windows: Iterable[Sequence[Sample]], *, clip_norm: float | None = None, clip_value: float | None = None
+) -> dict[str, Tensor]:
+    """The weights after whole windows: one process, fp64, torch's own clipping."""
+    model, optimizers = make()
+    model.double()
+    for window in windows:
+        x, y = (torch.stack(tensors).double() for tensors in zip(*window, strict=True))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def accumulator(make: Make, world: World, engine: EngineConfig, size: int, micro: int, **options: Any) -> Accumulator:
+    model, optimizers = make()
+    count = Squares().count
+    return Accumulator(
+        model,
+        optimizers,
+        global_batch_size=size,
+        micro_batch_size=micro,
+        count=count,
+        world=world,
+        engine=engine,
+        **options,
+    )
+
+
+def source_of(data: Any) -> DataSpec:
+    return DataSpec(train=data, eval_dataset=None, description="", shuffle=False)
+
+
+def train(
+    make: Make,
+    data: Any,
+    world: World,
+    engine: EngineConfig,
+    *,
+    size: int,
+    micro: int,
+    between: Callable[[Accumulator], None] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The weights after an epoch; ``between`` is called after every backward."""
+    acc, loss = accumulator(make, world, engine, size, micro, **options), Squares()
+    for window in acc.windows(source_of(data)):
+        for batch in window:
+            with acc.accumulate():
+                acc.backward(loss(acc.model, batch.batch))
+            if between is not None:
+                between(acc)
+    return weights_of(acc.engine, world)
+
+
+def off_by(make: Make, found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """Relative to how far the true weights have moved."""
+    before = make()[0].state_dict()
+    wrong = torch.cat([(found[name].double() - true[name]).flatten() for name in true])
+    moved = torch.cat([(before[name].double() - true[name]).flatten() for name in true])
+    return float(wrong.norm() / moved.norm())
+
+
+def exact(
+    make: Make,
+    world: World,
+    engine: EngineConfig,
+    *,
+    size: int = 12,
+    micro: int = 2,
+    number: int = 41,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    **options: Any,
+) -> float:
+    """How far off an epoch of ``number`` samples is."""
+    data, clips = samples(number), {"clip_norm": clip_norm, "clip_value": clip_value}
+    found = train(make, data, world, engine, size=size, micro=micro, **clips, **options)
+    return off_by(make, found, reference(make, windows_of(data, size), **clips))
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts reduce-scatters and all-gathers, and their bytes."""
+
+    NAMES = ("_reduce_scatter_base_", "_allgather_base_")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = str(function).split(".")[1]
+        self.calls[kind] += str(function).startswith("c10d.")
+        if kind in self.NAMES:  # (output, input, ...): the larger one is the whole
+            self.sent[kind] += max(args[0].nbytes, args[1].nbytes)
+        return function(*args, **(kwargs or {}))
+
+
+PARTS: dict[str, Callable[[World], Any]] = {}
+
+
+def part(function: Callable[[World], Any]) -> Callable[[World], Any]:
+    PARTS[function.__name__] = function
+    return function
+
+
+@part
+def settings(world: World) -> dict[str, float]:
+    """Every setting of the engine, both ways to sync."""
+    found = {}
+    for sync, config in SYNCS.items():
+        for name, engine in {
+            "defaults": config,
+            "replicas": replace(config, replicas=2),
+            "one replica a rank": replace(config, replicas=world.size),
+            "offload": replace(config, offload=True),
+            "held after the forward": replace(config, reshard_after_forward=False),
+            "held, offload": replace(config, reshard_after_forward=False, offload=True),
+            "checkpoint": replace(config, activation_checkpoint="blocks"),
+            "selective": replace(config, activation_checkpoint="selective"),
+            "named blocks": replace(config, blocks=["blocks.?.wide", "leave"]),
+            "nested blocks": replace(config, blocks=["blocks.?", "blocks.?.wide"]),
+        }.items():
+            found[f"{name}, {sync}"] = exact(plain, world, engine)
+    return found
+
+
+def frozen() -> tuple[nn.Module, list[Optimizer]]:
+    """One block as a whole, part of another, and what leads in."""
+    model, _ = plain()
+    for parameter in (*model.blocks[0].parameters(), model.blocks[1].wide.weight, *model.enter.parameters()):
+        parameter.requires_grad_(False)
+    return model, [AdamW(model.parameters(), lr=0.05, eps=EPSILON)]
+
+
+def groups() -> tuple[nn.Module, list[Optimizer]]:
+    """Two optimizers, one of two groups with settings of their own."""
+    model, _ = plain()
+    blocks = [{"params": model.blocks[0].parameters()}, {"params": model.blocks[1].parameters(), "lr": 0.01}]
+    rest = [*model.blocks[2].parameters(), *model.enter.parameters(), *model.leave.parameters()]
+    return model, [AdamW(blocks, lr=0.05, eps=EPSILON, fused=True), SGD(rest, lr=0.02, momentum=0.9, fused=True)]
+
+
+MODELS: dict[str, Make] = {
+    "plain": plain,
+    "fused": partial(plain, fused=True),
+    "for each": partial(plain, foreach=True),
+    "tied": partial(plain, Tied),
+    "frozen": frozen,
+    "two optimizers": groups,
+}
+
+
+@part
+def models(world: World) -> dict[str, float]:
+    """Of every kind, with every clip."""
+    found = {}
+    for sync, engine in SYNCS.items():
+        for name, make in MODELS.items():
+            found[f"{name}, {sync}"] = exact(make, world, engine)
+        found[f"clip_norm, {sync}"] = exact(groups, world, engine, clip_norm=0.3)
+        found[f"clip_value, {sync}"] = exact(groups, world, engine, clip_value=0.02)
+    return found
+
+
+@part
+def refusals(world: World) -> dict[str, str]:
+    """What a model that cannot be meant is told."""
+    found = {}
+    optimized = Model()
+    optimizer = SGD(optimized.parameters(), lr=0.1, momentum=0.5)
+    optimized(torch.ones(1, FEATURES)).sum().backward()
+    optimizer.step()
+    for name, make in {
+        "stepped": lambda: accumulator(lambda: (optimized, [optimizer]), world, BOUNDARY, 4, 1),
+        "blocks": lambda: accumulator(plain, world, FSDP2Config(blocks=["block.*"]), 4, 1),
+        "replicas": lambda: accumulator(plain, world, FSDP2Config(replicas=3), 4, 1),
+        "no reset": lambda: accumulator(partial(on_meta, Unmade), world, BOUNDARY, 4, 1),
+        "ddp": lambda: accumulator(partial(on_meta, Model), world, DDPConfig(), 4, 1),
+    }.items():
+        try:
+            make()
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+@part
+def uneven(world: World) -> dict[str, float]:
+    """Ranks with fewer micro-batches than others, or none: from the first window on, in the last, for ever."""
+    found = {}
+    for sync, engine in SYNCS.items():
+        for name, options in {
+            "from the first on": {"size": 2 * world.size + 1, "micro": 1, "number": 5 * (2 * world.size + 1)},
+            "one rank has all": {"size": 1, "micro": 1, "number": 3},
+            "a last window of one": {"size": 2 * world.size, "micro": 1, "number": 4 * world.size + 1},
+            "a last window of one, large micro-batches": {"size": 12, "micro": 4, "number": 25},
+        }.items():
+            found[f"{name}, {sync}"] = exact(plain, world, engine, **options)
+        checkpointed = replace(engine, activation_checkpoint="blocks", reshard_after_forward=False)
+        found[f"checkpoint, {sync}"] = exact(plain, world, checkpointed, size=5, micro=1, number=16)
+        # By rank; and the windows' size: with several ranks in one only the whole is known.
+        first = [11] + [0] * (world.size - 1)
+        for name, sizes, size in (
+            ("a rank has none", first, 4),
+            ("the first rank has none", first[::-1], 4),
+            ("each has less than the last", [6 - rank for rank in range(world.size)], 6 * world.size),
+        ):
+            data = samples(sum(sizes))
+            begin = sum(sizes[: world.rank])
+            make, own = partial(sgd, Model), data[begin : begin + sizes[world.rank]]
+            after = train(make, iter(own), world, engine, size=size, micro=1)
+            found[f"a stream: {name}, {sync}"] = off_by(make, after, reference(make, windows_of(data, size)))
+    return found
+
+
+def sgd(model: Callable[[], nn.Module]) -> tuple[nn.Module, list[Optimizer]]:
+    made, _ = plain(model)
+    return made, [SGD(made.parameters(), lr=0.1)]
+
+
+@part
+def interrupted(world: World) -> dict[str, Any]:
+    """Windows that are dropped in the middle, evaluations in between: weights as if neither had been, bit by bit."""
+    found = {}
+    size = 3 * world.size  # all ranks have to drop a window after as many forwards
+    data = samples(7 * size)
+    windows = windows_of(data, size)
+    for sync, engine in SYNCS.items():
+
+        def dropping(engine: EngineConfig, where: str, held: bool) -> dict[str, Tensor]:
+            """Every second window is dropped: after its first backward, after a forward, or by an error inside."""
+            acc, loss = accumulator(plain, world, replace(engine, reshard_after_forward=not held), size, 1), Squares()
+            for number, window in enumerate(acc.windows(source_of(data))):
+                for i, batch in enumerate(window):
+                    drops = number % 2 == 1 and i == (1 if where == "in the second" else 0)
+                    try:
+                        with acc.accumulate():
+                            total = loss(acc.model, batch.batch) * (1e4 if number % 2 else 1.0)
+                            if drops and where != "after the first":
+                                raise KeyError(where)  # noqa: TRY301
+                            acc.backward(total)
+                    except KeyError:
+                        pass
+                    if drops:
+                        acc.abandon()
+                        break
+            return weights_of(acc.engine, world)
+
+        kept = [sample for window in windows[::2] for sample in window]
+        expected = train(plain, kept, world, engine, size=size, micro=1)
+        found[f"reference, {sync}"] = off_by(plain, expected, reference(plain, windows[::2]))
+        for where in ("after the first", "in the first", "in the second"):
+            for held in (False, True):
+                after = dropping(engine, where, held)
+                same = all(torch.equal(after[name], expected[name]) for name in expected)
+                found[f"dropped {where}{', held' if held else ''}, {sync}"] = same
+
+        def evaluates(acc: Accumulator) -> None:
+            acc.model.eval()
+            with torch.no_grad():
+                acc.model(torch.ones(2, FEATURES))
+                acc.model(torch.ones(1, FEATURES))
+            acc.model.train()
+
+        even = samples(9 * world.size)  # so that all ranks evaluate as often
+        expected = train(plain, even, world, engine, size=3 * world.size, micro=1)
+        after = train(plain, even, world, engine, size=3 * world.size, micro=1, between=evaluates)
+        found[f"evaluated in between, {sync}"] = all(torch.equal(after[name], expected[name]) for name in expected)
+    return found
+
+
+@part
+def evaluations(world: World) -> dict[str, Any]:
+    """A Trainer's, on held-out sets that ranks have different amounts of, or none."""
+    found: dict[str, Any] = {}
+    for held_out in (23, 1):
+        for name in ("ddp", "fsdp2"):
+            torch.manual_seed(0)
+            source = DataSpec(train=samples(20), eval_dataset=samples(held_out, seed=9), description="", shuffle=False)
+            config = {
+                "engine": {"name": name},
+                "batch": {"global_size": 5, "micro_size": 1},
+                "trainer": {"max_steps": 6, "eval_every": 2},
+                "optim": {"optimizer": {"_target_": "torch.optim.SGD"}, "lr": 0.1},
+                "checkpoint": {"every": 0},
+                "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+            }
+            with tempfile.TemporaryDirectory() as folder:
+                shared = world.broadcast_str(folder)
+                found[f"{held_out}, {name}"] = Trainer(Model(), Squares(), source, config, run_dir=shared).fit()
+                world.barrier()
+    return found
+
+
+class NormedBlock(nn.Module):
+    """Batch normalisation that can do with a sample: over three copies of it, of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).unsqueeze(-1) * torch.arange(1.0, 4.0)).mean(-1).tanh()
+
+
+class Normed(Model):
+    """With batch normalisation in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([NormedBlock()])
+
+
+@part
+def buffers(world: World) -> dict[str, Any]:
+    """Running statistics: this rank's own micro-batches and no others, as on DDP; rank 0's after ``sync_buffers``."""
+    found: dict[str, Any] = {}
+    for name, engine in {"ddp": DDPConfig(), **SYNCS}.items():
+        acc, loss = accumulator(partial(sgd, Normed), world, engine, 5, 1), Squares()
+        for window in acc.windows(source_of(samples(22))):
+            acc.step(window, loss)
+        norm: Any = acc.engine.unwrapped_model.blocks[0].norm  # type: ignore[index,union-attr]
+        steps = int(norm.num_batches_tracked)
+        own = norm.running_mean.tolist()
+        acc.engine.sync_buffers()
+        found[name] = {"steps": steps, "own": own, "synced": norm.running_mean.tolist()}
+    return found
+
+
+@part
+def activations(world: World) -> dict[str, Any]:
+    """What each way to checkpoint keeps for the backward, and whether the gradient is the same bit by bit."""
+    found: dict[str, Any] = {}
+    first: list[Tensor] | None = None
+    for name in ("none", "selective", "blocks"):
+        kept = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += tensor.nbytes if tensor.shape[:1] == (64,) else 0  # activations, not weights
+            return tensor
+
+        torch.manual_seed(3)
+        model = Model(width=16)
+        engine = accumulator(
+            lambda model=model: (model, [SGD(model.parameters(), lr=0.0)]),
+            world,
+            FSDP2Config(activation_checkpoint=name),
+            64,
+            64,
+        ).engine
+        engine.begin_window(1)
+        with engine.micro_step(sync=True), Computed() as computed:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                total = engine.model(torch.stack([x for x, _ in samples(64, seed=world.rank)])).square().sum()
+            engine.backward(total)
+        gradients = [to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        first = first or gradients
+        found[name] = {
+            "kept": kept,
+            "same": all(map(torch.equal, gradients, first)),
+            "gradients": len(gradients),
+            "products": computed.calls["addmm"] + computed.calls["mm"],
+            "tanh": computed.calls["tanh"],
+        }
+        engine.zero_gradients()
+    return found
+
+
+class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(function).split(".")[1]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@part
+def wire(world: World) -> dict[str, Any]:
+    """Reduce-scatters and gathers of a full window, and their bytes, by sync and number formats."""
+    found: dict[str, Any] = {}
+    micro_steps = 3
+    fp32, bf16 = PrecisionConfig(), PrecisionConfig(name="bf16")
+    cases = {
+        "fp32": (fp32, "compute"),
+        "reduced in bf16": (replace(fp32, reduce_dtype="bf16"), "compute"),
+        "bf16": (bf16, "compute"),
+        "bf16, gathered in fp32": (bf16, "fp32"),
+        "bf16, keep_fp32": (replace(bf16, keep_fp32=["blocks.0"]), "compute"),
+        "bf16, only": (replace(bf16, only=["blocks.0"]), "compute"),
+    }
+    for sync, config in SYNCS.items():
+        for name, (precision, gather) in cases.items():
+            make, size = partial(sgd, Model), world.size * micro_steps
+            acc = accumulator(make, world, replace(config, gather_dtype=gather), size, 1, precision=precision)
+            loss = Squares()
+            windows = acc.windows(source_of(samples(3 * size)))
+            for window in islice(windows, 2):
+                acc.step(window, loss)
+            with Collectives() as collectives:
+                acc.step(next(windows), loss)
+            assert isinstance(acc.engine, FSDP2Engine)
+            padded = sum(-(-len(p) // world.size) * world.size * p[0].numel() for p in acc.model.parameters())
+            found[f"{name}, {sync}"] = {
+                "reductions": collectives.calls["_reduce_scatter_base_"],
+                "reduced bytes": collectives.sent["_reduce_scatter_base_"],
+                "gathered bytes": collectives.sent["_allgather_base_"],
+                "all-reduces": collectives.calls["allreduce_"],
+                "fp32 bytes": 4 * padded,
+            }
+    return found | {"units": BLOCKS + 1, "micro-steps": micro_steps}
+
+
+class Unmade(nn.Module):
+    """Has a weight of its own, and no way to make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+        self.inner.blocks[1].scale = nn.Parameter(torch.ones(3))
+
+
+def on_meta(model: Callable[[], nn.Module]) -> tuple[nn.Module, list[Optimizer]]:
+    """Without memory; an AdamW over it."""
+    torch.manual_seed(LaunchEnvironment.from_environment().rank)  # which must not matter
+    with torch.device("meta"):
+        made = model()
+    return made, [AdamW(made.parameters(), lr=0.05, eps=EPSILON)]
+
+
+def made_from_nothing(world: World) -> dict[str, dict[str, Tensor]]:
+    """The weights of models that were on the meta device."""
+    found = {}
+    for name, model in {"plain": Model, "tied": Tied}.items():
+        for offload in (False, True):
+            acc = accumulator(partial(on_meta, model), world, FSDP2Config(offload=offload), 4, 1)
+            if model is Tied:
+                assert acc.model.head.weight is acc.model.embed.weight
+            found[f"{name}{', offload' if offload else ''}"] = weights_of(acc.engine, world)
+    return found
+
+
+@part
+def meta(world: World) -> dict[str, Any]:
+    """Makes weights, and trains from these."""
+    weights = made_from_nothing(world)
+    if world.is_main:
+        torch.save(weights, f"{sys.argv[1]}.pt")
+    found: dict[str, Any] = {}
+    for name, model in {"plain": Model, "tied": Tied}.items():
+
+        def make(name: str = name, model: Callable[[], nn.Module] = model) -> tuple[nn.Module, list[Optimizer]]:
+            made = model()
+            made.load_state_dict(weights[name])
+            return made, [AdamW(made.parameters(), lr=0.05, eps=EPSILON)]
+
+        data = samples(30)
+        trained = train(partial(on_meta, model), data, world, BOUNDARY, size=8, micro=1)
+        found[name] = off_by(make, trained, reference(make, windows_of(data, 8)))
+    return found
+
+
+@part
+def held(world: World) -> dict[str, Any]:
+    """Bytes of parameters, gradients and optimizer state on this rank after a window, and in the middle of one."""
+    acc = accumulator(partial(plain, partial(Model, 64)), world, BOUNDARY, 8, 1)
+    for window in islice(acc.windows(source_of(samples(16))), 1):
+        acc.step(window, Squares())
+    parameters = list(acc.model.parameters())
+    (optimizer,) = acc.engine._boundary._optimizers  # type: ignore[attr-defined]
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return {
+        "total": sum(p.numel() * p.element_size() for p in parameters),
+        "parameters": sum(to_local(p).untyped_storage().nbytes() for p in parameters),
+        "gradients": sum(to_local(p.grad).nbytes for p in parameters if p.grad is not None),
+        "state": sum(to_local(value).nbytes for value in states),
+    }
+
+
+def main() -> None:
+    if LaunchEnvironment.from_environment().launched:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))  # ranks that wait for each other shall fail
+    world = World.join()
+    results = {name: PARTS[name](world) for name in sys.argv[2:]}
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, results)
+    if world.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    main()

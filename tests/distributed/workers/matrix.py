@@ -1,0 +1,103 @@
+"""Run by torchrun: computes the gradients of cells of the matrix, and writes each one's relative error.
+
+``matrix.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum import functional as da
+from tests.support import matrix
+from tests.support.matrix import GLOBAL_SIZE, SEED, Cell
+
+
+def by_hand(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
+    """Level 1."""
+    loss = matrix.LOSSES[cell.loss]()
+    windows = da.plan_windows(
+        loader(cell), world, global_batch_size=GLOBAL_SIZE, micro_batch_size=cell.micro, count=loss.count, seed=SEED
+    )
+    engine = da.create_engine(model, optimizer, world)
+    for window in windows(0):
+        for i, micro in enumerate(window.micro_batches):
+            with engine.micro_step(sync=i == len(window.micro_batches) - 1):
+                total = loss(engine.model, micro.batch)
+                engine.backward(
+                    da.normalize_loss(total, window.counts, gradient_divide_factor=engine.gradient_divide_factor)
+                )
+        da.finish_step(engine, window)
+
+
+def by_accumulator(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
+    """Level 2."""
+    loss = matrix.LOSSES[cell.loss]()
+    acc = Accumulator(
+        model,
+        optimizer,
+        global_batch_size=GLOBAL_SIZE,
+        micro_batch_size=cell.micro,
+        count=loss.count,
+        seed=SEED,
+        world=world,
+    )
+    for window in acc.windows(loader(cell)):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(loss(acc.model, micro.batch))
+
+
+def by_trainer(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
+    """Level 3."""
+    source = DataSpec(train=matrix.make_data(cell), eval_dataset=None, description="matrix", collate=matrix.collate)
+    config = {
+        "seed": SEED,
+        "batch": {"global_size": GLOBAL_SIZE, "micro_size": cell.micro},
+        "optim": {"clip_norm": None},
+        "trainer": {"max_steps": None, "max_epochs": 1, "log_every": 1000},
+        "checkpoint": {"every": 0},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(model, matrix.LOSSES[cell.loss](), source, config, optimizer=optimizer, run_dir=folder).fit()
+        world.barrier()
+
+
+def loader(cell: Cell) -> DataLoader[Any]:
+    """As a loop of one's own has it."""
+    samples: Any = matrix.make_data(cell)
+    return DataLoader(samples, batch_size=cell.micro, shuffle=True, collate_fn=matrix.collate)
+
+
+def gradients(cell: Cell, world: World) -> list[Tensor]:
+    """What the optimizer is given, window after window; the weights stay as they are."""
+    model, found = matrix.make_model(cell.dtype), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(
+        lambda *_: found.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))  # type: ignore[union-attr]
+    )
+    {1: by_hand, 2: by_accumulator, 3: by_trainer}[cell.level](cell, model, optimizer, world)
+    return found
+
+
+if __name__ == "__main__":
+    world = World.join()
+    errors = []
+    for values in json.loads(Path(sys.argv[2]).read_text()):
+        cell = Cell(**values)
+        assert cell.world == world.size
+        found = gradients(cell, world)
+        errors.append(matrix.error(found, matrix.truth(cell)))
+    everyone = torch.tensor(errors)
+    torch.distributed.all_reduce(everyone, op=torch.distributed.ReduceOp.MAX)  # every rank must hold the gradient
+    if world.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(everyone.tolist()))

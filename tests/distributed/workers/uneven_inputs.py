@@ -1,0 +1,253 @@
+"""Run by torchrun: ranks with different numbers of micro-batches where a forward is a collective.
+
+``uneven_inputs.py RESULT``. The first engine is the one to compare with; what each case found is written by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distaccum import Accumulator, World
+from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.engines.state import whole_state
+from distaccum.errors import MisuseError, NonFiniteError
+
+ENGINES: dict[str, EngineConfig] = {
+    "ddp": DDPConfig(find_unused_parameters=True),
+    "boundary": FSDP2Config(),
+    "every": FSDP2Config(sync="every"),
+}
+WIDTH = 4
+
+
+class Block(nn.Module):
+    """A residual layer with dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.layer(x)))
+
+
+@dataclass
+class Both:
+    """What no pytree knows."""
+
+    main: Tensor
+    more: Tensor
+
+
+class Model(nn.Module):
+    """Gives its two outputs as ``form`` says; the second has a layer of its own."""
+
+    def __init__(self, form: str = "tensor", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
+        self.head, self.second = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        main = self.head(x).squeeze(-1)
+        if self.form == "tensor":
+            return main
+        more = self.second(x).sum(-1)
+        return (main, more) if self.form == "pair" else Both(main, more)
+
+
+class Stream:
+    """This rank's micro-batches; with a NaN in one of them."""
+
+    def __init__(self, sizes: list[int], nan_at: int | None = None) -> None:
+        self._sizes, self._nan_at = sizes, nan_at
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(WORLD.rank)
+        for i, size in enumerate(self._sizes):
+            x, y = torch.randn(size, WIDTH, generator=generator), torch.randn(size, generator=generator)
+            yield (x * torch.nan if i == self._nan_at else x), y
+
+
+def accumulator(engine: EngineConfig, model: nn.Module, **options: Any) -> Accumulator:
+    """Windows of eight samples, in micro-batches of two; SGD."""
+    return Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch_size=8,
+        micro_batch_size=2,
+        engine=engine,
+        world=WORLD,
+        count=lambda batch: len(batch[1]),
+        **options,
+    )
+
+
+def squares(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss."""
+    return (output - batch[1]).square().sum()
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Of whichever output it is."""
+    output = model(batch[0])
+    if isinstance(output, tuple):
+        output = output[0]
+    if isinstance(output, Both):  # all of it, or DDP would miss a part
+        return squares(output.main, batch) + output.more.square().sum()
+    return squares(output, batch)
+
+
+def twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Two forwards."""
+    return squares(model(batch[0]), batch) + squares(model(-batch[0]), batch)
+
+
+def train(
+    engine: EngineConfig,
+    stream: Stream,
+    *,
+    form: str = "tensor",
+    loss: Callable[..., Tensor] = loss_of,
+    at_once: bool = False,
+    **options: Any,
+) -> Any:
+    """Applied or not, and the norm, window by window; or what was raised."""
+    torch.manual_seed(1)
+    acc = accumulator(engine, Model(form), **options)
+    found = []
+    try:
+        for window in acc.windows(stream):
+            if at_once:
+                acc.step(window, loss)
+            for micro in () if at_once else window:
+                with acc.accumulate():
+                    acc.backward(loss(acc.model, micro.batch))
+            assert acc.last is not None
+            found.append([acc.last.applied, acc.last.grad_norm.item()])
+    except (MisuseError, NonFiniteError) as error:
+        return f"{type(error).__name__}: {error}"
+    return found
+
+
+def sizes(most: int, least: int) -> list[int]:
+    """Full micro-batches, so many on the last rank and so many on others."""
+    return [2] * (least if WORLD.rank == WORLD.size - 1 else most)
+
+
+def resumed(engine: EngineConfig) -> Any:
+    """With dropout, uninterrupted and from a state in between: the last norms."""
+    torch.manual_seed(1)
+    acc = accumulator(engine, Model(dropout=0.5))
+    torch.manual_seed(10 + WORLD.rank)
+    norms: list[Any] = []
+    state, numbers = None, None
+    for window in acc.windows(Stream(sizes(11, 4))):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(loss_of(acc.model, micro.batch))
+        norms.append(acc.last.grad_norm.item() if acc.last else None)
+        if len(norms) == 2:
+            weights = whole_state(acc.engine, WORLD)
+            state, numbers = deepcopy(weights), torch.get_rng_state()
+    assert state is not None
+    assert numbers is not None
+    again = accumulator(engine, Model(dropout=0.5))
+    again.engine.load_state(state)
+    torch.set_rng_state(numbers)
+    uninterrupted, norms = norms[2:], []
+    skipped = iter(Stream(sizes(11, 4)))
+    for _ in range(4):
+        next(skipped)
+    for window in again.windows(skipped):
+        for micro in window:
+            with again.accumulate():
+                again.backward(loss_of(again.model, micro.batch))
+        norms.append(again.last.grad_norm.item() if again.last else None)
+    return [uninterrupted, norms]
+
+
+def buffers(engine: EngineConfig) -> dict[str, list[float]]:
+    """Those that a checkpoint has, and rank 0's own."""
+    torch.manual_seed(1)
+    acc = accumulator(engine, Model())
+    for window in acc.windows(Stream([2] * 4)):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(loss_of(acc.model, micro.batch))
+    saved = whole_state(acc.engine, WORLD).model
+    own = dict(acc.engine.unwrapped_model.named_buffers())
+    return {name: [saved[name].sum().item(), value.sum().item()] for name, value in own.items()}
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as some do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def counted(engine: EngineConfig) -> list[Any]:
+    """What is left of the counts after a save, and of a setting that is this run's own."""
+    found = []
+    for decay in (0.0, 0.5):
+        model = Model()
+        optimizer = Counting(model.parameters(), lr=0.1, weight_decay=decay)
+        acc = Accumulator(
+            model,
+            optimizer,
+            global_batch_size=8,
+            micro_batch_size=2,
+            engine=engine,
+            world=WORLD,
+            count=lambda batch: len(batch[1]),
+        )
+        if found:
+            acc.load_state_dict(found[0])
+            return [optimizer.param_groups[0].get("k"), optimizer.param_groups[0]["weight_decay"]]
+        for window in acc.windows(Stream([2] * 4)):
+            for micro in window:
+                with acc.accumulate():
+                    acc.backward(loss_of(acc.model, micro.batch))
+        found.append(acc.state_dict())
+    raise AssertionError
+
+
+def main() -> None:
+    """All cases."""
+    found: dict[str, Any] = {}
+    for name, engine in ENGINES.items():
+        found[name] = {
+            "a spoiled sample": train(engine, Stream(sizes(7, 3), nan_at=2 if WORLD.rank else None), nonfinite="skip"),
+            "an unused output": train(engine, Stream(sizes(7, 3)), form="pair"),
+            "a dataclass": train(engine, Stream(sizes(7, 3)), form="dataclass"),
+            "two forwards": train(engine, Stream(sizes(7, 3)), loss=twice),
+            "what stops": train(engine, Stream(sizes(4, 4), nan_at=3 if WORLD.rank else None), at_once=True),
+            "resumed": resumed(engine),
+            "buffers": buffers(engine),
+            "counted": counted(engine),
+        }
+    found["zero1"] = {"counted": counted(Zero1Config(find_unused_parameters=True))}
+    if WORLD.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+WORLD = World.join()
+
+if __name__ == "__main__":
+    main()

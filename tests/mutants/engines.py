@@ -1,0 +1,150 @@
+"""Breaks each engine's arithmetic on purpose, one way at a time, and shows that the engine matrix notices.
+
+``python -m tests.mutants.engines`` prints each mutant's largest error; it exits with 1 if one is not
+caught.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants.gradient import Mutant, largest_error
+from tests.support.commands import ROOT
+from tests.support.engine_matrix import ENGINES, Cell
+
+WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_matrix.py"
+# Of each mutant: the engine and the number format to look at it in.
+MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
+    (
+        "ddp",
+        "bf16",
+        Mutant(
+            "ddp: the engine's averaging forgotten",
+            (("engines/ddp.py", "1 if scaler else world.size\n", "1\n"),),
+        ),
+    ),
+    (
+        "ddp",
+        "fp16",
+        Mutant(
+            "ddp: in fp16 the average is not made a sum",
+            (("engines/ddp.py", "self._sums_to = world.size if scaler else 1", "self._sums_to = 1"),),
+        ),
+    ),
+    (
+        "zero1",
+        "fp32",
+        Mutant(
+            "zero1: what each rank has stepped is not spread",
+            (("engines/ddp.py", "            self._shards.spread()", "            pass"),),
+        ),
+    ),
+    (
+        "zero1",
+        "fp32",
+        Mutant(
+            "zero1: only the last rank's part is spread",
+            (
+                (
+                    "engines/optimizer_shards.py",
+                    "for rank, stretch in self._stretches]",
+                    "for rank, stretch in self._stretches[-1:]]",
+                ),
+            ),
+        ),
+    ),
+    (
+        "fsdp2 boundary",
+        "bf16",
+        Mutant(
+            "fsdp2: the loss is weighed as for an average",
+            (("engines/fsdp2.py", "averages_over = world.device, 1", "averages_over = world.device, world.size"),),
+        ),
+    ),
+    (
+        "fsdp2 every",
+        "fp16",
+        Mutant(
+            "fsdp2: its own division left in",
+            (("engines/fsdp2.py", "            sharded.set_gradient_divide_factor(1.0)\n", ""),),
+        ),
+    ),
+    (
+        "fsdp2 boundary",
+        "fp32",
+        Mutant(
+            "fsdp2: reduced in the first micro-step alone",
+            (
+                ("window.py", "sync=i == boundary", "sync=i == 0"),
+                ("open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
+            ),
+        ),
+    ),
+    (
+        "fsdp2 boundary",
+        "fp32",
+        Mutant(
+            "fsdp2: ranks do not keep pace",
+            (("engines/pace.py", "return most - micro_steps", "return 0"),),
+        ),
+    ),
+    (
+        "fsdp2 every",
+        "fp32",
+        Mutant(
+            "fsdp2: a step for nothing adds its gradient",
+            (("engines/pace.py", "torch.zeros_like(output)", "torch.ones_like(output)"),),
+        ),
+    ),
+    (
+        "fsdp2 boundary",
+        "fp32",
+        Mutant(
+            "fsdp2: shards go on from the last window's gradient",
+            (
+                (
+                    "engines/fsdp2.py",
+                    "_boundary.step(divisor)\n        for parameter in self._boundary.parameters.values():",
+                    "_boundary.step(divisor)\n        for parameter in ():",
+                ),
+            ),
+        ),
+    ),
+    (
+        "deepspeed 3",
+        "bf16",
+        Mutant(
+            "deepspeed: its averaging forgotten",
+            (("engines/deepspeed.py", "1 if scaler else world.size\n", "1\n"),),
+        ),
+    ),
+    (
+        "deepspeed 2",
+        "fp16",
+        Mutant(
+            "deepspeed: in fp16 the average is not made a sum",
+            (("engines/deepspeed.py", "divisor / (self._world.size if self._scaler else 1)", "divisor"),),
+        ),
+    ),
+)
+
+
+def main() -> int:
+    """How many mutants are not caught."""
+    wrong = 0
+    for engine, precision, mutant in MUTANTS:
+        if engine not in ENGINES:
+            continue  # an optional extra
+        cells = [Cell(engine, 2, precision, "unequal", "sgd")]  # two windows, of unequal lengths; the second is ragged
+        with tempfile.TemporaryDirectory() as folder:
+            error = largest_error(mutant, WORKER, cells, Path(folder))
+        caught = not error <= cells[0].tolerance
+        wrong += not caught
+        print(f"{mutant.name:<55} {precision} error {error:8.1e}  {'caught' if caught else 'NOT CAUGHT'}")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

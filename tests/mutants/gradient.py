@@ -1,0 +1,130 @@
+"""Breaks the arithmetic on purpose, one way at a time, and shows that the oracle matrix notices.
+
+``python -m tests.mutants.gradient`` prints each mutant's largest error; it exits with 1 if one of them is not caught.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.support.commands import ROOT, run
+from tests.support.matrix import TOLERANCE, Cell
+
+WORKER = ROOT / "tests" / "distributed" / "workers" / "matrix.py"
+# Two ranks, every level, every loss; windows that are ragged, of unequal lengths, with more than one micro-step.
+CELLS = [
+    Cell(world=2, micro=3, data="unequal", level=level, loss=loss, dtype="float64")
+    for level, loss in ((1, "tokens"), (2, "two"), (3, "weighted"))
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` becomes ``new`` in some files of the package; each must occur once."""
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+MUTANTS = (
+    Mutant(
+        "mean of means",
+        (
+            (
+                "window.py",
+                "weigh(total, window.counts, averages_over",
+                (
+                    "weigh(total, {n: c * (boundary + 1) * engine.averages_over"
+                    " for n, c in window.micro_batches[i].counts.items()}, averages_over"
+                ),
+            ),
+            (
+                "open_window.py",
+                "counts = self._agreed(count) if self.counts else self._noted(count)",
+                "counts = {n: c * len(self) * self._engine.averages_over for n, c in self._given.counts.items()}",
+            ),
+        ),
+    ),
+    Mutant(
+        "division by the planned instead of the actual count",
+        (
+            (
+                "data/loader.py",
+                "counts, _ = tally.add_up(micro_batches)",
+                (
+                    "counts, _ = tally.add_up(micro_batches)\n"
+                    "            counts = {n: c * len(cut.window(0)) / len(cut.window(k)) for n, c in counts.items()}"
+                ),
+            ),
+        ),
+    ),
+    Mutant(
+        "the engine's averaging forgotten",
+        (
+            (
+                "engines/ddp.py",
+                "self.averages_over = world.device, 1 if scaler else world.size",
+                "self.averages_over = world.device, 1",
+            ),
+        ),
+    ),
+    Mutant(
+        "sync on a wrong micro-step",
+        (
+            ("window.py", "sync=i == boundary", "sync=i == 0"),
+            ("open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
+        ),
+    ),
+    Mutant(
+        "a leaked tail",
+        (("engines/ddp.py", "        self.zero_gradients()\n        return result", "        return result"),),
+    ),
+)
+
+
+def largest_error(mutant: Mutant | None, worker: Path, cells: Sequence[Cell], folder: Path) -> float:
+    """That ``worker`` finds, with a mutated copy of the package before the real one; infinite if it failed."""
+    copy = folder / "distaccum"
+    shutil.copytree(ROOT / "distaccum", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "conf").symlink_to(ROOT / "conf")
+    (folder / "tests").symlink_to(ROOT / "tests")
+    for file, old, new in mutant.edits if mutant else ():
+        text = (copy / file).read_text()
+        assert text.count(old) == 1, f"{file} no longer says {old!r} once: bring the mutant up to date"
+        (copy / file).write_text(text.replace(old, new))
+    asked, answered = folder / "cells.json", folder / "errors.json"
+    asked.write_text(json.dumps([asdict(cell) for cell in cells]))
+    finished = run(answered, asked, world=2, script=worker, PYTHONPATH=str(folder), timeout=120)
+    if finished.returncode:
+        print(finished.stderr)
+        return math.inf
+    return float(max(json.loads(answered.read_text())))
+
+
+def survivors(mutants: Sequence[Mutant], worker: Path, cells: Sequence[Cell], tolerance: float) -> int:
+    """Prints a line a mutant; returns how many were not caught, and one more if the package itself was."""
+    found = 0
+    for mutant in (None, *mutants):
+        with tempfile.TemporaryDirectory() as folder:
+            error = largest_error(mutant, worker, cells, Path(folder))
+        caught = not error <= tolerance
+        found += caught if mutant is None else not caught
+        verdict = "exact" if not caught else "caught"
+        print(f"{mutant.name if mutant else 'no mutant':<55} error {error:8.1e}  {verdict}")
+    return found
+
+
+def main() -> int:
+    """Of the arithmetic of gradients."""
+    return survivors(MUTANTS, WORKER, CELLS, TOLERANCE["float64"])
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

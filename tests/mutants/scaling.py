@@ -1,0 +1,96 @@
+"""Breaks loss scaling and skipping on purpose, one way at a time, and shows that arithmetic by hand notices.
+
+``python -m tests.mutants.scaling`` prints each mutant's largest error; it exits with 1 if one of them is not caught.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.mutants.gradient import Mutant, survivors
+from tests.support.commands import ROOT
+
+WORKER = ROOT / "tests" / "distributed" / "workers" / "scaling.py"
+TOLERANCE = 1e-6  # of fp32 weights; without a mutant it is their last digit
+MUTANTS = (
+    Mutant(
+        "the scale moves in every micro-step",
+        (
+            (
+                "engines/ddp.py",
+                "        (loss if self._scale is None else self._scale(loss)).backward()",
+                (
+                    "        scaled, scaler = self._boundary.scaled(loss), self._boundary._scaler\n"
+                    "        scaled.backward()\n"
+                    "        if scaler:\n"
+                    "            scaler.advance(1.0 - torch.isfinite(scaled).float())"
+                ),
+            ),
+            ("engines/boundary.py", "            self._scaler.advance(1.0 - found.applied)", "            pass"),
+        ),
+    ),
+    Mutant(
+        "clipping before unscaling",
+        (
+            (
+                "engines/update.py",
+                "excess = ((norm + _CLIP_EPSILON)",
+                "excess = ((norm * (1.0 if scale is None else scale) + _CLIP_EPSILON)",
+            ),
+        ),
+    ),
+    Mutant(
+        "every rank decides by its own gradients, before the reduction",
+        (
+            (
+                "engines/ddp.py",
+                "        (loss if self._scale is None else self._scale(loss)).backward()",
+                (
+                    "        scaled, update = self._boundary.scaled(loss), self._boundary._update\n"
+                    "        with self._ddp.no_sync():\n"
+                    "            own = torch.autograd.grad(scaled, self._parameters, retain_graph=True)\n"
+                    "        finite = all(bool(one.isfinite().all()) for one in own)\n"
+                    "        update.own = getattr(update, 'own', True) and finite\n"
+                    "        scaled.backward()"
+                ),
+            ),
+            (
+                "engines/update.py",
+                "        divisor = self._clipped(",
+                (
+                    "        applied = torch.full_like(norm, float(self.__dict__.pop('own', True)))\n"
+                    "        divisor = self._clipped("
+                ),
+            ),
+        ),
+    ),
+    Mutant(
+        "step and rate move on a skip",
+        (
+            (
+                "attempts.py",
+                "applied, finite, tokens = outcome.applied, outcome.finite,",
+                "applied, finite, tokens = True, outcome.finite,",
+            ),
+        ),
+    ),
+    Mutant(
+        "a scale without a floor",
+        (
+            (
+                "precision/scaler.py",
+                "self._now.mul_(factor).clamp_(self.min_scale, self.max_scale)",
+                "self._now.mul_(factor).clamp_(max=self.max_scale)",
+            ),
+        ),
+    ),
+)
+
+
+def main() -> int:
+    """Of scaling and skipping."""
+    return survivors(MUTANTS, WORKER, (), TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

@@ -1,0 +1,119 @@
+"""Starting the real thing: torchrun and the entry points, as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.support.forked import ROOT, Forks
+
+_FORKS = Forks()
+TRAIN = ROOT / "launch" / "train.py"
+TINY = (  # a model and a text so small that a window takes milliseconds
+    "data.seq_len=16",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "schedule.warmup_steps=2",
+)
+QUIET = ("trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl", "trainer.log_every=1")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, one thread a process."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def command(world: int, script: Path, arguments: Sequence[object]) -> list[str]:
+    """The command line: plain python for a world of one, torchrun otherwise."""
+    start = [sys.executable]
+    if world > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    return [*start, str(script), *map(str, arguments)]
+
+
+def run(
+    *arguments: object,
+    world: int = 1,
+    script: Path = TRAIN,
+    cwd: Path | None = None,
+    timeout: float = 240,
+    **extra: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs to the end and returns what it printed; the caller looks at the exit code.
+
+    A single process is forked where imports are done; ranks are started by torchrun, from nothing.
+    """
+    if world == 1:
+        return _FORKS.run(
+            list(map(str, (script, *arguments))), cwd=cwd, environment=environment(**extra), timeout=timeout
+        )
+    return subprocess.run(
+        command(world, script, arguments),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        cwd=cwd,
+        env=environment(**extra),
+    )
+
+
+def succeed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """:func:`run`, which must exit with 0."""
+    finished = run(*arguments, **options)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
+
+
+def kill_when(run_dir: Path, records: int, *arguments: object, world: int) -> None:
+    """Starts a run and kills every one of its processes, without warning, once it has logged so many records."""
+    process = subprocess.Popen(
+        command(world, TRAIN, [*arguments, f"hydra.run.dir={run_dir}"]),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        file = run_dir / "metrics.jsonl"
+        while not (file.exists() and len(file.read_text().splitlines()) >= records):
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        for pid in family(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it: torchrun's workers have sessions of their own, where no signal to a group gets."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)  # noqa: S607
+    parents = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents if parent == one]
+    return found
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """``status.json``."""
+    found: dict[str, Any] = json.loads((run_dir / "status.json").read_text())
+    return found

@@ -1,0 +1,190 @@
+"""The engine matrix: the same step on every engine, in every number format, beside one fp64 process on whole batches.
+
+The truth shares nothing with distaccum but the order of the samples (``Shuffle``, tested on its own) and what a user
+brings: model, data, the formula of the loss. Its optimizers are written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import combinations, product
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.data.plan.shuffle import Shuffle
+from tests.support import matrix
+from tests.support.matrix import GLOBAL_SIZE, IGNORED, PADDING, SEED, VOCABULARY
+
+WITH_DEEPSPEED = find_spec("deepspeed") is not None
+ENGINES: dict[str, EngineConfig] = {
+    "ddp": DDPConfig(),
+    "zero1": Zero1Config(),
+    "fsdp2 boundary": FSDP2Config(sync="boundary"),
+    "fsdp2 every": FSDP2Config(sync="every"),
+    **({f"deepspeed {stage}": DeepSpeedConfig(stage=stage) for stage in range(4)} if WITH_DEEPSPEED else {}),
+}
+WORLDS = (1, 2, 4)
+# Some ranks have a micro-batch more than others in the last window: of 19 samples.
+MICRO_SIZES = {1: 5, 2: 3, 4: 4}
+PRECISIONS = ("fp32", "bf16", "fp16")
+AXES: dict[str, tuple[str, ...]] = {
+    "engine": tuple(ENGINES),
+    "precision": PRECISIONS,
+    "data": ("full", "ragged", "unequal"),
+    "update": ("sgd", "adamw"),
+}
+UPDATES = 20
+RATE, BETAS, DECAY = 0.05, (0.9, 0.999), 0.1
+# Adam divides each element by its own size. With an epsilon below what rounding does to a gradient, an element that is
+# 0 but for rounding moves as far as any other, and two right ways to add up differ by whole steps; and a gradient that
+# is wrong by a factor moves nothing otherwise. So epsilon is as large as elements here are (0.02 in the mean square):
+# a change of theirs is one of the step, rounding's as small and a broken normaliser's as large as it is.
+EPSILON = 1e-2
+# Of fp32 what was asked for; else multiples of the unit roundoff, of which an element takes part in some ten: a forward
+# and a backward round weights, activations and their gradients. The largest errors measured are 2 and 3 of them.
+TOLERANCES = {
+    ("fp32", "sgd"): 1e-6,
+    ("fp32", "adamw"): 1e-6,
+    ("bf16", "sgd"): 4 * 2.0**-8,
+    ("bf16", "adamw"): 4 * 2.0**-8,
+    ("fp16", "sgd"): 4 * 2.0**-11,
+    ("fp16", "adamw"): 4 * 2.0**-11,
+}
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the matrix."""
+
+    engine: str
+    world: int
+    precision: str
+    data: str
+    update: str
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error, in the 2-norm over all weights."""
+        return TOLERANCES[self.precision, self.update]
+
+
+def every_cell() -> list[Cell]:
+    """The whole matrix."""
+    return [Cell(world=world, **dict(zip(AXES, values, strict=True))) for world in WORLDS for values in _points()]
+
+
+def covering_set() -> list[Cell]:
+    """Few cells of two ranks in which every two values of every two axes meet: greedily, so always the same ones."""
+
+    def pairs(point: tuple[str, ...]) -> set[Any]:
+        return set(combinations(enumerate(point), 2))
+
+    points = list(_points())
+    wanted = set().union(*map(pairs, points))
+    chosen = []
+    while wanted:
+        best = max(points, key=lambda point: len(pairs(point) & wanted))
+        chosen.append(Cell(world=2, **dict(zip(AXES, best, strict=True))))
+        wanted -= pairs(best)
+    return chosen
+
+
+def _points() -> Iterable[tuple[str, ...]]:
+    return product(*AXES.values())
+
+
+class Block(nn.Module):
+    """What FSDP2 shards one by one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 3 * width), nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Token logits ``(B, T, V)``, and one score a sample, ``(B,)``, which padding does not change."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.logits, self.score = nn.Linear(width, VOCABULARY), nn.Linear(width, 1)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        real = (inputs != PADDING).unsqueeze(-1)
+        return self.logits(hidden), self.score((hidden * real).sum(1) / real.sum(1)).squeeze(-1)
+
+
+def make_model() -> Model:
+    """The same weights in every cell."""
+    torch.manual_seed(1)
+    model = Model()
+    with torch.no_grad():
+        model.embed.weight.mul_(0.25)  # what a weight loses is then not small beside the weight, whose digits end
+    return model
+
+
+def make_data(cell: Cell) -> list[dict[str, Tensor]]:
+    """The cell's samples."""
+    return matrix.make_data(matrix.Cell(cell.world, 1, cell.data, 2, "two", "float32"))
+
+
+def windows(samples: list[dict[str, Tensor]], epoch: int) -> list[dict[str, Tensor]]:
+    """Those of one epoch, each one batch."""
+    order = Shuffle(len(samples), seed=SEED, epoch=epoch)(np.arange(len(samples)))
+    begins = range(0, len(samples), GLOBAL_SIZE)
+    return [matrix.collate([samples[int(i)] for i in order[begin : begin + GLOBAL_SIZE]]) for begin in begins]
+
+
+def gradient(weights: Weights, window: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the mean over the window's labels, and that over its samples: fp64, one process, the whole batch."""
+    model = Model().double()
+    model.load_state_dict(dict(weights))
+    logits, score = model(window["inputs"])
+    language = F.cross_entropy(logits.flatten(0, 1), window["labels"].flatten(), ignore_index=IGNORED)
+    (language + 0.5 * (score - window["target"].double()).square().mean()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def adamw(weights: Weights, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights after :data:`UPDATES` of AdamW, as in I. Loshchilov and F. Hutter (2019), in fp64."""
+    now = {name: weight.double() for name, weight in weights.items()}
+    first, second = ({name: torch.zeros_like(weight) for name, weight in now.items()} for _ in range(2))
+    step, epoch = 0, 0
+    while step < UPDATES:
+        for window in windows(samples, epoch)[: UPDATES - step]:
+            step += 1
+            for name, g in gradient(now, window).items():
+                first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * g
+                second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * g * g
+                size = second[name].sqrt() / sqrt(1 - BETAS[1] ** step) + EPSILON
+                now[name] = now[name] * (1 - RATE * DECAY) - RATE * first[name] / (1 - BETAS[0] ** step) / size
+        epoch += 1
+    return now
+
+
+def error(before: Weights, after: Weights, truth: Weights) -> float:
+    """Of the change from ``before``, relative to the true one's 2-norm over all weights."""
+    wrong = {name: after[name].double() - truth[name].double() for name in truth}
+    moved = {name: truth[name].double() - before[name].double() for name in truth}
+    return _norm(wrong) / _norm(moved)
+
+
+def _norm(tensors: Weights) -> float:
+    return float(torch.cat([tensor.flatten() for tensor in tensors.values()]).norm())

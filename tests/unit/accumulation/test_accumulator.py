@@ -1,0 +1,573 @@
+"""Level 2 in one process: what it gives, and that misuse has a name."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from distaccum import Accumulator
+from distaccum.config.engine import DDPConfig
+from distaccum.data.prefetch import on_device
+from distaccum.distributed.world import World
+from distaccum.errors import BatchStatisticsWarning, CheckpointError, ConfigError, DataError, MisuseError
+
+DATA: Any = [torch.tensor([float(i), 1.0]) for i in range(10)]
+
+
+def _count(batch: Tensor) -> int:
+    return len(batch)
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    total: Tensor = (model(batch) - 1).square().sum()
+    return total
+
+
+def _make(world: World, **options: Any) -> tuple[Accumulator, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "count": _count}
+    return Accumulator(model, optimizer, world=world, **(sizes | options)), optimizer
+
+
+def _epoch(acc: Accumulator, data: Any, *, windows: int = 100) -> None:
+    for window in acc.windows(data):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+        windows -= 1
+        if not windows:
+            return
+
+
+def _weights(acc: Accumulator) -> list[Tensor]:
+    return [p.detach().clone() for p in acc.engine.unwrapped_model.parameters()]
+
+
+def test_windows_and_outcomes(gloo_world: World) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    acc = Accumulator(
+        model, optimizer, global_batch_size=4, micro_batch_size=2, count=_count, scheduler=scheduler, world=gloo_world
+    )
+    sizes = []
+    for window in acc.windows(DataLoader(DATA, batch_size=2, shuffle=True)):
+        before = deepcopy(acc.engine.unwrapped_model)
+        batches = []
+        for micro in window:
+            batches.append(micro.batch.clone())
+            assert micro.count == len(micro.batch)
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch), len(micro.batch))
+        whole = torch.cat(batches)
+        sizes.append(len(whole))
+        loss = _loss(before, whole) / len(whole)
+        assert acc.mean_loss() == pytest.approx(loss.item(), rel=1e-6)
+        assert acc.last is not None
+        norm = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(before.parameters()))]).norm()
+        assert acc.last.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    assert sizes == [4, 4, 2]
+    assert (acc.progress.step, acc.progress.epoch, acc.progress.samples) == (3, 1, 10)
+    assert scheduler.get_last_lr() == [0.01 * 0.5**3]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("on_the_device", [False, True])
+def test_a_count_that_is_known_after_the_forward_gives_the_same(
+    gloo_world: World, fused: bool, on_the_device: bool
+) -> None:
+    found = []
+    for count in (_count, None):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused)
+        acc = Accumulator(
+            model, optimizer, global_batch_size=4, micro_batch_size=2, count=count, clip_norm=0.5, world=gloo_world
+        )
+        for window in acc.windows(DATA):
+            for micro in window:
+                with acc.accumulate():
+                    size: Any = torch.tensor(len(micro.batch)) if on_the_device and count is None else len(micro.batch)
+                    acc.backward(_loss(acc.model, micro.batch), size)
+        found.append(_weights(acc))
+        assert acc.progress.tokens == 10
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("counted_before", [True, False])
+def test_windows_that_count_nothing_are_skipped(gloo_world: World, counted_before: bool) -> None:
+    def count(batch: Tensor) -> int:
+        return int((batch[:, 0] >= 4).sum())  # the first window's four samples count nothing
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    acc = Accumulator(
+        model,
+        optimizer,
+        global_batch_size=4,
+        micro_batch_size=2,
+        count=count if counted_before else None,
+        scheduler=scheduler,
+        world=gloo_world,
+    )
+    before, seen = _weights(acc), 0
+    for window in acc.windows(DataLoader(DATA, batch_size=2)):
+        for micro in window:
+            with acc.accumulate():
+                weight = (micro.batch[:, :1] >= 4).float()
+                acc.backward((weight * (acc.model(micro.batch) - 1).square()).sum(), count(micro.batch))
+        seen += 1
+        if seen == 1 and not counted_before:
+            assert acc.last is not None
+            assert not acc.last.applied
+            assert all(map(torch.equal, _weights(acc), before))
+    assert (acc.progress.step, acc.progress.window, acc.progress.skipped) == (2, 3, 1)
+    assert seen == (2 if counted_before else 3)
+    assert scheduler.get_last_lr() == [0.01 * 0.5**2]
+    with pytest.raises(DataError, match="none of its windows counts anything"):
+        _epoch(_make(gloo_world, count=lambda batch: 0)[0], DATA)
+
+
+def test_state_in_the_middle_of_an_epoch_goes_on_bitwise(gloo_world: World) -> None:
+    loader = DataLoader(DATA, batch_size=2, shuffle=True)
+    whole, _ = _make(gloo_world)
+    for _ in range(2):
+        _epoch(whole, loader)
+    first, _ = _make(gloo_world)
+    _epoch(first, loader, windows=2)
+    state = first.state_dict()
+    second, _ = _make(gloo_world)
+    second.load_state_dict(state)
+    while second.progress.epoch < 2:
+        _epoch(second, loader)
+    assert second.progress == whole.progress
+    assert all(map(torch.equal, _weights(second), _weights(whole)))
+    other, _ = _make(gloo_world, global_batch_size=6)
+    other.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"batch\.global_size=4, and this loop has batch\.global_size=6"):
+        _epoch(other, loader)
+
+
+def test_a_break_leaves_the_rest_of_the_epoch_for_the_next_loop(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    _epoch(acc, DATA, windows=1)
+    _epoch(acc, DATA)
+    assert (acc.progress.step, acc.progress.epoch, acc.progress.samples) == (3, 1, 10)
+
+
+def test_stop_ends_before_the_next_window(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    for window in acc.windows(DATA):
+        acc.step(window, _Loss())
+        acc.stop()
+    assert acc.stopping
+    assert acc.progress.step == 1
+
+
+def test_stop_ends_a_stream_after_the_window_that_was_taken(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    for window in acc.windows(iter(torch.stack(DATA).split(2))):
+        acc.step(window, _Loss())
+        acc.stop()
+    assert acc.progress.step == 2
+
+
+class _Loss:
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return _loss(model, batch)
+
+
+def _steps_by_hand(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            optimizer.step()
+
+
+def _zeroes_by_hand(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            optimizer.zero_grad(set_to_none=False)
+
+
+def _backward_outside(acc: Accumulator, optimizer: Any) -> None:
+    acc.backward(_loss(acc.model, DATA[0][None]))
+
+
+def _backward_after_the_window(acc: Accumulator, optimizer: Any) -> None:
+    _epoch(acc, DATA, windows=1)
+    acc.backward(_loss(acc.model, DATA[0][None]))
+
+
+def _backward_twice(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+                acc.backward(_loss(acc.model, micro.batch))
+
+
+def _micro_batch_twice(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            for _ in range(2):
+                with acc.accumulate():
+                    acc.backward(_loss(acc.model, micro.batch))
+
+
+def _torch_backward(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                _loss(acc.model, micro.batch).backward()
+
+
+def _forgets_a_micro_batch(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for i, micro in enumerate(window):
+            if i == 0:
+                continue
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+
+
+def _forgets_the_last_micro_batch(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for i, micro in enumerate(window):
+            if i == 1:
+                continue
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+
+
+def _leaves_a_window(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            break
+
+
+def _ignores_a_window(acc: Accumulator, optimizer: Any) -> None:
+    for _ in acc.windows(DATA):
+        pass
+
+
+def _goes_past_the_engine(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.engine.unwrapped_model, micro.batch))
+
+
+def _counts_differently(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch), 17)
+
+
+def _saves_in_a_window(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            acc.state_dict()
+
+
+def _names_differ(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward({"language": _loss(acc.model, micro.batch)})
+
+
+def _zeroes_the_model(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            acc.model.zero_grad()
+
+
+def _zeroes_the_bare_model(acc: Accumulator, optimizer: Any) -> None:
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+            acc.engine.unwrapped_model.zero_grad(set_to_none=False)
+
+
+MISUSE: list[tuple[Callable[[Accumulator, Any], None], str]] = [
+    (_steps_by_hand, r"optimizer\.step\(\) was called by hand: delete the line"),
+    (_zeroes_by_hand, r"optimizer\.zero_grad\(\) was called by hand: delete the line"),
+    (_zeroes_the_model, r"model\.zero_grad\(\) was called by hand: delete the line"),
+    (_zeroes_the_bare_model, r"model\.zero_grad\(\) was called by hand: delete the line"),
+    (_backward_outside, r"backward\(\) outside a window"),
+    (_backward_after_the_window, r"backward\(\) outside a window"),
+    (_backward_twice, r"backward\(\) in accumulate\(\), after its backward\(\)"),
+    (_micro_batch_twice, r"accumulate\(\) between two micro-batches"),
+    (_torch_backward, r"the end of accumulate\(\) in accumulate\(\), before its backward\(\): call acc\.backward"),
+    (_forgets_a_micro_batch, r"the next micro-batch before the micro-batch's accumulate\(\)"),
+    (_forgets_the_last_micro_batch, r"the end of the window before the micro-batch's accumulate\(\)"),
+    (_leaves_a_window, r"the next window between two micro-batches: run every micro-batch"),
+    (_ignores_a_window, r"the next window between two micro-batches: run every micro-batch"),
+    (_goes_past_the_engine, r"the forward went past the engine.*call acc\.model"),
+    (_counts_differently, r"with the count 17 where count= gave \{'loss': 2\}"),
+    (_saves_in_a_window, r"state_dict\(\) between two micro-batches"),
+    (_names_differ, r"the losses are \['language'\], and what was counted is \['loss'\]"),
+]
+
+
+@pytest.mark.parametrize(("misuse", "message"), MISUSE, ids=lambda value: getattr(value, "__name__", None))
+def test_misuse_raises_by_name_and_steps_nothing(
+    gloo_world: World, misuse: Callable[[Accumulator, Any], None], message: str
+) -> None:
+    acc, optimizer = _make(gloo_world)
+    with pytest.raises(MisuseError, match=message):
+        misuse(acc, optimizer)
+    assert acc.progress.step == (1 if misuse is _backward_after_the_window else 0)
+
+
+def test_a_backward_without_a_count_needs_one(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world, count=None)
+    with pytest.raises(MisuseError, match=r"with the count None where nothing was counted beforehand: pass a number"):
+        _epoch(acc, DATA)
+
+
+def test_what_cannot_work_is_refused(gloo_world: World) -> None:
+    model, stranger = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match="2 of its parameters are not the model's"):
+        Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
+    acc, _ = _make(gloo_world)
+    with pytest.raises(ConfigError, match="micro_size=2: the loader's batch_size is 3"):
+        _epoch(acc, DataLoader(DATA, batch_size=3))
+    with pytest.raises(ConfigError, match="prefetch=1: must be at least 2"):
+        _make(gloo_world, prefetch=1)
+    for wrong in ({"engine": "horovod"}, {"precision": "fp8"}, {"nonfinite": "ignore"}):
+        with pytest.raises(ConfigError, match="no such choice"):
+            _make(gloo_world, **wrong)
+    with pytest.raises(ConfigError, match=r"clip_value=1\.0: and clip_norm=2\.0 too"):
+        _make(gloo_world, clip_norm=2.0, clip_value=1.0)
+    with pytest.raises(ConfigError, match="optimizer=LBFGS: its step wants a closure"):
+        Accumulator(
+            model, torch.optim.LBFGS(model.parameters()), global_batch_size=4, micro_batch_size=2, world=gloo_world
+        )
+    twice = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ConfigError, match="2 of its parameters are not the model's, or another optimizer's too"):
+        Accumulator(model, twice, global_batch_size=4, micro_batch_size=2, world=gloo_world)
+    with pytest.raises(ConfigError, match="global_size: is not given"):
+        _epoch(_make(gloo_world, global_batch_size=None)[0], DATA)
+
+
+def test_batch_normalisation_is_warned_of_once(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(BatchStatisticsWarning, match=r"1 and 1 more: batch normalisation .*SyncBatchNorm") as caught:
+        Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5])
+def test_at_most_so_many_batches_are_on_the_device(limit: int) -> None:
+    class Batch:
+        """Not a tensor, so that moving it gives itself; alive as long as somebody holds it."""
+
+    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+
+    most = 0
+
+    def load() -> Any:
+        nonlocal most
+        for _ in range(10):
+            batch = Batch()
+            alive.add(batch)
+            most = max(most, len(alive))
+            yield batch
+
+    for _ in on_device(load(), torch.device("cpu"), limit):
+        pass
+    assert most == limit
+
+
+LOADERS: list[tuple[Callable[[], DataLoader[Any]], str]] = [
+    (lambda: DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler"),
+    (lambda: DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler([0, 1]), 2, False)), "SubsetRandom"),
+    (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), "loader=list: makes batches of its own"),
+    (lambda: DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=4)), "draws 4 of 10 samples"),
+    (lambda: DataLoader(DATA, batch_size=2, sampler=SequentialSampler([0, 1])), "draws 2 of 10 samples"),
+    (lambda: DataLoader(DATA, batch_size=2, drop_last=True), "drop_last=True: leaves samples out"),
+    (lambda: DataLoader(DATA, batch_size=None), "loader=NoneType: makes batches of its own"),
+]
+
+
+@pytest.mark.parametrize(("loader", "message"), LOADERS, ids=[message for _, message in LOADERS])
+def test_a_loader_whose_order_cannot_be_planned_is_refused(
+    gloo_world: World, loader: Callable[[], DataLoader[Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _epoch(_make(gloo_world)[0], loader())
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_a_loader_with_a_plain_batch_sampler_keeps_its_order(gloo_world: World, shuffled: bool) -> None:
+    sampler: Any = RandomSampler(DATA) if shuffled else SequentialSampler(DATA)
+    acc, seen = _make(gloo_world)[0], []
+    for batch in acc.batches(DataLoader(DATA, batch_sampler=BatchSampler(sampler, 2, False))):
+        seen += batch[:, 0].tolist()
+        with acc.accumulate():
+            acc.backward(_loss(acc.model, batch))
+    assert sorted(seen) == list(range(10))
+    assert (seen == list(range(10))) is not shuffled
+
+
+def _with_scheduler(world: World) -> tuple[Accumulator, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # goes on from the group's own rate
+    acc = Accumulator(
+        model, optimizer, global_batch_size=4, micro_batch_size=2, count=_count, scheduler=scheduler, world=world
+    )
+    return acc, scheduler
+
+
+def test_a_resumed_scheduler_goes_on_from_its_rate(gloo_world: World) -> None:
+    first, _ = _with_scheduler(gloo_world)
+    _epoch(first, DATA, windows=2)
+    second, scheduler = _with_scheduler(gloo_world)
+    second.load_state_dict(first.state_dict())
+    _epoch(second, DATA, windows=1)
+    assert scheduler.get_last_lr() == [0.125]
+    with pytest.raises(MisuseError, match=r"scheduler\.step\(\) was called by hand"):
+        scheduler.step()
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(DATA)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+def test_a_streams_state_goes_on_from_anywhere(gloo_world: World, loader: Any, windows: int) -> None:
+    def batches(acc: Accumulator, data: Any, number: int) -> list[list[float]]:
+        """The next windows' samples, over the ends of epochs."""
+        found: list[list[float]] = []
+        while len(found) < number:
+            for window in acc.windows(data):
+                found.append([])
+                for micro in window:
+                    found[-1] += micro.batch[:, 0].tolist()
+                    with acc.accumulate():
+                        acc.backward(_loss(acc.model, micro.batch))
+                if len(found) == number and acc.progress.step % 3:  # else on to the end of the epoch
+                    break
+        return found
+
+    whole = batches(_make(gloo_world)[0], loader(Numbers(), batch_size=2), 7)
+    assert whole == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2 + [[0, 1, 2, 3]]
+    first = _make(gloo_world)[0]
+    assert batches(first, loader(Numbers(), batch_size=2), windows) == whole[:windows]
+    second, third = _make(gloo_world)[0], _make(gloo_world)[0]
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())  # taken up, and not gone on from
+    assert batches(third, loader(Numbers(), batch_size=2), 7 - windows) == whole[windows:]
+
+
+def test_late_counts_are_added_in_full_precision(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world, count=None, global_batch_size=2, micro_batch_size=1)
+    for window in acc.windows(DATA[:2]):
+        for micro, count in zip(window, (2**24, 1), strict=True):
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch), torch.tensor(count))
+    assert acc.progress.tokens == 2**24 + 1
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(x) if bool(x[0, 0] < 4) else self.first(x)
+        return found
+
+
+def test_what_only_a_skipped_window_used_is_left_alone(gloo_world: World) -> None:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    engine = DDPConfig(find_unused_parameters=True)
+    acc = Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, engine=engine, world=gloo_world)
+    before = model.second.weight.detach().clone()
+    for batch in acc.batches(DataLoader(DATA, batch_size=2)):
+        with acc.accumulate():
+            acc.backward(_loss(acc.model, batch), int((batch[:, 0] >= 4).sum()))
+    assert (acc.progress.step, acc.progress.skipped) == (2, 1)
+    assert torch.equal(model.second.weight, before)
+
+
+def test_an_abandoned_window_leaves_no_gradient(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    for batch in acc.batches(DATA):
+        with acc.accumulate():
+            acc.backward(_loss(acc.model, batch))
+        break  # in the middle of the window, as an error would leave it
+    with pytest.raises(MisuseError, match="windows\\(\\) between two micro-batches"):
+        _epoch(acc, DATA)
+    acc.abandon()
+    fresh, _ = _make(gloo_world)
+    for one in (acc, fresh):
+        _epoch(one, DATA, windows=1)
+    assert all(map(torch.equal, _weights(acc), _weights(fresh)))
+
+
+def test_a_stop_ends_with_the_state_that_is_taken_up(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    state = acc.state_dict()
+    acc.stop()
+    _epoch(acc, DATA)
+    assert acc.progress.step == 0
+    _epoch(acc, DATA)
+    assert acc.progress.step == 0
+    acc.load_state_dict(state)
+    _epoch(acc, DATA)
+    assert acc.progress.step == 3
+
+
+def test_frozen_batch_normalisation_is_not_warned_of(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
+    assert not caught

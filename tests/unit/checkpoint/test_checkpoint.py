@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum.accumulation.progress import Progress
+from distaccum.checkpoint import state
+from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.distributed.world import World
+from distaccum.engines.ddp import DDPEngine
+from distaccum.errors import CheckpointError
+
+
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def _engine(world: World, seed: int = 1) -> DDPEngine:
+    torch.manual_seed(seed)
+    model = Tied()
+    return DDPEngine(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), world)
+
+
+def _update(engine: DDPEngine) -> None:
+    for sync in (False, True):
+        with engine.micro_step(sync=sync):
+            engine.backward(engine.model(torch.randn(2, 3)).square().sum())
+    engine.step()
+
+
+RUN = state.RunState(
+    progress=Progress(step=2, window=3, epoch=1, epoch_window=1, samples=24, tokens=48.5, skipped=1),
+    position={"batch.global_size": 8, "samples": 100, "seed": 0},
+    wandb_id="abcd1234",
+    config={"seed": 0},
+    callbacks=[{"best": 0.25, "waited": 1}, {}],
+)
+
+
+def _save(store: CheckpointStore, engine: DDPEngine, world: World, step: int, data: Any = None) -> Path:
+    return store.save(step, world, lambda folder: state.save(folder, engine, RUN, data, world))
+
+
+def test_training_continues_bitwise_with_its_random_numbers(gloo_world: World, tmp_path: Path) -> None:
+    first = _engine(gloo_world)
+    for _ in range(2):
+        _update(first)
+    path = _save(CheckpointStore(tmp_path, keep=0), first, gloo_world, 2)
+    for _ in range(2):
+        _update(first)
+    drawn = (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002, S311  the generators users have
+
+    second = _engine(gloo_world, seed=99)
+    verify(path)
+    assert state.read(path) == RUN
+    assert state.load(path, second, gloo_world) == (True, None)
+    for _ in range(2):
+        _update(second)
+    assert drawn == (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002, S311
+    pairs = zip(first.unwrapped_model.parameters(), second.unwrapped_model.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_each_rank_finds_where_its_data_stood(gloo_world: World, tmp_path: Path) -> None:
+    first = {"taken": 7, "ended": [False, True], "stream": {"buffer": torch.arange(3), "epoch": 1}}
+    engine = _engine(gloo_world)
+    ranks = [World(rank=rank, size=2, device=gloo_world.device) for rank in range(2)]
+    for world, data in zip(ranks, (first, {"taken": 9}), strict=True):
+        state.save(tmp_path, engine, RUN, data, world)
+    continued, found = state.load(tmp_path, engine, ranks[0])
+    assert continued
+    assert torch.equal(found["stream"].pop("buffer"), first["stream"].pop("buffer"))
+    assert found == first
+    assert state.load(tmp_path, engine, ranks[1]) == (True, {"taken": 9})
+    assert state.load(tmp_path, engine, gloo_world) == (False, None)  # of another world, whose streams are others
+
+
+class Trap:
+    """Executes code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
+
+
+def test_nothing_in_it_executes_code_on_load(gloo_world: World, tmp_path: Path) -> None:
+    engine = _engine(gloo_world)
+    _update(engine)
+    path = _save(CheckpointStore(tmp_path, keep=0), engine, gloo_world, 1)
+    assert sorted(file.suffix for file in path.iterdir()) == [".json"] * 3 + [".safetensors"] * 2
+    for file in path.glob("*.json"):
+        json.loads(file.read_text())
+
+
+def test_a_streams_state_executes_no_code_either(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = _engine(gloo_world)
+    path = _save(CheckpointStore(tmp_path, keep=0), engine, gloo_world, 1, {"stream": Trap()})
+    with pytest.raises((pickle.UnpicklingError, CheckpointError)):
+        state.load(path, engine, gloo_world)
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "add"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "random-0.json", "data-0.pt"]
+)
+def test_damage_is_found_and_the_one_before_is_used(
+    gloo_world: World, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=0)
+    _update(engine)
+    paths = [_save(store, engine, gloo_world, step, {"taken": step}) for step in (1, 2)]
+    assert store.newest_valid() == paths[1]
+    file = paths[1] / name
+    content = bytearray(file.read_bytes())
+    match damage:
+        case "flip":
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        case "truncate":
+            file.write_bytes(content[:-1])
+        case "remove":
+            file.unlink()
+        case "add":
+            file.with_suffix(".more").touch()
+    with pytest.raises(CheckpointError, match="missing, added or changed: .*" + name.split(".", maxsplit=1)[0]):
+        verify(paths[1])
+    assert store.newest_valid() == paths[0]
+    assert "step-2" in capsys.readouterr().err
+
+
+def test_a_death_while_saving_leaves_the_one_before(gloo_world: World, tmp_path: Path) -> None:
+    engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=1)
+    first = _save(store, engine, gloo_world, 1)
+
+    def die(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.save(2, gloo_world, die)
+    assert store.newest_valid() == first
+    assert (tmp_path / "latest").read_text() == "step-1\n"
+    second = _save(store, engine, gloo_world, 2)  # the rest of the dead attempt is not in the way
+    assert store.newest_valid() == second
+    assert not first.exists()  # keep=1
+    assert not list(tmp_path.glob(".saving*"))
+
+
+def test_another_model_is_refused_by_name(gloo_world: World, tmp_path: Path) -> None:
+    path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
+    model = nn.Linear(2, 2)
+    other = DDPEngine(model, torch.optim.AdamW(model.parameters()), gloo_world)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        state.load(path, other, gloo_world)
+
+
+def test_another_version_is_refused(gloo_world: World, tmp_path: Path) -> None:
+    path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
+    record = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(record | {"version": 999}))
+    with pytest.raises(CheckpointError, match="format 999, this distaccum reads 3"):
+        state.read(path)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_checkpoints_ahead_do_not_cost_the_one_being_saved(
+    gloo_world: World, tmp_path: Path, keep: int
+) -> None:
+    engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=keep)
+    for step in (100, 150):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "model.safetensors").write_bytes(b"damaged")
+    path = _save(store, engine, gloo_world, 50)
+    assert store.newest_valid() == path
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-50"]
+
+
+def test_a_folder_in_a_checkpoint_is_damage(gloo_world: World, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=0)
+    first, second = (_save(store, _engine(gloo_world), gloo_world, step) for step in (1, 2))
+    (second / "folder").mkdir()
+    assert store.newest_valid() == first

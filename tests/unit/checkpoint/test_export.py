@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from distaccum.accumulation.progress import Progress
+from distaccum.checkpoint import export, state, weights
+from distaccum.checkpoint.store import CheckpointStore
+from distaccum.config.engine import ENGINES, engine_config
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.errors import CheckpointError, ConfigError
+from distaccum.functional import create_engine
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def _saved(folder: Path, world: World, name: str) -> tuple[Path, Engine]:
+    torch.manual_seed(4)
+    model = Tied()
+    engine = create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world, engine=engine_config(name))
+    run = state.RunState(progress=Progress(), position={}, wandb_id="", config={}, callbacks={})
+    store = CheckpointStore(folder, keep=0)
+    return store.save(1, world, partial(state.save, engine=engine, run=run, data=None, world=world)), engine
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "deepspeed"])
+def test_exported_weights_load_into_a_plain_model_and_into_a_run(name: str, gloo_world: World, tmp_path: Path) -> None:
+    path, _ = _saved(tmp_path / "saved", gloo_world, name)
+    file = tmp_path / "weights.safetensors"
+    assert export.export(path, file) == 5
+    torch.manual_seed(4)
+    expected, plain, filled = Tied(), Tied(), Tied()
+    plain.load_state_dict(load_file(file))
+    for source in (file, path):
+        weights.check(filled, source)
+        weights.fill(filled, source)
+        for model in (plain, filled):
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+            assert model.first.weight is model.second.weight
+        with torch.no_grad():
+            filled.first.weight.zero_()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_not_exported(gloo_world: World, tmp_path: Path) -> None:
+    path, _ = _saved(tmp_path, gloo_world, "ddp")
+    (path / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        export.export(path, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (nn.Linear(3, 3), r"has no weight and 1 more"),
+        (Tied(width=4), r"has first\.weight of shape \[3, 3\], and the model of \[4, 4\]"),
+        (nn.ModuleDict({"first": nn.Linear(3, 3)}), r"has scale and 2 more, which the model has not"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(
+    model: nn.Module, problem: str, gloo_world: World, tmp_path: Path
+) -> None:
+    path, _ = _saved(tmp_path, gloo_world, "ddp")
+    with pytest.raises(ConfigError, match=rf"^init_from=.*: .*{problem}"):
+        weights.check(model, path)
+
+
+def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no weights")
+    for path in (tmp_path / "absent", tmp_path / "notes.txt", tmp_path):
+        with pytest.raises(ConfigError, match=r"^init_from=.*Name a safetensors file"):
+            weights.check(nn.Linear(1, 1), path)
+
+
+def test_the_command(gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = _saved(tmp_path, gloo_world, "ddp")
+    monkeypatch.setattr("sys.argv", ["distaccum-export", str(path), str(tmp_path / "out.safetensors")])
+    export.main()
+    assert (tmp_path / "out.safetensors").exists()
+    for bad in ([str(tmp_path / "absent"), "x"], [str(path), str(tmp_path / "nowhere" / "x")]):
+        monkeypatch.setattr("sys.argv", ["distaccum-export", *bad])
+        with pytest.raises(SystemExit) as stop:
+            export.main()
+        assert stop.value.code == 2
+
+
+def test_a_checkpoint_of_the_format_before_is_read(gloo_world: World, tmp_path: Path) -> None:
+    path, engine = _saved(tmp_path, gloo_world, "ddp")
+    file = path / "state.json"
+    text = file.read_text().replace('"version": 3', '"version": 2')
+    text = text.replace('"optimizer_format": "kept by parameter name",', "")
+    file.write_text(text.replace('"optimizer_values": {}', '"optimizer_values": {"param_groups.first.weight.lr": 0.1}'))
+    assert "kept by parameter name" not in file.read_text()
+    assert "param_groups" in file.read_text()
+    assert state.read(path).optimizer_format == "kept by parameter name"
+    assert state.load(path, engine, gloo_world) == (True, None)

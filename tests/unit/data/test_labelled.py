@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distaccum.data.datasets.labelled import LabelledText, labelled_text
+from distaccum.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+TEXTS = [("A fine lamp, really", "good"), ('It says "no"\non two lines', "bad"), ("Smörgåsbord 🍰", "good")]
+ROWS = [(f"{text} {i}", label) for i in range(7) for text, label in TEXTS]
+DIGEST = """
+import hashlib, sys
+from distaccum.data.datasets.labelled import labelled_text
+data = labelled_text(path=sys.argv[1])
+samples = [sample["input_ids"].tolist() for sample in [*data.source.train, *data.source.eval_dataset]]
+print(hashlib.sha256(repr((sorted(data.tokenizer.get_vocab().items()), samples)).encode()).hexdigest())
+"""
+
+
+def _csv(path: Path) -> str:
+    quoted = (f'"{text.replace(chr(34), chr(34) * 2)}",{label}' for text, label in ROWS)
+    path.write_text("text,label\n" + "\n".join(quoted) + "\n", encoding="utf-8-sig")
+    return str(path)
+
+
+def _json_lines(path: Path) -> str:
+    path.write_text("\n\n".join(json.dumps({"text": text, "label": label, "id": 3}) for text, label in ROWS))
+    return str(path)
+
+
+def _texts(data: LabelledText) -> list[tuple[str, str]]:
+    samples = [*data.source.train, *data.source.eval_dataset]  # type: ignore[misc]
+    read = [data.tokenizer.decode(sample["input_ids"], skip_special_tokens=True) for sample in samples]
+    return [(text, data.labels[sample["labels"]]) for text, sample in zip(read, samples, strict=True)]
+
+
+@pytest.mark.parametrize("write", [_csv, _json_lines])
+def test_a_file_becomes_samples(tmp_path: Path, write: Callable[[Path], str]) -> None:
+    suffix = ".csv" if write is _csv else ".jsonl"
+    data = labelled_text(path=write(tmp_path / f"reviews{suffix}"), held_out=0.2)
+    source = data.source
+    assert data.labels == ("bad", "good")
+    assert (len(source.train), len(source.eval_dataset)) == (16, 5)
+    assert sorted(_texts(data)) == sorted(ROWS)
+    assert _texts(data) != ROWS  # held out at random
+    assert source.lengths is not None
+    assert source.lengths.tolist() == [len(sample["input_ids"]) for sample in source.train]
+    assert source.lengths.dtype == np.int64
+    assert "16 texts to train on, 5 held out; 2 classes (bad, good)" in source.description
+    assert max(int(sample["input_ids"].max()) for sample in source.train) < data.vocab_size <= 2000
+
+
+def test_samples_are_padded_where_they_meet(tmp_path: Path) -> None:
+    data = labelled_text(path=_csv(tmp_path / "reviews.csv"), max_length=12)
+    assert data.source.collate is not None
+    collate = pickle.loads(pickle.dumps(data.source.collate))  # noqa: S301  written a moment ago
+    batch = collate([data.source.train[i] for i in range(8)])
+    lengths = batch["attention_mask"].sum(1)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (8, int(lengths.max()))
+    assert int(lengths.max()) <= 12
+    assert torch.equal(batch["input_ids"] == data.pad_id, batch["attention_mask"] == 0)
+    assert batch["labels"].shape == (8,)
+
+
+def test_every_process_makes_the_same_of_it(tmp_path: Path) -> None:
+    path = _csv(tmp_path / "reviews.csv")
+    command = [sys.executable, "-c", DIGEST, path]
+    found = {subprocess.run(command, capture_output=True, check=True, text=True).stdout for _ in range(2)}
+    assert len(found) == 1
+
+
+def test_a_saved_tokenizer_can_be_named(tmp_path: Path) -> None:
+    path = _csv(tmp_path / "reviews.csv")
+    trained = labelled_text(path=path, vocab_size=300)
+    trained.tokenizer.save_pretrained(tmp_path / "saved")
+    again = labelled_text(path=path, tokenizer=str(tmp_path / "saved"))
+    assert _texts(again) == _texts(trained)
+    assert (again.vocab_size, again.pad_id) == (trained.vocab_size, trained.pad_id)
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "key", "message"),
+    [
+        (("none.csv", None), {}, "data.path", "no such file"),
+        (("a.txt", "text,label\na,b\n"), {}, "data.path", "neither CSV nor JSON lines"),
+        (("a.csv", ""), {}, "data.path", "holds 0 texts"),
+        (("a.csv", "text,label\n"), {}, "data.path", "holds 0 texts"),
+        (("a.jsonl", "\n"), {}, "data.path", "holds 0 texts"),
+        (("a.csv", "text,label\na,b\n"), {}, "data.path", "holds 1 texts"),
+        (("a.csv", "text,label\na,x\nb,x\n"), {}, "data.label", "is 'x' on every line"),
+        (("a.csv", "texts,label\na,b\n"), {}, "data.text", r"line 2 of .* has texts, label; did you mean texts\?"),
+        (("a.jsonl", '{"text": "a", "stars": 1}'), {}, "data.label", "line 1 of .* has text, stars"),
+        (("a.csv", "text,label\na,x\nb\n"), {}, "data.path", "line 3: there is no text or number in column 'label'"),
+        (("a.csv", "text,label\na,x\n ,y\n"), {}, "data.path", "line 3: there is no text or number in column 'text'"),
+        (("a.jsonl", '{"text": "a", "label": [1]}'), {}, "data.path", "line 1: there is no text or number in column"),
+        (("a.csv", "text,label\na,x\nb,c,y\n"), {}, "data.path", "line 3: it has more fields than the columns text"),
+        (("a.csv", 'text,label\na,x\n"b,y\n'), {}, "data.path", "line 3: unexpected end of data"),
+        (("a.jsonl", '{"text": "a", "label": 1}\n{"text"'), {}, "data.path", "line 2: Expecting ':'"),
+        (("a.jsonl", "[1]"), {}, "data.path", "line 1: it is no JSON object"),
+        (("a.csv", b"text,label\n\xff,b\n"), {}, "data.path", "not UTF-8"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"held_out": 1.0}, "data.held_out", "not between 0 and 1"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"max_length": 2}, "data.max_length", "at least 3"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"vocab_size": 258}, "data.vocab_size", "too few for all bytes"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"label": "text"}, "data.label", "the column of the texts too"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"tokenizer": "/no/such"}, "data.tokenizer", "cannot be loaded"),
+    ],
+)
+def test_bad_inputs_name_the_key_and_the_line(
+    tmp_path: Path, file: tuple[str, str | bytes | None], options: dict[str, object], key: str, message: str
+) -> None:
+    name, content = file
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        labelled_text(path=str(tmp_path / name), **options)  # type: ignore[arg-type]
+    assert caught.value.key == key
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'distaccum\[hf\]'"):
+        labelled_text(path=_csv(tmp_path / "reviews.csv"))

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distaccum.data.adapters import to_data_spec
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.datasets.digits import digits
+from distaccum.data.datasets.text import docs, text
+from distaccum.data.datasets.tokens import tokens
+from distaccum.data.loader import MapWindowLoader
+from distaccum.data.plan.batch import BatchPlan
+from distaccum.distributed.world import World
+from distaccum.errors import ConfigError
+from distaccum.losses.cross_entropy import CrossEntropy
+
+
+def test_docs_is_real_text_in_next_byte_pairs() -> None:
+    source = docs(seq_len=32, held_out=0.1)
+    inputs, labels = source.train[5]
+    assert torch.equal(inputs[1:], labels[:-1])
+    assert bytes(source.train[0][0].tolist()).startswith(b'The "assert" statement')
+    assert source.eval_dataset is not None
+    assert 0.08 < len(source.eval_dataset) / len(source.train) < 0.13
+    baselines = source.baselines()
+    assert 3.2 < baselines["byte bigram"] < 3.5
+    assert 1.9 < baselines["zlib -9"] < 2.4
+
+
+def test_text_of_a_folder_is_its_visible_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").write_text("x" * 100)
+    (tmp_path / "b" / "2.txt").write_text("b" * 50)
+    (tmp_path / "a.txt").write_text("a" * 50)
+    source = text(path=str(tmp_path), seq_len=4, held_out=0.5)
+    assert bytes(source.train[0][0].tolist()) == b"aaaa"
+    assert source.eval_dataset is not None
+    assert bytes(source.eval_dataset[5][0].tolist()) == b"bbbb"
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_shards_are_mapped_and_give_every_block_once(tmp_path: Path, dtype: str) -> None:
+    for shard, size in enumerate((41, 9, 3, 30)):
+        ids = np.arange(size) + 100 * shard
+        ids.astype(np.dtype(dtype).newbyteorder("<")).tofile(tmp_path / f"{shard}.bin")
+    source = tokens(path=str(tmp_path / "*.bin"), vocab_size=400, seq_len=4, dtype=dtype, held_out=0.2)
+    starts = [int(source.train[i][0][0]) for i in range(len(source.train))]
+    assert starts == [*range(0, 40, 4), *range(100, 108, 4), *range(300, 320, 4)]
+    assert source.eval_dataset is not None
+    assert int(source.eval_dataset[0][0][0]) == 324
+    assert isinstance(source.train._arrays[0], np.memmap)  # type: ignore[attr-defined]  never loaded whole
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    np.full(100, 500, dtype="<u2").tofile(tmp_path / "a.bin")
+    source = tokens(path=str(tmp_path / "a.bin"), vocab_size=500, seq_len=4, held_out=0.5)
+    with pytest.raises(ValueError, match=r"token id 500 .* data\.vocab_size=500"):
+        source.train[0]
+
+
+def test_digits_are_the_real_ones() -> None:
+    source = digits(held_out=0.2)
+    image, label = source.train[0]
+    assert image.shape == (1, 8, 8)
+    assert 0 <= image.min() <= image.max() == 15 / 16
+    assert (int(label), len(source.train)) == (0, 1437)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda folder: text(path=str(folder / "none"), seq_len=4, held_out=0.1), "data.path"),
+        (lambda folder: text(path=str(folder), seq_len=4, held_out=0.1), "data.path"),
+        (lambda folder: text(path=str(folder / "empty"), seq_len=4, held_out=0.1), "data.path"),
+        (lambda folder: text(path=str(folder / "short"), seq_len=400, held_out=0.1), "data.seq_len"),
+        (lambda folder: text(path=str(folder / "short"), seq_len=4, held_out=1.5), "data.held_out"),
+        (lambda folder: text(path=str(folder / "short"), seq_len=0, held_out=0.5), "data.seq_len"),
+        (lambda folder: docs(seq_len=4, held_out=0.1, vocab_size=100), "data.vocab_size"),
+        (lambda folder: tokens(path=str(folder / "*.bin"), vocab_size=9, seq_len=4), "data.path"),
+        (lambda folder: tokens(path=str(folder / "odd"), vocab_size=9, seq_len=4), "data.path"),
+        (lambda folder: tokens(path=str(folder / "odd"), vocab_size=9, seq_len=4, dtype="int8"), "data.dtype"),
+        (lambda folder: tokens(path=str(folder / "odd"), vocab_size=0, seq_len=4), "data.vocab_size"),
+        (lambda folder: digits(held_out=0), "data.held_out"),
+    ],
+)
+def test_bad_sources_name_the_key(tmp_path: Path, make: object, key: str) -> None:
+    (tmp_path / "empty").touch()
+    if key != "data.path":
+        (tmp_path / "short").write_text("some text, but not much of it")
+    (tmp_path / "odd").write_bytes(b"odd")
+    if key == "data.path":
+        (tmp_path / "empty").write_text("  \n")
+        (tmp_path / "odd").write_bytes(b"   ")
+    with pytest.raises(ConfigError) as caught:
+        make(tmp_path)  # type: ignore[operator]
+    assert caught.value.key == key
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    assert len(to_data_spec([1, 2, 3]).train) == 3
+    with pytest.raises(TypeError, match="int is neither"):
+        to_data_spec(3)
+
+
+class Recorded:
+    """Samples that are their own index."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([index]), torch.tensor([index])
+
+
+def test_windows_continue_from_any_window_in_the_same_order(gloo_world: World) -> None:
+    plan = BatchPlan(samples=10, global_batch_size=4, micro_batch_size=3, world_size=1, seed=7)
+
+    def ids(start: int, workers: int = 0) -> list[tuple[int, float, list[int]]]:
+        feed = MapWindowLoader(Recorded(), plan, gloo_world, num_workers=workers)
+        tally = GlobalCounter(gloo_world, CrossEntropy().count)
+        first, within = divmod(start, plan.windows_per_epoch)
+        return [
+            (window.epoch, window.counts["loss"], [int(i) for micro in window.micro_batches for i in micro.batch[0]])
+            for epoch in range(first, 3)
+            for window in feed.windows(epoch, within if epoch == first else 0, tally)
+        ]
+
+    whole = ids(0)
+    assert [(epoch, count) for epoch, count, _ in whole] == [(e, c) for e in range(3) for c in (4, 4, 2)]
+    for epoch in range(3):
+        assert sorted(i for e, _, taken in whole if e == epoch for i in taken) == list(range(10))
+    assert ids(5) == whole[5:]
+    assert ids(2, workers=2) == whole[2:]
+
+
+def test_loading_leaves_the_models_random_numbers_alone(gloo_world: World) -> None:
+    plan = BatchPlan(samples=10, global_batch_size=4, micro_batch_size=3, world_size=1, seed=0)
+    before = torch.get_rng_state()
+    feed, tally = MapWindowLoader(Recorded(), plan, gloo_world), GlobalCounter(gloo_world, CrossEntropy().count)
+    assert sum(len(list(feed.windows(epoch, 0, tally))) for epoch in range(2)) == 6
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Alone(World):
+    """A rank whose fellows are not there: they would name their counts as it does, and it adds up its own."""
+
+    def all_gather_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        return ("loss",)
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "world_size", "numbers"),
+    [(4, 8, [0] * 14 + [1] * 10), (3, 2, [0, 1, 1, 1, 1, 2, 2, 2])],  # micro-batches of each rank and window, sorted
+)
+def test_a_rank_takes_what_is_its_own_and_nothing_in_place_of_the_rest(
+    gloo_world: World, global_batch_size: int, world_size: int, numbers: list[int]
+) -> None:
+    plan = BatchPlan(samples=10, global_batch_size=global_batch_size, micro_batch_size=1, world_size=world_size)
+    taken: list[list[int]] = []
+    for rank in range(world_size):
+        world = Alone(rank=rank, size=world_size, device=torch.device("cpu"))
+        feed, tally = MapWindowLoader(Recorded(), plan, world), GlobalCounter(world, CrossEntropy().count)
+        for k, window in enumerate(feed.windows(0, 0, tally)):
+            own = [int(micro.batch[0]) for micro in window.micro_batches]
+            assert own == list(plan.share(k, rank))
+            assert [micro.count for micro in window.micro_batches] == [1] * len(own)
+            assert (window.counts, window.samples) == ({"loss": len(own)}, len(plan.window(k)))
+            taken.append(own)
+    assert sorted(len(own) for own in taken) == numbers
+    assert sorted(i for own in taken for i in own) == list(range(10))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.world import World
+from distaccum.errors import ConfigError
+from distaccum.testing import single_process_world
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def test_torchruns_variables_are_read() -> None:
+    ranks = LaunchEnvironment.from_environment(TORCHRUN)
+    assert (ranks.rank, ranks.size, ranks.local_rank, ranks.launched) == (3, 4, 1, True)
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    assert LaunchEnvironment.from_environment({"MASTER_PORT": "1"}) == LaunchEnvironment()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_launcher_is_refused(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"{missing}: not set"):
+        LaunchEnvironment.from_environment({name: value for name, value in TORCHRUN.items() if name != missing})
+
+
+def test_a_rank_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RANK=x: not a number"):
+        LaunchEnvironment.from_environment(TORCHRUN | {"RANK": "x"})
+
+
+def test_collectives_of_one(gloo_world: World) -> None:
+    assert gloo_world.all_reduce_host([3, 2**53 - 1, 0.5]) == [3, 2**53 - 1, 0.5]
+    assert gloo_world.all_reduce_max_host([3, 4]) == [3, 4]
+    assert gloo_world.all_gather_names(["b", "a", "b"]) == ("a", "b")
+    assert gloo_world.all_reduce_(torch.tensor([1.5])).tolist() == [1.5]
+    assert gloo_world.broadcast_str("a") == "a"
+    assert gloo_world.is_main
+    gloo_world.barrier()
+
+
+def test_the_group_is_closed_on_failure_and_can_be_opened_again() -> None:
+    def fail() -> None:
+        with single_process_world():
+            raise KeyError("inside")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="inside"):
+            fail()
+        assert not dist.is_initialized()
+
+
+def test_a_second_group_is_refused(gloo_world: World) -> None:
+    with pytest.raises(RuntimeError, match="open already"), single_process_world():
+        pass
+    assert gloo_world.all_reduce_host([1]) == [1]

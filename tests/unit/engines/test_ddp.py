@@ -1,0 +1,214 @@
+"""The DDP engine through a real gloo group of one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum.distributed.world import World
+from distaccum.engines.ddp import DDPEngine
+from distaccum.errors import MisuseError
+from distaccum.testing.counters import OperationCounter
+
+
+class Branches(nn.Module):
+    """Uses ``second`` only where the input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if bool(x[0, 0] > 0) else y
+
+
+def _engine(model: nn.Module, world: World, **options: bool) -> DDPEngine:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    return DDPEngine(model, optimizer, world, **options)
+
+
+def _window(engine: DDPEngine, inputs: list[Tensor]) -> None:
+    for i, x in enumerate(inputs):
+        with engine.micro_step(sync=i == len(inputs) - 1):
+            engine.backward(engine.model(x).square().sum())
+
+
+def _addresses(model: nn.Module) -> list[int]:
+    return [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+
+
+def test_gradients_lie_in_the_buckets_from_the_start_and_stay_there(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    engine = _engine(model, gloo_world)
+    buffers = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
+    assert len(buffers) == 1  # one bucket, and every gradient is a view of it
+    addresses = _addresses(model)
+    assert len(addresses) == 4
+    for _ in range(3):
+        _window(engine, [torch.randn(2, 3) for _ in range(3)])
+        assert _addresses(model) == addresses
+        engine.step()
+        assert _addresses(model) == addresses
+        assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(gloo_world: World) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs = [torch.randn(2, 3, dtype=torch.float64) for _ in range(4)]
+    model(torch.cat(inputs)).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    _window(_engine(model, gloo_world), inputs)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_parameters_that_a_window_did_not_use_do_not_move(gloo_world: World) -> None:
+    """A zeroed gradient is not None: AdamW's decay and momentum would move them."""
+    model = Branches()
+    engine = _engine(model, gloo_world, find_unused_parameters=True)
+    _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])
+    engine.step()
+    used = [p.detach().clone() for p in model.parameters()]
+
+    _window(engine, [-torch.ones(1, 3), -torch.ones(1, 3)])
+    engine.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(model.first.parameters(), used[:2], strict=True))
+
+    _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])  # used before the boundary only
+    engine.step()
+    assert not any(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
+
+
+def test_the_learning_rate_is_a_factor_of_each_groups_own(gloo_world: World) -> None:
+    model = nn.Linear(3, 3)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    engine = DDPEngine(model, optimizer, gloo_world)
+    engine.set_lr_factor(0.5)
+    engine.set_lr_factor(0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.020000000000000004]
+
+
+def test_a_parameter_that_was_never_used_can_be_saved_and_loaded(gloo_world: World) -> None:
+    inputs = [[-torch.ones(1, 3)] * 2, [torch.ones(1, 3)] * 2]
+    engines = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        engines.append(_engine(Branches(), gloo_world, find_unused_parameters=True))
+    _window(engines[0], inputs[0])
+    engines[0].step()
+    engines[1].load_state(deepcopy(engines[0].state()))
+    for engine in engines:
+        _window(engine, inputs[1])
+        engine.step()
+    first, second = (list(engine.unwrapped_model.parameters()) for engine in engines)
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+def test_a_loaded_optimizer_keeps_this_runs_settings(gloo_world: World) -> None:
+    saved = _engine(nn.Linear(3, 3), gloo_world)
+    _window(saved, [torch.ones(1, 3)])
+    saved.step()
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.01, fused=True)
+    engine = DDPEngine(model, optimizer, gloo_world)
+    engine.load_state(deepcopy(saved.state()))
+    engine.set_lr_factor(0.5)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.0005, 0.01, (0.9, 0.999))
+    assert optimizer.state[model.weight]["step"].item() == 1
+
+
+def test_state_lies_where_this_runs_kernel_wants_it(gloo_world: World) -> None:
+    """torch reads in the groups that it is given whether a kernel is fused, which keeps ``step`` on the device."""
+    saved = DDPEngine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=False), gloo_world)
+    _window(saved, [torch.ones(1, 3)])
+    saved.step()
+    fresh = DDPEngine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=True), gloo_world)
+    given: list[object] = []
+    load = torch.optim.AdamW.load_state_dict
+
+    def note(optimizer: torch.optim.AdamW, state_dict: dict[str, Any]) -> None:
+        given.extend(group["fused"] for group in state_dict["param_groups"])
+        load(optimizer, state_dict)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "load_state_dict", note)
+        fresh.load_state(saved.state())
+    assert set(given) == {True}
+
+
+def test_a_compiled_model_with_a_patched_forward_and_a_hook_is_wrapped_as_it_is(gloo_world: World) -> None:
+    model = nn.Linear(3, 3)
+    plain_forward = model.forward
+    model.forward = lambda x: 2 * plain_forward(x)  # type: ignore[method-assign]
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments)))
+    engine = _engine(torch.compile(model, backend="eager"), gloo_world)  # type: ignore[arg-type]
+    assert seen == []
+    x = torch.ones(1, 3)
+    torch.testing.assert_close(engine.model(x), 2 * plain_forward(x))
+    _window(engine, [x, x])
+    assert engine.step().applied
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_stand_in_reduces_and_adds_nothing(gloo_world: World, find_unused: bool) -> None:
+    torch.manual_seed(1)
+    model = Branches()
+    engine = _engine(model, gloo_world, find_unused_parameters=find_unused)
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments)))
+    addresses, before = _addresses(model), [p.detach().clone() for p in model.parameters()]
+    with OperationCounter() as operations:
+        engine.shadow_micro_step()
+    assert operations.counts["gradient reductions"] == 1
+    assert seen == []  # the user's forward did not run
+    assert _addresses(model) == addresses
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert engine.step().grad_norm.item() == 0
+    moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert moved == [not find_unused] * 4  # decay moves what a window used, and a stand-in uses nothing
+
+
+def test_nobody_else_steps_or_zeroes(gloo_world: World) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # nobody owns it yet
+    optimizer.zero_grad()
+    engine = DDPEngine(model, optimizer, gloo_world)
+    _window(engine, [torch.ones(1, 3)])
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    for method in ("step", "zero_grad"):
+        with pytest.raises(MisuseError, match=rf"optimizer\.{method}\(\) was called by hand: delete the line"):
+            getattr(optimizer, method)()
+    for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+    engine.step()
+    assert not torch.equal(model.bias, before[1][0])
+    with pytest.raises(MisuseError, match="by hand"):
+        optimizer.step()
+
+
+def test_a_forward_past_the_engine_is_refused(gloo_world: World) -> None:
+    """Also in a window's later micro-step: each one's forward is asked for."""
+    model = nn.Linear(3, 3)
+    engine = _engine(model, gloo_world)
+    for forward in (engine.model, model):
+        with engine.micro_step(sync=forward is model):
+            loss = forward(torch.ones(1, 3)).sum()
+            if forward is model:
+                with pytest.raises(MisuseError, match=r"call acc\.model \(engine\.model\)"):
+                    engine.backward(loss)
+            else:
+                engine.backward(loss)

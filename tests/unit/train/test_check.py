@@ -1,0 +1,71 @@
+"""`--check`: what the processes to come will do, found out by one process before any of them is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distaccum.train.cli import main
+from tests.support.commands import ROOT
+
+README = (ROOT / "README.md").read_text().splitlines()
+ENGINE_COMMANDS = [line.split()[2:] for line in README if line.startswith("bash launch/train.sh engine=")]
+
+
+def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0"))
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("arguments", ENGINE_COMMANDS, ids=" ".join)
+def test_the_engine_commands_of_the_readme_pass_the_check(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 0, capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_check_knows_the_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halves = ("engine=fsdp2", "engine.replicas=2")
+    assert _check(monkeypatch, tmp_path, *halves, "--check=2") == 0, capsys.readouterr().err
+    assert _check(monkeypatch, tmp_path, *halves, "--check=3") == 2
+    assert "engine.replicas=2: does not divide 3 processes" in capsys.readouterr().err
+    assert _check(monkeypatch, tmp_path, "--check=many") == 2
+    assert "--check=many: not a number of processes" in capsys.readouterr().err
+    assert _check(monkeypatch, tmp_path, "engine=deepspeed", "--check") == 2  # this process is not launched
+    assert "Start with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+engine.sink=1"], "engine.sink=1: no such setting of engine=ddp. It takes bucket_cap_mb, find_unused_"),
+        (["engine.bucket_cap_mbb=1"], "no such setting of engine=ddp; did you mean bucket_cap_mb?"),
+        (["engine.stage=3"], "engine.stage=3: a setting of engine=deepspeed, not of engine=ddp. Use engine=deepspeed,"),
+        (["+engine.sync=every"], "engine.sync=every: a setting of engine=fsdp2, not of engine=ddp. Use engine=fsdp2,"),
+        (["engine=zero1", "engine.stage=3"], "a setting of engine=deepspeed, not of engine=zero1"),
+        (["engine=fsdp2", "engine.bucket_cap_mb=3"], "a setting of engine=ddp or zero1, not of engine=fsdp2"),
+        (["engine.name=fsdp2"], "engine.name=fsdp2: engine=... chooses its settings too. Write engine=fsdp2"),
+        (["engine=deepspeed", "engine.json.fp16=1"], "engine.json.fp16=1: engine.json is one value. Give all of it as"),
+    ],
+)
+def test_a_setting_of_another_engine_is_refused_by_name(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from distaccum.train.metrics.loggers import ConsoleLogger, JsonlLogger, rewind_jsonl
+
+RECORD = {
+    "step": 3,
+    "loss": 0.1 + 0.2,
+    "grad_norm": 1.0,
+    "lr": 1e-3,
+    "tokens_per_s": 5.0,
+    "eval_bits_per_byte": 2.25,
+    "loss_scale": 1.0,
+    "applied": True,
+    "skipped": 0,
+}
+
+
+def test_numbers_are_written_unrounded_and_appended(tmp_path: Path) -> None:
+    for _ in range(2):
+        logger = JsonlLogger(tmp_path / "metrics.jsonl")
+        logger.log(RECORD)
+        logger.close(failed=False)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [RECORD, RECORD]
+
+
+def test_a_record_is_in_the_file_before_the_next_update(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.log(RECORD)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == RECORD
+    logger.close(failed=False)
+
+
+def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"window": {window}}}\n' for window in range(1, 6)) + '{"window": 6, "lo')
+    rewind_jsonl(path, 3)
+    assert path.read_text() == '{"window": 1}\n{"window": 2}\n{"window": 3}\n'
+    assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"window": 4}\n{"window": 5}\n{"window": 6, "lo\n'
+    rewind_jsonl(path, 3)
+    rewind_jsonl(tmp_path / "none.jsonl", 3)
+    assert len((tmp_path / "metrics.superseded.jsonl").read_text().splitlines()) == 3
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    logger = ConsoleLogger(10, Console(file=out, force_terminal=False))
+    logger.log(RECORD)
+    logger.close(failed=False)
+    assert out.getvalue().startswith("step      3/10  loss 0.3000  grad norm 1.000  lr 1.00e-03")
+    assert out.getvalue().endswith("held-out:  bits per byte 2.2500\n")
+
+
+def test_a_live_line_on_a_terminal() -> None:
+    out = io.StringIO()
+    logger = ConsoleLogger(10, Console(file=out, force_terminal=True, width=150))
+    logger.log(RECORD)
+    logger.close(failed=False)
+    assert "3/10" in out.getvalue()
+    assert "loss 0.3000" in out.getvalue()
+
+
+def test_a_line_says_what_became_of_the_loss_scale() -> None:
+    out = io.StringIO()
+    logger = ConsoleLogger(10, Console(file=out, width=300))
+    logger.log(RECORD | {"loss_scale": 65536.0, "underflow_share": 0.0123, "skipped": 2, "applied": False})
+    assert "loss scale 65536  underflow 1.23%  skipped 2  SKIPPED: the gradient is NaN or infinite" in out.getvalue()

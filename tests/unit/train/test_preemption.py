@@ -1,0 +1,100 @@
+"""A run that is preempted in one process goes on as if it had not been: what neither logs nor saves may tell apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distaccum.accumulation.step import Outcome
+from distaccum.distributed.world import World
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.models.cnn import CNN
+from distaccum.train.callbacks import Callback, Run
+from distaccum.train.run_dir import RunDir
+from distaccum.train.trainer import Trainer
+
+
+class Noisy:
+    """Samples that draw random numbers when they are read; with ``asks`` the run is asked to leave at the first."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        self._asks = asks
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self._asks:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        noise = torch.randn(1, 8, 8) + float(np.random.rand()) + random.random()  # noqa: NPY002, S311
+        return noise, index % 3
+
+
+class PreemptsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == self._step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _losses(folder: Path, *, preempted_at: int | None = None, asks: bool = False, resume: str = "auto") -> list[float]:
+    run_dir = RunDir(folder)
+    run_dir.make()
+    random.seed(0)
+    config = {
+        "resume": resume,
+        "batch": {"global_size": 4, "micro_size": 2},
+        "trainer": {"max_steps": 12, "log_every": 1},
+        "checkpoint": {"every": 3},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+    torch.manual_seed(0)
+    trainer = Trainer(
+        CNN(channels=1, classes=3),
+        CrossEntropy(),
+        Noisy(asks=asks),
+        config,
+        run_dir=folder,
+        callbacks=[PreemptsAt(preempted_at)] if preempted_at else [],
+    )
+    trainer.fit()
+    assert trainer.preempted == (asks or preempted_at is not None)
+    if not run_dir.metrics.exists():
+        return []
+    return [json.loads(line)["loss"] for line in run_dir.metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("step", [4, 7])  # within an epoch, and at its end
+def test_what_loading_draws_is_the_same_after_a_preemption(gloo_world: World, tmp_path: Path, step: int) -> None:
+    whole = _losses(tmp_path / "whole")
+    assert _losses(tmp_path / "parts", preempted_at=step) == whole[:step]
+    assert _losses(tmp_path / "parts") == whole
+
+
+def test_a_run_from_a_named_checkpoint_has_one_of_its_own_when_it_is_preempted_at_once(
+    gloo_world: World, tmp_path: Path
+) -> None:
+    whole = _losses(tmp_path / "whole")
+    start = tmp_path / "whole" / "checkpoints" / "step-9"
+    assert _losses(tmp_path / "parts", asks=True, resume=str(start)) == []
+    assert (tmp_path / "parts" / "checkpoints" / "step-9").is_dir()
+    assert _losses(tmp_path / "parts") == whole[9:]
+
+
+def test_before_the_first_update_it_does_not_claim_to_have_saved(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _losses(tmp_path, asks=True) == []
+    assert not (tmp_path / "checkpoints").exists()
+    said = capsys.readouterr().out
+    assert "preempted (SIGUSR1): 0 of 12 updates; nothing to save yet" in said
+    assert "saved in" not in said

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from distaccum.config.schema import from_node
+from distaccum.data.adapters import to_data_spec
+from distaccum.distributed.world import World
+from distaccum.engines.factory import create_engine
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.components import build_components
+from distaccum.train.report import print_header
+from distaccum.train.run_dir import RunDir
+
+
+def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path: Path) -> None:
+    data = to_data_spec(TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)))
+    precision = {"name": "bf16", "keep_fp32": ["1"], "reduce_dtype": "bf16"}
+    config = from_node({"batch": {"global_size": 4, "micro_size": 2}, "precision": precision})
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+    parts = build_components(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
+    text = StringIO()
+    engine = create_engine(model, parts.optimizers, gloo_world, engine=config.engine, precision=config.precision)
+    print_header(parts, engine, RunDir(tmp_path), "", Console(file=text, width=80))
+    lines = dict(line.split(maxsplit=1) for line in text.getvalue().splitlines())
+    assert lines["precision"] == "bf16; fp32: 1; gradients reduced in bf16"
+    assert lines["world"] == "1 x cpu"
+    assert lines["engine"].startswith("ddp: parameters and gradients whole on every rank; ")
+    assert len({line.index(lines[name]) for name, line in zip(lines, text.getvalue().splitlines(), strict=True)}) == 1

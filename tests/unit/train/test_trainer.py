@@ -1,0 +1,276 @@
+"""Level 3 in one process: callbacks, evaluation, early stop, resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from distaccum import DataSpec, Trainer
+from distaccum.accumulation.step import Outcome
+from distaccum.data.adapters import split_by_rank
+from distaccum.distributed.world import World
+from distaccum.errors import ConfigError, MisuseError
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.callbacks import Callback, EarlyStopping, Run
+
+
+def _samples(size: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=generator)
+    return [(row, row[:3].argmax()) for row in x]
+
+
+SOURCE = DataSpec(train=_samples(40, 0), eval_dataset=_samples(23, 1), description="")
+
+
+def _config(**trainer: Any) -> dict[str, Any]:
+    return {
+        "batch": {"global_size": 8, "micro_size": 3},
+        "optim": {"lr": 0.05},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+        "trainer": {"max_steps": 12, "log_every": 1, "eval_every": 2, **trainer},
+        "checkpoint": {"every": 4},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+class Heard(Callback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        assert outcome.applied
+        self.events.append(f"update {run.progress.step}")
+
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        assert "eval_loss" in results
+        self.events.append(f"eval {run.progress.step}")
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        assert (path / "manifest.json").is_file()
+        self.events.append(path.name)
+
+    def on_end(self, run: Run, results: Mapping[str, float]) -> None:
+        self.events.append(f"end {run.progress.step}")
+
+
+def test_callbacks_are_called_in_order(gloo_world: World, tmp_path: Path) -> None:
+    heard = Heard()
+    Trainer(_model(), CrossEntropy(), SOURCE, _config(max_steps=4), callbacks=[heard], run_dir=tmp_path).fit()
+    updates = ["update 1", "update 2", "eval 2", "update 3", "update 4", "eval 4", "step-4", "end 4"]
+    assert heard.events == updates
+
+
+def test_torchmetrics_see_what_counts(gloo_world: World, tmp_path: Path) -> None:
+    metrics = {
+        "f1": MulticlassF1Score(num_classes=3, average="micro"),
+        "by": MetricCollection({"accuracy": MulticlassAccuracy(num_classes=3, average="micro")}),
+    }
+    results = Trainer(_model(), CrossEntropy(), SOURCE, _config(), metrics=metrics, run_dir=tmp_path).fit()
+    assert results["eval_f1"] == pytest.approx(results["eval_accuracy"])
+    assert results["eval_by_accuracy"] == pytest.approx(results["eval_accuracy"])
+    assert results["eval_accuracy"] > 0.5
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval_f1"] == results["eval_f1"]
+
+
+class Bare:
+    """Two losses, and nothing to feed a metric."""
+
+    def count(self, batch: Any) -> dict[str, float]:
+        return {"first": len(batch[1]), "second": 2.0 * len(batch[1])}
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        total = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return {"first": total, "second": total}
+
+
+def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_world: World, tmp_path: Path) -> None:
+    results = Trainer(_model(), Bare(), SOURCE, _config(), run_dir=tmp_path).fit()
+    assert results["eval_first"] == pytest.approx(2 * results["eval_second"])
+    assert results["eval_loss"] == pytest.approx(results["eval_first"] + results["eval_second"])
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["loss"] == pytest.approx(record["loss_first"] + record["loss_second"])
+    assert record["loss_first"] == pytest.approx(2 * record["loss_second"])
+    with pytest.raises(MisuseError, match="metrics need predictions"):
+        Trainer(
+            _model(),
+            Bare(),
+            SOURCE,
+            _config(),
+            metrics={"f1": MulticlassF1Score(num_classes=3)},
+            run_dir=tmp_path / "other",
+        ).fit()
+
+
+def test_early_stop_ends_the_run_where_it_stands(gloo_world: World, tmp_path: Path) -> None:
+    stop = EarlyStopping(metric="eval_accuracy", patience=2, min_delta=0.5, larger_is_better=True)
+    Trainer(_model(), CrossEntropy(), SOURCE, _config(max_steps=100), callbacks=[stop], run_dir=tmp_path).fit()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "done"
+    assert status["step"] in (6, 8)  # at an evaluation
+    assert status["reason"] == "eval_accuracy has not improved in 2 evaluations"
+    assert (tmp_path / "checkpoints" / f"step-{status['step']}").is_dir()
+
+
+class StopsAtFive(Callback):
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == 5:
+            run.stop("five are enough")
+
+
+def test_a_callback_that_stops_between_evaluations_ends_before_the_next_window(
+    gloo_world: World, tmp_path: Path
+) -> None:
+    Trainer(_model(), CrossEntropy(), SOURCE, _config(), callbacks=[StopsAtFive()], run_dir=tmp_path).fit()
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 5
+
+
+def test_a_resumed_run_goes_on_bitwise_callbacks_included(gloo_world: World, tmp_path: Path) -> None:
+    models, waited = [], []
+    for folder, steps in (("whole", [12]), ("parts", [8, 12])):
+        for limit in steps:
+            model, stop = _model(), EarlyStopping(patience=100, min_delta=10.0)
+            config = _config(max_steps=limit) | {"resume": "auto"}
+            Trainer(model, CrossEntropy(), SOURCE, config, callbacks=[stop], run_dir=tmp_path / folder).fit()
+        models.append(model)
+        waited.append(stop.state_dict())
+    assert waited[0] == waited[1]
+    assert waited[0]["waited"] == 5
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"batch": {"global_size": 0}}, r"batch\.global_size=0: must be at least 1"),
+        ({"batch": {"tokens": 5}}, r"batch\.tokens=5: and batch\.global_size=32 is given too"),
+        ({"batch": {"group_by_length": True}}, r"batch\.group_by_length=True: the data does not say how long"),
+        ({"trainer": {"prefetch": 1}}, r"trainer\.prefetch=1: must be at least 2"),
+        (
+            {"callbacks": {"early_stop": {"_target_": "distaccum.train.callbacks.EarlyStopping", "patience": 0}}},
+            "patience=0",
+        ),
+        ({"trainer": {"max_step": 1}}, r"trainer\.max_step=1: no such setting; did you mean trainer\.max_steps"),
+        ({"schedule": {"_target_": "distaccum.train.schedules.Nope"}}, r"schedule\._target_=.*cannot be imported"),
+    ],
+)
+def test_bad_settings_are_refused_before_there_is_a_process_group(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(_model(), CrossEntropy(), SOURCE, config)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_stream_needs_an_end() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=null: the data is a stream"):
+        Trainer(_model(), CrossEntropy(), iter([]), {"trainer": {"max_steps": None, "max_epochs": 1}})
+
+
+def test_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) -> None:
+    stop = EarlyStopping(metric="eval_lost")
+    with pytest.raises(
+        ConfigError, match=r"metric=eval_lost: the evaluation has no such result\. Use one of eval_loss"
+    ):
+        Trainer(_model(), CrossEntropy(), SOURCE, _config(), callbacks=[stop], run_dir=tmp_path).fit()
+
+
+def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "30", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="holds out 23 samples for 30 ranks: a metric needs one on every rank"):
+        Trainer(_model(), CrossEntropy(), SOURCE, _config(), metrics={"f1": MulticlassF1Score(num_classes=3)})
+
+
+def test_a_loader_over_a_dataset_is_planned_like_the_dataset(gloo_world: World, tmp_path: Path) -> None:
+    weights = []
+    for name, data in (("dataset", SOURCE.train), ("loader", DataLoader(SOURCE.train, batch_size=3, shuffle=True))):  # type: ignore[arg-type]
+        model = _model()
+        Trainer(model, CrossEntropy(), data, _config(), run_dir=tmp_path / name).fit()
+        weights.append(list(model.parameters()))
+    assert all(map(torch.equal, *weights))
+
+
+def test_the_last_update_is_logged_also_where_a_checkpoint_came_first(gloo_world: World, tmp_path: Path) -> None:
+    config = _config(max_steps=5, eval_every=0, log_every=10) | {"checkpoint": {"every": 5}}
+    Trainer(_model(), CrossEntropy(), SOURCE, config, run_dir=tmp_path).fit()
+    (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert record["step"] == 5
+
+
+def test_what_is_frozen_stays_frozen(gloo_world: World, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
+    mean = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    Trainer(model, CrossEntropy(), SOURCE, _config(), run_dir=tmp_path).fit()
+    assert model.training
+    assert not model[1].training
+    assert torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type]
+    pretrained = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()
+    Trainer(pretrained, CrossEntropy(), SOURCE, _config(), run_dir=tmp_path / "pretrained").fit()
+    assert pretrained[1].training  # as a whole it came for evaluation
+
+
+class ScoresOnly(Bare):
+    def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": torch.zeros(()), "accuracy": torch.ones(())}
+
+
+def test_scores_that_nothing_counts_are_refused(gloo_world: World, tmp_path: Path) -> None:
+    with pytest.raises(
+        MisuseError, match=r"scores\(\) gives \['accuracy', 'loss'\], and count\(\) \['first', 'second'\]"
+    ):
+        Trainer(_model(), ScoresOnly(), SOURCE, _config(), run_dir=tmp_path).fit()
+
+
+def test_callbacks_are_resumed_by_name(gloo_world: World, tmp_path: Path) -> None:
+    config = _config(max_steps=4) | {"resume": "auto"}
+    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=[Heard()], run_dir=tmp_path).fit()
+    config = _config(max_steps=8) | {"resume": "auto"}
+    stop, other = EarlyStopping(patience=50), EarlyStopping(patience=50, min_delta=9.0)
+    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=[stop, other, Heard()], run_dir=tmp_path).fit()
+    assert other.state_dict()["waited"] == 1  # of the two evaluations, the first was the best so far
+    swapped = [EarlyStopping(patience=50), Heard(), EarlyStopping(patience=50, min_delta=9.0)]
+    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=swapped, run_dir=tmp_path).fit()
+    assert swapped[0].state_dict()["best"] == stop.state_dict()["best"]
+
+
+def test_an_optimizer_may_be_trained_on_with(gloo_world: World, tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name in ("one", "two"):
+        Trainer(model, CrossEntropy(), SOURCE, _config(), optimizer=optimizer, run_dir=tmp_path / name).fit()
+
+
+def test_streams_that_would_be_used_wrongly_are_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    with pytest.raises(ConfigError, match=r"trainer\.num_workers=2: the data is a stream"):
+        Trainer(_model(), CrossEntropy(), Stream(), _config(num_workers=2))
+    loader = DataLoader(Stream(), batch_size=2)
+    with pytest.raises(ConfigError, match="micro_size=3: the loader's batch_size is 2"):
+        Trainer(_model(), CrossEntropy(), loader, _config())
+    with pytest.raises(ConfigError, match=r"batch\.global_size=8: no multiple of micro_size=3, .* Use 6"):
+        Trainer(_model(), CrossEntropy(), DataLoader(Stream(), batch_size=3), _config())
+    with pytest.raises(ConfigError, match="run_dir: is not given, and resume=auto"):
+        Trainer(_model(), CrossEntropy(), SOURCE, {"resume": "auto"})
+    theirs = datasets.Dataset.from_list([{"x": 1}]).to_iterable_dataset()
+    with pytest.raises(ConfigError, match=r"not split over the 2 ranks.*split_dataset_by_node"):
+        split_by_rank(DataLoader(theirs, batch_size=1), 0, 2)  # type: ignore[arg-type]
