@@ -28,6 +28,7 @@ from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.engines.fsdp2 import checks as fsdp2_checks
 from distaccum.engines.fsdp2 import engine as fsdp2
+from distaccum.engines.fsdp2 import wrap as fsdp2_wrap
 from distaccum.engines.zero1 import ZeRO1
 from distaccum.errors import ConfigError
 from distaccum.precision import hardware
@@ -262,3 +263,12 @@ def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device,
         remedy = f"Use engine={able}, or build the model where it has memory"
         raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
     engine.check(settings, model)
+
+
+def blocks_of(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:
+    """The modules that are sharded one by one, inner ones first: those that the settings name, or else the layers.
+
+    Raises:
+        ConfigError: a name matches nothing.
+    """
+    return fsdp2_wrap.blocks_of(model, getattr(engine, "blocks", ()))

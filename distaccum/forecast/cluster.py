@@ -1,4 +1,4 @@
-"""The machines that a job is planned for."""
+"""The machines for which a job is planned."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ BITS, GIGA, MILLI = 8, 1e9, 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """``nodes`` of ``gpus`` ranks each.
+    """Nodes with GPUs, and the links between them.
 
-    ``link_gbps`` joins a node to the others, ``local_gbps`` a rank to the others of its node, both in Gbit/s one way;
-    ``latency_us`` (microseconds) is that of a message. ``micro_step_ms`` (milliseconds): forward and backward of a full
-    micro-batch, None where it is yet to be measured, which ``measure`` allows; ``update_ms``: the optimizer's update.
+    Args:
+        nodes: number of machines.
+        gpus: of a node; each is one rank.
+        link_gbps: Gbit/s one way between a node and the others.
+        local_gbps: Gbit/s one way between a rank and the others of its node.
+        latency_us: microseconds of a message.
+        micro_step_ms: milliseconds of forward and backward of a full micro-batch; None: to be measured.
+        update_ms: milliseconds of the optimizer's update.
+        measure: whether ``micro_step_ms`` may be None.
 
     Raises:
-        ConfigError: one of them is no such number.
+        ConfigError: a value is not such a number.
     """
 
     nodes: int = 1
@@ -50,16 +56,16 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.gpus
 
     @property
     def latency_s(self) -> float:
-        """In seconds."""
+        """The latency in seconds."""
         return self.latency_us / 1e6
 
     def link(self, ranks: int, *, rings: int = 1) -> Link:
-        """The slowest link of a ring among ``ranks`` neighbours; ``rings`` like it leave the node side by side."""
+        """The slowest link of a ring of ``ranks``, where ``rings`` like it leave the node at the same time."""
         if ranks <= self.gpus:
             return Link(latency_s=self.latency_s, bytes_per_s=self.local_gbps * GIGA / BITS)
         slowest = min(self.link_gbps / rings, self.local_gbps)

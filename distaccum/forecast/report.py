@@ -1,4 +1,4 @@
-"""Everything that is forecast of a job on a cluster, as plain values: what ``launch/plan.py`` shows and writes."""
+"""The whole forecast of a job on a cluster as plain values: what ``distaccum-plan`` shows and writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from distaccum.config.checks import require
 from distaccum.data.plan.batch import check_sizes
+from distaccum.forecast import volume
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.sharding import PARAMETER_STAGE
-from distaccum.forecast.volume import copied, held
 from distaccum.forecast.window import Job, Step, Window, powers_of_two, scale
 
 MOST_RANKS = 4096
@@ -19,10 +19,10 @@ Values = dict[str, Any]
 def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
     """The batch plan, memory and traffic on the cluster, and step time and efficiency over ``worlds``.
 
-    By default these are 1, 2, 4 ... 4096, and the cluster's own number of ranks.
+    By default ``worlds`` are 1, 2, 4 ... 4096 and the number of ranks of the cluster.
 
     Raises:
-        ConfigError: sizes that cannot work together, or a model without a parameter to train.
+        ConfigError: the sizes do not fit together, or the model has no parameter to train.
     """
     check_sizes(job.global_batch_size, job.micro_batch_size)
     require(job.sizes.elements > 0, "model", None, "has no parameter to train", "Unfreeze some of it")
@@ -42,13 +42,13 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
 
 
 def memory(job: Job, ranks: int) -> dict[str, float]:
-    """Bytes on a rank, by part. Activations are not modelled, nor what is gathered of a model in shards."""
+    """Bytes on a rank, by part; without activations, and without what is gathered of a model in shards."""
     sharding, formats, elements = job.sharding, job.formats, job.sizes.elements
-    parts = held(sharding, elements, ranks, formats)
+    parts = volume.memory(sharding, elements, ranks, formats)
     frozen = formats.parameters * job.sizes.frozen / sharding.parts(PARAMETER_STAGE, ranks)
     found = {
         "parameters": parts["parameters"] + frozen,
-        "weight copies": copied(sharding, elements, ranks, formats),
+        "weight copies": volume.copied(sharding, elements, ranks, formats),
         "gradients": max(parts["gradients at the boundary"], parts["gradients stepped with"]),
         "optimizer state": parts["optimizer"],
     }

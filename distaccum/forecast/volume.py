@@ -1,4 +1,9 @@
-"""What a rank holds and sends, in bytes."""
+"""Bytes that a rank holds and sends.
+
+Memory of P parameters on one of N ranks is by S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", 2020, table 1: parameters, gradients and optimizer state, each over N from the ZeRO stage on
+that shards it. Activations are not modelled, nor are blocks while they are gathered.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,11 @@ from distaccum.forecast.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, P
 FP32 = Formats()
 
 
-def held(sharding: Sharding, elements: int, ranks: int, formats: Formats = FP32) -> dict[str, float]:
-    """Bytes on one of ``ranks`` by the ZeRO paper's table; gradients are whole until the boundary, where there is one
-    reduction a window. Without the ``copies`` of weights that DeepSpeed keeps beside: see :func:`copied`.
+def memory(sharding: Sharding, elements: int, ranks: int, formats: Formats = FP32) -> dict[str, float]:
+    """Bytes on one of ``ranks`` by role, by the ZeRO paper's table.
+
+    Gradients are whole until the boundary, unless each micro-step reduces them. The fp32 weights that DeepSpeed keeps
+    in addition are in :func:`copied`.
     """
     gradients = formats.gradients * elements
     once = 1 if not sharding.every else sharding.parts(GRADIENT_STAGE, ranks)
@@ -23,12 +30,12 @@ def held(sharding: Sharding, elements: int, ranks: int, formats: Formats = FP32)
 
 
 def copied(sharding: Sharding, elements: int, ranks: int, formats: Formats) -> float:
-    """Bytes of fp32 weights on a rank, beside the parameters."""
+    """Bytes of fp32 weights on a rank, in addition to the parameters."""
     return formats.copies * elements / sharding.parts(OPTIMIZER_STAGE, ranks)
 
 
 def gathered(sharding: Sharding, elements: int, in_blocks: int, micro_steps: int) -> int:
-    """Elements that a window's micro-steps gather: blocks twice each, the rest once, as it is not freed between."""
+    """Elements that a window's micro-steps gather: blocks twice in each, the rest once, as it stays in between."""
     if sharding.stage < PARAMETER_STAGE:
         return 0
     if sharding.held:
@@ -43,10 +50,10 @@ def payloads(
 
     Args:
         sharding: of the engine.
-        elements: parameters.
-        in_blocks: those of them in blocks, which are gathered one by one.
+        elements: all parameters.
+        in_blocks: parameters in blocks, which are gathered one by one.
         micro_steps: of the window.
-        formats: that they travel in.
+        formats: what gradients and parameters travel in.
     """
     found = dict.fromkeys(KINDS, 0.0)
     times = micro_steps if sharding.every else 1
@@ -60,9 +67,9 @@ def payloads(
 def sent(
     sharding: Sharding, elements: int, in_blocks: int, micro_steps: int, *, ranks: int, formats: Formats = FP32
 ) -> dict[str, float]:
-    """What one of ``ranks`` sends in a window where collectives go around rings, by kind; see :func:`payloads`.
+    """Bytes that one of ``ranks`` sends in a window by kind, where collectives go around rings; see :func:`payloads`.
 
-    Replicas of the shards reduce these once more, among each other, in fp32.
+    Replicas of the shards reduce these again, among each other, in fp32.
     """
     payload, within = payloads(sharding, elements, in_blocks, micro_steps, formats), ranks // sharding.replicas
     found = {kind: ring_bytes(kind, size, within) for kind, size in payload.items()}

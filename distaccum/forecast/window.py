@@ -1,4 +1,13 @@
-"""How long a window takes, and what it is made of; the model is in the room's docstring."""
+"""How long a window takes, and what it is made of.
+
+A micro-step of t seconds is a forward of t/3 and a backward of 2t/3, spread over the parameters by their number. A
+micro-step of fewer samples takes proportionally less. A window is A micro-steps, one small all-reduce (the count), and
+the optimizer's update, or a rank's share of it. Efficiency on N ranks is T(1) / (N T(N)) at the same global batch:
+strong scaling.
+
+The model leaves out stragglers, contention with other jobs and between a node's own rings and PCIe, collectives that
+work in several layers, small micro-batches that use a GPU less well, and the loading of data.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +27,9 @@ COUNT_BYTES = 8  # what the count's all-reduce carries
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A model: elements of each trained parameter in order, and of each block that is sharded on its own.
+    """A model: elements of each trained parameter in order, and of each block that is sharded by itself.
 
-    ``frozen``: elements that are not trained; they are held, but not counted in what is sent.
+    ``frozen``: elements that are not trained; they take memory, and are never sent.
     """
 
     tensors: tuple[int, ...]
@@ -29,18 +38,18 @@ class Sizes:
 
     @property
     def elements(self) -> int:
-        """Of all trained parameters."""
+        """Elements of all trained parameters."""
         return sum(self.tensors)
 
     @property
     def rest(self) -> int:
-        """What is not in a block."""
+        """Elements that are in no block."""
         return self.elements - sum(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and how. ``first_bucket_mb``: of DDP where it is not told a cap; None: as the others."""
+    """What is trained, and how. ``first_bucket_mb``: of DDP where no cap is given; None: as the other buckets."""
 
     sizes: Sizes
     sharding: Sharding
@@ -50,11 +59,11 @@ class Job:
     first_bucket_mb: float | None = None
 
     def accumulation(self, ranks: int) -> int:
-        """Micro-steps of a full window."""
+        """Micro-steps of a full window on ``ranks``."""
         return micro_steps_of(range(self.global_batch_size), ranks, self.micro_batch_size)
 
     def micro_sizes(self, ranks: int) -> list[int]:
-        """Samples in each of them, on the rank that has most."""
+        """Samples in each micro-step of a full window, on the rank that has most."""
         share = -(-self.global_batch_size // ranks)
         return [min(self.micro_batch_size, share - done) for done in range(0, share, self.micro_batch_size)]
 
@@ -63,7 +72,7 @@ class Job:
 class Step:
     """One window on ``ranks`` ranks, of which ``idle`` have no sample. Times in seconds, ``sent`` in bytes by kind.
 
-    ``exposed``: communication that nothing computes beside.
+    ``exposed``: communication during which nothing is computed.
     """
 
     ranks: int
@@ -76,7 +85,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Duration of the window."""
         return self.compute + self.update + self.exposed
 
 
@@ -94,7 +103,7 @@ class Window:
         self._all = cluster.link(ranks)
 
     def step(self) -> Step:
-        """Its times and bytes."""
+        """Times and bytes of the window."""
         job, ranks = self._job, self._ranks
         compute = exposed = 0.0
         sizes = job.micro_sizes(ranks)
@@ -118,7 +127,7 @@ class Window:
         )
 
     def _micro_step_ends(self, busy: float, *, reduces: bool, gathers: bool) -> float:
-        """When a micro-step that computes for ``busy`` seconds has ended, what it sends included."""
+        """Seconds of a micro-step that computes for ``busy`` seconds, with its communication."""
         forward, backward = FORWARD * busy, (1 - FORWARD) * busy
         sizes, sharded = self._job.sizes, self._sharding.stage >= PARAMETER_STAGE
         units = (sizes.rest, *sizes.blocks) if sharded else (sizes.elements,)
@@ -153,7 +162,7 @@ class Window:
         return within + seconds("all-reduce", shard, self._sharding.replicas, self._across)
 
     def _spread(self) -> float:
-        """Of stepped parameters, after the update."""
+        """Seconds of giving all ranks the stepped parameters, after the update."""
         if self._sharding.spread is None:
             return 0.0
         payload = self._job.formats.gathered * self._job.sizes.elements
@@ -161,12 +170,12 @@ class Window:
 
 
 def powers_of_two(greatest: int) -> list[int]:
-    """1, 2, 4 ... ``greatest``, or what of these is not above it."""
+    """The powers of two from 1 to ``greatest``."""
     return [2**i for i in range(greatest.bit_length())]
 
 
 def scale(job: Job, cluster: Cluster, worlds: Iterable[int]) -> Iterator[tuple[Step, float]]:
-    """A step on each number of ranks, and its efficiency; numbers that the replicas do not divide are left out."""
+    """A step on each number of ranks, and its efficiency; numbers that are no multiple of the replicas are left out."""
     replicas = job.sharding.replicas
     alone = _alone(job, cluster)
     for ranks in worlds:

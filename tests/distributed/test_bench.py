@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
+BENCH = ROOT / "launch" / "bench"
+
 
 @pytest.mark.parametrize(
     ("world", "precision"),
@@ -25,7 +27,7 @@ def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int,
         f"batch.global_size={32 * world}",
         f"precision={precision}",
         f"hydra.run.dir={tmp_path}",
-        script=ROOT / "launch" / "bench.py",
+        script=BENCH,
         world=world,
     )
     figures = json.loads((tmp_path / "bench.json").read_text())
@@ -49,7 +51,7 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
         "bench.boundary_sizes=[10000,100000]",
         "bench.pairs=1",
         f"hydra.run.dir={tmp_path}",
-        script=ROOT / "launch" / "bench.py",
+        script=BENCH,
     )
     figures = json.loads((tmp_path / "bench.json").read_text())
     assert set(figures) == {"10000", "100000"}
@@ -71,7 +73,7 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
 
 @pytest.mark.heavy
 def test_gradients_beside_other_frameworks(tmp_path: Path) -> None:
-    finished = succeed("exactness=true", f"hydra.run.dir={tmp_path}", script=ROOT / "launch" / "bench.py", world=2)
+    finished = succeed("exactness=true", f"hydra.run.dir={tmp_path}", script=BENCH, world=2)
     figures = json.loads((tmp_path / "bench.json").read_text())
     for window in ("full window", "ragged window"):
         assert figures["distaccum"][window] <= 1e-6

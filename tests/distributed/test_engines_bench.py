@@ -1,9 +1,8 @@
-"""The engines' bench measures what it says, and every engine holds and sends what it should; the overlay draws."""
+"""The engines' bench measures what it says; every engine holds and sends what it should; curves are compared."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from torch import nn
 from distaccum.distributed.world import World
 from distaccum.forecast.collectives import ring_bytes
 from distaccum.testing.counters import CollectiveCounter
+from launch.bench.compare_engines import draw, far_off, table
+from launch.bench.memory import MemoryUse, live_storages, storages
+from launch.bench.tables import as_markdown, memory_rows, wire_rows
 from tests.support.commands import ROOT, TINY, succeed
 
-sys.path.insert(0, str(ROOT / "launch"))
-from engine_tables import as_markdown, memory_rows, wire_rows
-from held import Held, alive, places
-from overlay import draw, far_off, table
-
+BENCH = ROOT / "launch" / "bench"
 Figures = dict[str, Any]
 PLAIN = ("ddp", "zero1", "fsdp2, sync=boundary", "fsdp2, sync=every")
 DEEPSPEED = tuple(f"deepspeed, stage={stage}" for stage in range(4))
@@ -36,7 +34,7 @@ def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     finished = succeed(
         "engines=true",
         f"hydra.run.dir={folder}",
-        script=ROOT / "launch" / "bench.py",
+        script=BENCH,
         world=request.param,
         COLUMNS="200",
     )
@@ -142,22 +140,22 @@ def test_what_is_not_installed_is_absent() -> None:
 
 def test_a_census_tells_roles_apart() -> None:
     """One step of Adam; another tensor; memory that two tensors share counts once."""
-    baseline = alive()
+    baseline = live_storages()
     model = nn.Linear(8, 4)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
-    before = Held.of(model, optimizer, baseline)
+    before = MemoryUse.of(model, optimizer, baseline)
     assert (before.parameters, before.gradients, before.optimizer, before.copies) == (4 * 36, 4 * 36, 0, 0)
     optimizer.step()
     optimizer.zero_grad()
     beside = torch.zeros(100)
     view = beside[:10]
-    after = Held.of(model, optimizer, baseline)
+    after = MemoryUse.of(model, optimizer, baseline)
     assert (after.parameters, after.gradients, after.optimizer) == (4 * 36, 0, 8 * 36 + 2 * 4)
-    assert places([beside, view]) == {beside.data_ptr(): 400}
+    assert storages([beside, view]) == {beside.data_ptr(): 400}
     assert after.other - before.other == 400
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(50))]
-    assert Held.of(model, optimizer, baseline).copies == 200
+    assert MemoryUse.of(model, optimizer, baseline).copies == 200
 
 
 def test_collectives_are_told_apart_by_what_they_carry(gloo_world: World) -> None:
@@ -183,15 +181,16 @@ def test_what_a_ring_sends() -> None:
 
 
 @pytest.mark.heavy
-def test_the_overlay_of_two_tiny_runs(tmp_path: Path) -> None:
+def test_two_tiny_runs_are_compared(tmp_path: Path) -> None:
     plot = tmp_path / "curves.png"
     finished = succeed(
+        "compare_engines",
         "engines=[ddp,zero1]",
         "steps=3",
         f"out={tmp_path / 'runs'}",
         f"plot={plot}",
         f"overrides=[{','.join(TINY)}]",
-        script=ROOT / "launch" / "overlay.py",
+        script=BENCH,
     )
     lines = (tmp_path / "runs" / "overlay.md").read_text().splitlines()
     assert lines[2].startswith("| ddp | 3 | ")
@@ -206,7 +205,7 @@ def _run(losses: list[float], held_out: float) -> list[dict[str, Any]]:
     return [{"step": i, "loss": loss} for i, loss in enumerate(losses)] + [{"step": 2, "eval_bits_per_byte": held_out}]
 
 
-def test_the_overlay_shows_who_is_off(tmp_path: Path) -> None:
+def test_the_comparison_shows_who_is_off(tmp_path: Path) -> None:
     runs = {"ddp": _run([4.0, 2.0], 2.0), "near": _run([4.0, 2.0], 2.008), "far": _run([4.0, 3.0], 1.98)}
     lines = table(runs, ["gone"]).splitlines()
     assert lines[3] == "| near | 1 | 2.0080 | +4.0e-03 | 0.0e+00 |"

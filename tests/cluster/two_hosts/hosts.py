@@ -1,18 +1,16 @@
-"""Two hosts for tests: those of ``launch/link_hosts.py``, or a reason to skip."""
+"""Two hosts for tests: those of ``launch/bench/network/hosts.py``, or a reason to skip."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, TRAIN
-
-sys.path.insert(0, str(ROOT / "launch"))
-from link_hosts import Finished, Hosts, obstacle, torchrun, two_hosts
+from launch import python_path
+from launch.bench.network.hosts import Finished, Hosts, obstacle, torchrun, two_hosts
+from tests.support.commands import TRAIN
 
 
 def need_hosts() -> None:
@@ -35,7 +33,8 @@ def hosts() -> Iterator[Hosts]:
 
 def succeed_on(hosts: Hosts, *arguments: object, script: Path = TRAIN, timeout: float = 120) -> list[Finished]:
     """torchrun with one process on each host, which must exit with 0."""
-    finished = torchrun(hosts, script, [str(argument) for argument in arguments], timeout=timeout)
+    program = [str(script), *map(str, arguments)]
+    finished = torchrun(hosts, program, timeout=timeout, environment=python_path())
     for one in finished:
         assert one.returncode == 0, one.stdout + one.stderr
     return finished

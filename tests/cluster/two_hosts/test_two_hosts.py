@@ -16,12 +16,10 @@ from hydra import compose, initialize_config_dir
 
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
+from launch.bench.network import hosts as network_hosts
+from launch.bench.network import main as network
 from tests.cluster.two_hosts.hosts import Hosts, hosts, need_hosts, obstacle, succeed_on, torchrun, two_hosts
-from tests.support.commands import QUIET, ROOT, TINY, metrics, status, succeed
-
-sys.path.insert(0, str(ROOT / "launch"))
-import link
-import link_hosts
+from tests.support.commands import QUIET, TINY, metrics, status, succeed
 
 __all__ = ["hosts"]
 SETTINGS = (*TINY, *QUIET, "batch.micro_size=4", "trainer.max_steps=5")
@@ -64,7 +62,7 @@ def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
     need_hosts()
     monkeypatch.setenv("COLUMNS", "200")  # or names would be cut
     values = _values("link.mbit=1000", "link.windows=2", f"batch.global_size={4 * accumulation}")
-    assert link.run(values, tmp_path) == 0
+    assert network.run(values, tmp_path) == 0
     said = capsys.readouterr().out
     figures = json.loads((tmp_path / "link.json").read_text())
     assert figures["accumulation"] == accumulation
@@ -88,7 +86,7 @@ def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
 def test_forecasts_are_within_a_fifth_of_what_is_measured(tmp_path: Path) -> None:
     """At three rates; the exit code is 1 otherwise."""
     need_hosts()
-    assert link.run(_values("validate=true"), tmp_path) == 0
+    assert network.run(_values("validate=true"), tmp_path) == 0
     figures = json.loads((tmp_path / "link.json").read_text())
     assert [at["mbit"] for at in figures["rates"]] == [100, 200, 400]
     for at in figures["rates"]:
@@ -153,16 +151,16 @@ def test_a_host_that_fails_or_hangs_is_not_waited_for(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first host fails at once, and the other would sleep for an hour."""
-    monkeypatch.setattr(link_hosts, "GRACE_S", 2.0)
+    monkeypatch.setattr(network_hosts, "GRACE_S", 2.0)
     program = tmp_path / "program.py"
     program.write_text(
         "import os, time\nif '10.77.0.1' in os.environ['WHERE']: raise SystemExit(3)\ntime.sleep(3600)\n"
     )
     first = {"WHERE": "10.77.0.1"}
-    finished = torchrun(hosts, program, [], timeout=200, environment=first)
+    finished = torchrun(hosts, [str(program)], timeout=200, environment=first)
     assert all(one.returncode for one in finished)
-    with pytest.raises(link_hosts.LinkError, match="not done after 3 s"):
-        torchrun(hosts, program, [], timeout=3, environment={"WHERE": ""})
+    with pytest.raises(network_hosts.LinkError, match="not done after 3 s"):
+        torchrun(hosts, [str(program)], timeout=3, environment={"WHERE": ""})
     assert not any(host.processes() for host in hosts)
 
 
@@ -176,7 +174,7 @@ def test_without_root_or_tools_it_says_so(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert obstacle() == "network namespaces need root"
     values = {"link": {"mbit": 1.0, "mtu": 9000, "windows": 1, "rates": [], "within": 0.2, "plot": None}}
-    assert link.run({**values, "validate": False}, tmp_path) == 2
+    assert network.run({**values, "validate": False}, tmp_path) == 2
     assert capsys.readouterr().err == "link: two hosts cannot be made: network namespaces need root\n"
     with pytest.raises(pytest.skip.Exception, match="need root"):
         need_hosts()
@@ -197,6 +195,6 @@ def test_without_root_or_tools_it_says_so(
 )
 def test_settings_of_the_link_that_cannot_be(values: dict[str, Any], options: dict[str, Any], message: str) -> None:
     good = {"mbit": 200.0, "mtu": 1500, "windows": 1, "rates": [100], "within": 0.2, "plot": None}
-    link.check({}, good)
+    network.check({}, good)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        link.check(values, good | options)
+        network.check(values, good | options)

@@ -1,11 +1,10 @@
-"""The forecast beside independent ground truth: rings and queues simulated step by step, the ZeRO paper's numbers."""
+"""The forecast against independent ground truth: simulated rings and queues, and the ZeRO paper's numbers."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,16 @@ from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FS
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.errors import ConfigError
+from distaccum.forecast import volume
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.collectives import Link, ring_bytes, ring_seconds, seconds, tree_seconds
 from distaccum.forecast.overlap import buckets, run_pass
 from distaccum.forecast.report import memory, report
 from distaccum.forecast.sharding import Formats, Sharding
-from distaccum.forecast.volume import copied, held, sent
+from distaccum.forecast.volume import copied, sent
 from distaccum.forecast.window import Job, Sizes, Window, powers_of_two, scale
+from distaccum.train import plan
 from tests.support.commands import ROOT, TINY, run, succeed
-
-sys.path.insert(0, str(ROOT / "launch"))
-import plan
 
 ENGINES: list[EngineConfig] = [
     DDPConfig(),
@@ -142,7 +140,7 @@ def test_memory_is_that_of_the_zero_papers_figure_1(stage: int, gigabytes: float
     """7.5 billion parameters on 64 ranks, in 16 bits with Adam: 2 + 2 + 12 bytes a parameter."""
     formats = Formats(parameters=2, gradients=2, copies=4, moments=8)
     sharding = Sharding(stage=stage, every=True)
-    found = held(sharding, 7_500_000_000, 64, formats)
+    found = volume.memory(sharding, 7_500_000_000, 64, formats)
     parts = found["parameters"] + found["optimizer"] + found["gradients stepped with"]
     assert (parts + copied(sharding, 7_500_000_000, 64, formats)) / 1e9 == pytest.approx(gigabytes, rel=5e-3)
 

@@ -1,13 +1,15 @@
-"""The figures of ``engines.py`` as tables: on the console, and as Markdown."""
+"""The figures of ``engines.py`` as tables, on the console and as Markdown."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from engines import KINDS, PARAMETERS
 from rich.console import Console
 from rich.table import Table
+
+from distaccum.forecast.collectives import KINDS
+from launch.bench.engines import PARAMETERS
 
 Figures = dict[str, Any]
 Rows = list[list[str]]
@@ -23,7 +25,7 @@ MEMORY_COLUMNS = {
 
 
 def memory_rows(figures: Figures) -> Rows:
-    """MiB of the rank that holds most, over the theory where there is one."""
+    """MiB of the rank that holds most, and the theory's where there is one."""
     rows = [["MiB held on a rank", *MEMORY_COLUMNS, "allocated"]]
     for name, row in figures["engines"].items():
         if row["version"] is None:
@@ -38,7 +40,7 @@ def memory_rows(figures: Figures) -> Rows:
 
 
 def wire_rows(figures: Figures) -> Rows:
-    """Reductions of gradients, and MiB that a rank sends, over the theory."""
+    """Reductions of gradients, and MiB that a rank sends: measured, and by the theory."""
     rows = [["MiB sent in a window", "gradient reduced", "reductions", *KINDS, "all"]]
     for name, row in figures["engines"].items():
         if row["version"] is None:
@@ -57,7 +59,7 @@ def _measured(size: float, expected: float | None) -> str:
 
 
 def as_markdown(rows: Rows) -> str:
-    """A table of them, the first one its head."""
+    """A Markdown table of the rows; the first one is its head."""
     head, *body = rows
     lines = [head, ["---"] * len(head), *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

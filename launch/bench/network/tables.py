@@ -1,13 +1,14 @@
-"""The figures of ``link.py``: as tables on the console and in Markdown, and as bars."""
+"""The figures of the network bench as tables, on the console and as Markdown, and as a bar chart."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from engine_tables import as_markdown
 from rich.console import Console
 from rich.table import Table
+
+from launch.bench.tables import as_markdown
 
 MIB = 2**20
 Rows = list[list[str]]
@@ -15,7 +16,7 @@ Figures = dict[str, Any]
 
 
 def window_rows(figures: Figures) -> Rows:
-    """What a window costs with each loop, beside the forecast."""
+    """What a window takes and sends with each loop, and the forecast of its time."""
     rows = [["", "window", "forecast", "off by", "sent by a host", "over the gradient", "beside distaccum"]]
     for name, row in figures["ways"].items():
         seconds, size = row["seconds"], row["bytes"]
@@ -27,7 +28,7 @@ def window_rows(figures: Figures) -> Rows:
 
 
 def validation_rows(figures: Figures) -> Rows:
-    """Forecast and measurement by rate."""
+    """Forecast and measurement of each loop at each rate."""
     rows = [["", "Mbit/s", "latency", "micro-step", "update", "forecast", "window", "off by"]]
     for at in figures["rates"]:
         for name, row in at["ways"].items():
@@ -38,7 +39,7 @@ def validation_rows(figures: Figures) -> Rows:
 
 
 def show(rows: Rows, title: str, path: Path) -> None:
-    """Prints a table, and writes it to ``path`` as Markdown."""
+    """Prints a table, and writes it to ``path`` as Markdown; the first row is its head."""
     head, *body = rows
     table = Table(*head, title=title)
     for row in body:
@@ -48,7 +49,7 @@ def show(rows: Rows, title: str, path: Path) -> None:
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Window time and bytes of each loop; a PNG."""
+    """Draws window time and bytes of each loop to a PNG."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     names, rows = list(figures["ways"]), list(figures["ways"].values())
@@ -79,7 +80,7 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def title(figures: Figures) -> str:
-    """What was measured."""
+    """One line about what was measured."""
     size = sum(figures["ways"]["distaccum"]["parameters"])
     return (
         f"two hosts, one process each, {figures['mbit']:g} Mbit/s, MTU {figures['mtu']}; "

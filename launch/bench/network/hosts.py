@@ -1,11 +1,11 @@
 """Two hosts on one machine: network namespaces that a rate-limited link joins. Needs root, ``ip`` and ``tc``.
 
-A host has its own interfaces and loopback; files, processors and memory are shared. The link is a veth pair whose two
-ends each let so many bits a second out (``tc``'s token bucket filter), so it is as fast both ways at once.
+A host has its own interfaces and loopback; files, processors and memory are shared. The link is a veth pair, and the
+token bucket filter of ``tc`` limits the rate at each of its two ends, so both directions have the full rate at once.
 
-Its MTU is by default 9000 bytes, as data centres have it ("jumbo frames"): headers of Ethernet, IP and TCP are then
-0.7% of what is sent, where an MTU of 1500 has them at 4.5%. Segmentation offload is off (``gso_max_segs 1``): every
-packet has the headers that it would have on a real wire, and the interface's counters hold them all.
+The MTU is by default 9000 bytes, as in data centres ("jumbo frames"): headers of Ethernet, IP and TCP are then 0.7% of
+what is sent, and 4.5% with an MTU of 1500. Segmentation offload is off (``gso_max_segs 1``): every packet has the
+headers that it would have on a real wire, and the interface's counters hold them all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Finished = subprocess.CompletedProcess[str]
 
 
 class LinkError(Exception):
-    """Why there can be no hosts here, or what went wrong on them, in words."""
+    """Two hosts cannot be made on this machine, or one of them failed; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,17 @@ class Host:
         return [_path("ip"), "netns", "exec", self.namespace, *arguments]
 
     def sent(self) -> int:
-        """Bytes that have left by the link."""
+        """Bytes that have left over the link."""
         file = f"/sys/class/net/{self.device}/statistics/tx_bytes"
         return int(_run(self.command("cat", file)))
 
     def received(self) -> int:
-        """Bytes that have come by the link."""
+        """Bytes that have come over the link."""
         file = f"/sys/class/net/{self.device}/statistics/rx_bytes"
         return int(_run(self.command("cat", file)))
 
     def processes(self) -> list[int]:
-        """All that run on it."""
+        """The ids of all processes on this host."""
         return [int(pid) for pid in _run(["ip", "netns", "pids", self.namespace]).split()]
 
 
@@ -68,7 +68,7 @@ Hosts = tuple[Host, Host]
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot have two hosts; None where it can. It is tried."""
+    """Tries to make two hosts; returns why this machine cannot have them, None where it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in TOOLS if which(tool) is None]
@@ -83,7 +83,7 @@ def obstacle() -> str | None:
 
 @contextmanager
 def two_hosts(*, mbit: float, mtu: int = MTU) -> Iterator[Hosts]:
-    """Two hosts with a link of ``mbit`` Mbit/s each way between them, for the block's length.
+    """Two hosts with a link of ``mbit`` Mbit/s each way between them, for the length of the ``with`` block.
 
     Raises:
         LinkError: the system refuses.
@@ -115,7 +115,7 @@ def _set_up(host: Host, mbit: float, mtu: int) -> None:
 
 
 def _remove(host: Host) -> None:
-    """Ends what still runs there; its end of the link goes with it."""
+    """Ends what still runs on the host, and deletes it with its end of the link."""
     with suppress(LinkError):
         for pid in host.processes():
             with suppress(ProcessLookupError):
@@ -140,25 +140,28 @@ def _run(command: Sequence[str]) -> str:
 
 def torchrun(
     hosts: Hosts,
-    script: Path,
-    arguments: Sequence[str],
+    program: Sequence[str],
     *,
     timeout: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[Finished]:
-    """Runs ``script`` with torchrun, one process on each host, to the end; the caller looks at the exit codes.
+    """Runs ``program`` with torchrun, one process on each host, to the end; the caller looks at the exit codes.
 
-    Gloo and NCCL are told the interface by the environment, as on a real cluster. When one host has failed, the other
+    The environment names the interface for gloo and NCCL, as on a real cluster. When one host has failed, the other
     has ``GRACE_S`` seconds to notice.
 
+    Args:
+        hosts: the first one has the rendezvous.
+        program: a script, or ``-m`` and a module; then its arguments.
+        timeout: seconds.
+        environment: variables to add.
+
     Raises:
-        LinkError: not done after ``timeout`` seconds; nothing of it runs any more.
+        LinkError: not done after ``timeout`` seconds; all its processes have been ended.
     """
     with TemporaryDirectory() as folder:
         files = [Path(folder) / f"{i}" for i in range(len(hosts))]
-        started = [
-            _start(hosts, rank, [str(script), *arguments], file, environment or {}) for rank, file in enumerate(files)
-        ]
+        started = [_start(hosts, rank, program, file, environment or {}) for rank, file in enumerate(files)]
         try:
             late = _wait(started, timeout)
         finally:
@@ -174,7 +177,7 @@ def torchrun(
 
 
 def _start(
-    hosts: Hosts, rank: int, arguments: Sequence[str], file: Path, environment: Mapping[str, str]
+    hosts: Hosts, rank: int, program: Sequence[str], file: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
     host, first = hosts[rank], hosts[0]
     start = [
@@ -193,7 +196,7 @@ def _start(
     interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), host.device)
     with file.with_suffix(".out").open("w") as out, file.with_suffix(".err").open("w") as err:
         return subprocess.Popen(  # noqa: S603  as the user asks
-            host.command(*start, *arguments),
+            host.command(*start, *program),
             stdout=out,
             stderr=err,
             text=True,
@@ -202,7 +205,7 @@ def _start(
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], timeout: float) -> bool:
-    """Until all have ended, or one has failed and the others had their time; whether it took too long."""
+    """Waits for all to end, or for ``GRACE_S`` after one has failed; returns whether it took too long."""
     deadline = time.monotonic() + timeout
     failed = False
     while any(process.poll() is None for process in started):

@@ -1,9 +1,9 @@
-"""One accumulation window through other frameworks, each written as its own documentation says, on the CPU.
+"""One accumulation window by other frameworks, each written as its own documentation says, on the CPU.
 
-Every peer trains the mean token cross entropy of a micro-batch, and returns the gradient that its optimizer was about
-to step with; models are fp32, as DeepSpeed reduces nothing wider. A window with fewer micro-batches than accumulation
-steps is the last one of an epoch: it is run the way the peer ends an epoch. All peers share the process group that the
-caller opened, one or more ranks on gloo, all with equally many micro-batches.
+Every framework trains the mean token cross entropy of a micro-batch, and returns the gradient that its optimizer was
+about to step with; models are fp32, as DeepSpeed reduces nothing wider. A window with fewer micro-batches than
+accumulation steps is the last one of an epoch, and runs the way the framework ends an epoch. All of them share the
+process group that the caller opened, of one or more ranks on gloo with equally many micro-batches.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from importlib.metadata import version
-from importlib.util import find_spec
+from dataclasses import dataclass
 from io import StringIO
 from tempfile import TemporaryDirectory
 
@@ -23,20 +22,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+
+from distaccum.precision.policy import PrecisionPolicy
+from launch.bench.variant import handwritten_ddp, installed_version
 
 IGNORED = -100
 
 MicroBatch = dict[str, Tensor]
 MicroBatches = list[MicroBatch]
 MakeModel = Callable[[], nn.Module]
-Peer = Callable[[MakeModel, MicroBatches, int], Tensor | None]
+Run = Callable[[MakeModel, MicroBatches, int], Tensor | None]
 
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Undo what a peer changes for the whole process, and keep its notices off the console."""
+    """Undoes what a framework changes for the whole process, and keeps its notices off the console."""
     environment, threads = dict(os.environ), torch.get_num_threads()
     disabled, python_rng = logging.root.manager.disable, random.getstate()
     # accelerate imports DeepSpeed wherever it is installed, and DeepSpeed picks its device on import
@@ -67,7 +68,7 @@ class _Steps:
         self._gradients.append(torch.cat([g.detach().to("cpu", torch.float64).flatten() for g in gradients]))
 
     def only(self) -> Tensor | None:
-        """The gradient of the one step; None if the peer took none."""
+        """The gradient of the one step; None if there was none."""
         if len(self._gradients) > 1:
             raise RuntimeError(f"one window, but the optimizer stepped {len(self._gradients)} times")
         return self._gradients[0] if self._gradients else None
@@ -86,7 +87,7 @@ def _first(items: MicroBatches) -> MicroBatch:
 
 
 def _dealt(micro_batches: MicroBatches) -> MicroBatches:
-    """All ranks' micro-batches in the order from which a sharding loader deals each rank its own again."""
+    """All ranks' micro-batches in an order from which a sharding loader gives each rank its own ones."""
     gathered: list[MicroBatches] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, micro_batches)
     return [micro_batch for turn in zip(*gathered, strict=True) for micro_batch in turn]
@@ -97,20 +98,21 @@ def _loader(micro_batches: MicroBatches) -> DataLoader[MicroBatch]:
 
 
 @_contained()
-def handwritten_ddp(make_model: MakeModel, micro_batches: MicroBatches, accumulation_steps: int) -> Tensor | None:
+def handwritten(make_model: MakeModel, micro_batches: MicroBatches, accumulation_steps: int) -> Tensor | None:
     """The usual loop: ``no_sync`` until the boundary, ``loss / accumulation_steps``, a step at the last batch too."""
     model = make_model()
     optimizer = _sgd(model)
     steps = _Steps(optimizer, model)
-    ddp = DistributedDataParallel(model)
-    for i, batch in enumerate(micro_batches, start=1):
-        boundary = i % accumulation_steps == 0 or i == len(micro_batches)
-        with nullcontext() if boundary else ddp.no_sync():
-            loss = _mean_loss(ddp(batch["input_ids"]), batch["labels"])
-            (loss / accumulation_steps).backward()
-        if boundary:
-            optimizer.step()
-            optimizer.zero_grad()
+    run_window = handwritten_ddp(
+        model,
+        optimizer,
+        ((batch["input_ids"], batch["labels"]) for batch in micro_batches),
+        torch.device("cpu"),
+        policy=PrecisionPolicy(name="fp32"),
+        micro_steps=len(micro_batches),
+        accumulation_steps=accumulation_steps,
+    )
+    run_window()
     return steps.only()
 
 
@@ -120,7 +122,7 @@ def accelerate(make_model: MakeModel, micro_batches: MicroBatches, accumulation_
 
     https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation
     """
-    from accelerate import Accelerator  # noqa: PLC0415  a peer that need not be installed
+    from accelerate import Accelerator  # noqa: PLC0415  it need not be installed
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
     plain = make_model()
@@ -142,7 +144,7 @@ def accelerate_counted(make_model: MakeModel, micro_batches: MicroBatches, accum
 
     https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation, last section
     """
-    from accelerate import Accelerator  # noqa: PLC0415  a peer that need not be installed
+    from accelerate import Accelerator  # noqa: PLC0415  it need not be installed
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
     plain = make_model()
@@ -170,7 +172,7 @@ def lightning_fabric(make_model: MakeModel, micro_batches: MicroBatches, accumul
     Both are therefore those of the hand-written loop, "the same way with Fabric as in PyTorch":
     https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html
     """
-    from lightning.fabric import Fabric  # noqa: PLC0415  a peer that need not be installed
+    from lightning.fabric import Fabric  # noqa: PLC0415  it need not be installed
 
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
     fabric.launch()
@@ -196,7 +198,7 @@ def deepspeed(make_model: MakeModel, micro_batches: MicroBatches, accumulation_s
 
     A short window is closed with ``set_gradient_accumulation_boundary``, as that method's documentation shows.
     """
-    import deepspeed as ds  # noqa: PLC0415  a peer that need not be installed
+    import deepspeed as ds  # noqa: PLC0415  it need not be installed
 
     # its CPU back end compiles a C++ reduction on first use, for inference only: half a minute, and a compiler needed
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -245,7 +247,7 @@ def transformers_trainer(make_model: MakeModel, micro_batches: MicroBatches, acc
 
     https://huggingface.co/docs/transformers/main_classes/trainer
     """
-    from transformers import PrinterCallback, Trainer, TrainingArguments  # noqa: PLC0415  a peer that need not be installed
+    from transformers import PrinterCallback, Trainer, TrainingArguments  # noqa: PLC0415  it need not be installed
 
     model = _TrainerModel(make_model())
     optimizer = _sgd(model)
@@ -276,22 +278,24 @@ def transformers_trainer(make_model: MakeModel, micro_batches: MicroBatches, acc
     return steps.only()
 
 
-PEERS: dict[str, Peer] = {
-    "DDP, hand-written": handwritten_ddp,
-    "accelerate, accumulate()": accelerate,
-    "accelerate, counted by hand": accelerate_counted,
-    "Lightning Fabric": lightning_fabric,
-    "DeepSpeed": deepspeed,
-    "transformers Trainer": transformers_trainer,
+@dataclass(frozen=True)
+class Framework:
+    """``run`` takes a model, its micro-batches and the accumulation steps; ``packages``: the first is the framework."""
+
+    run: Run
+    packages: tuple[str, ...]
+
+    @property
+    def version(self) -> str | None:
+        """The installed version; None where it, or a package that it needs, is absent."""
+        return installed_version(*self.packages)
+
+
+FRAMEWORKS = {
+    "DDP, hand-written": Framework(handwritten, ("torch",)),
+    "accelerate, accumulate()": Framework(accelerate, ("accelerate",)),
+    "accelerate, counted by hand": Framework(accelerate_counted, ("accelerate",)),
+    "Lightning Fabric": Framework(lightning_fabric, ("lightning",)),
+    "DeepSpeed": Framework(deepspeed, ("deepspeed",)),
+    "transformers Trainer": Framework(transformers_trainer, ("transformers", "accelerate")),
 }
-
-# in the order of PEERS: the package whose version counts, then what else it needs
-_PACKAGES = ["torch"], ["accelerate"], ["accelerate"], ["lightning"], ["deepspeed"], ["transformers", "accelerate"]
-
-
-def peer_version(name: str) -> str | None:
-    """The version of the package behind a peer of PEERS; None if it, or one that it needs, is not installed."""
-    packages = dict(zip(PEERS, _PACKAGES, strict=True))[name]
-    if any(find_spec(package) is None for package in packages):
-        return None
-    return version(packages[0])

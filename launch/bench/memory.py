@@ -1,4 +1,4 @@
-"""What a process holds in tensors, and for what: found by walking real tensors, not by asking an engine."""
+"""Memory that a process holds in tensors, by role; found by walking the tensors, not by asking an engine."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from torch.optim import Optimizer
 
 from distaccum.engines.dtensor import to_local
 
-Places = dict[int, int]
-"""Memory of tensors: by its address, the bytes."""
+Storages = dict[int, int]
+"""Bytes of the memory that tensors lie in, by its address."""
 
 
-def alive() -> Places:
+def live_storages() -> Storages:
     """All memory of tensors that Python can reach, each once, however many tensors lie in it."""
     # type(): isinstance would ask objects that only pretend to have a class, and some of them answer by importing it
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return places(tensors) | places(gradients(tensors))
+    return storages(tensors) | storages(gradients(tensors))
 
 
-def places(tensors: Iterable[Tensor]) -> Places:
-    """The memory of these; that of this rank, where they are sharded."""
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    """The memory of these tensors; of sharded ones this rank's shards."""
     found = {}
     for tensor in map(to_local, tensors):
         if tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
-            with suppress(RuntimeError):  # a fake one, left over from compiling: it has no memory
+            with suppress(RuntimeError):  # a fake tensor, left over from compiling, has no memory
                 if storage.nbytes():
                     found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
 def gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those of them: they need not have been seen by Python before."""
+    """The gradients of these tensors, which Python need not have seen before."""
     for tensor in tensors:
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad
 
 
 def own_memory(parameter: Tensor) -> Iterator[Tensor]:
-    """Where a parameter of the model lies: DeepSpeed's stage 3 keeps its shard beside it."""
+    """The tensors that a parameter of the model lies in: with DeepSpeed's stage 3 its shard is an attribute."""
     yield parameter
     shard = getattr(parameter, "ds_tensor", None)
     if shard is not None:
@@ -54,9 +54,12 @@ def own_memory(parameter: Tensor) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes on one rank at one moment. ``copies``: what the optimizer steps that is not the model's own memory (fp32
-    weights beside those of the forward); ``other``: all that is none of these."""
+class MemoryUse:
+    """Bytes on one rank at one moment.
+
+    ``copies``: weights that the optimizer steps outside the model's own memory (fp32 weights of a 16-bit forward);
+    ``other``: tensors in none of the other roles.
+    """
 
     parameters: int
     copies: int
@@ -65,28 +68,28 @@ class Held:
     other: int
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: Optimizer, baseline: Mapping[int, int]) -> Held:
-        """Now; without what was there in ``baseline``."""
+    def of(cls, model: nn.Module, optimizer: Optimizer, baseline: Mapping[int, int]) -> MemoryUse:
+        """Measures now; memory in ``baseline``, which was there before, is left out."""
         parameters = list(model.parameters())
         stepped: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         stepped += [key for key in optimizer.state if isinstance(key, Tensor)]  # DeepSpeed's stage 3 empties the groups
         states = (value for state in optimizer.state.values() for value in state.values())
         roles = (
-            places(memory for parameter in parameters for memory in own_memory(parameter)),
-            places(stepped),
-            places(gradients([*parameters, *stepped])),
-            places(value for value in states if isinstance(value, Tensor)),
-            alive(),
+            storages(memory for parameter in parameters for memory in own_memory(parameter)),
+            storages(stepped),
+            storages(gradients([*parameters, *stepped])),
+            storages(value for value in states if isinstance(value, Tensor)),
+            live_storages(),
         )
         taken, sums = set(baseline), []
         for role in roles:
-            sums.append(sum(size for place, size in role.items() if place not in taken))
+            sums.append(sum(size for address, size in role.items() if address not in taken))
             taken |= set(role)
         return cls(**dict(zip(cls.__annotations__, sums, strict=True)))
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all roles."""
         return self.parameters + self.copies + self.gradients + self.optimizer + self.other
 
 
@@ -103,10 +106,9 @@ class _MallocInfo(ctypes.Structure):
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that are allocated on ``device``, Python's own small objects left out; 0 where nobody knows.
+    """Bytes that are allocated on ``device`` without Python's own small objects; 0 where nobody knows.
 
-    On the CPU those are the C library's (glibc 2.33 or later), of which tensors are not all: what an import reads in is
-    there too.
+    On the CPU the C library (glibc 2.33 or later) counts them: not only tensors, but also what an import reads in.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)

@@ -1,7 +1,7 @@
-"""What the boundary alone costs: the gradients are there, and unscaling, clipping by norm and the step are to come.
+"""What the boundary of a window costs: unscaling, clipping by norm and the optimizer's step, without the backward.
 
-Torch's textbook sequence, with its default optimizer and with the fused one, and distaccum's, on the same gradients in
-one run. Traffic and operators are counted; times are taken in turn.
+Torch's textbook sequence, with its default optimizer and with the fused one, and distaccum's run on the same gradients.
+Memory traffic and operators are counted; times are taken in turn.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GradientTraffic(TorchDispatchMode):
 
 
 def shapes(size: int) -> list[tuple[int, ...]]:
-    """Those of a GPT with about ``size`` parameters: 33 matrices and 49 vectors."""
+    """The shapes of a GPT with about ``size`` parameters: 33 matrices and 49 vectors."""
     width = max(8, round((size / (12 * LAYERS + 16)) ** 0.5 / 8) * 8)
     layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     vectors = [(width,), (width,), (3 * width,), (width,), (4 * width,), (width,)]
@@ -81,7 +81,7 @@ def shapes(size: int) -> list[tuple[int, ...]]:
 
 
 def textbook(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> OptimizerStep:
-    """As torch's documentation writes it."""
+    """The sequence of torch's documentation."""
     optimizer, scaler = AdamW(parameters, **options), torch.amp.GradScaler(device.type, init_scale=SCALE)
     scaler.scale(torch.zeros((), device=device))  # it makes the scale in its first call
 
@@ -95,7 +95,7 @@ def textbook(parameters: list[nn.Parameter], device: torch.device, **options: An
 
 
 def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> OptimizerStep:
-    """As ``DDPEngine.step`` does it."""
+    """The sequence of ``DDPEngine.step``."""
     optimizer, scaler = AdamW(parameters, **options), LossScaler(device, init_scale=SCALE)
     named = {str(i): parameter for i, parameter in enumerate(parameters)}
     update = FusedUpdate([optimizer], named, clip_norm=CLIP_NORM, clip_value=None)
@@ -108,7 +108,7 @@ def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: A
     return boundary
 
 
-WAYS: dict[str, Callable[[list[nn.Parameter], torch.device], OptimizerStep]] = {
+VARIANTS: dict[str, Callable[[list[nn.Parameter], torch.device], OptimizerStep]] = {
     DEFAULT: textbook,
     FUSED: lambda parameters, device: textbook(parameters, device, fused=True),
     OURS: lambda parameters, device: distaccum(parameters, device, fused=True),
@@ -117,7 +117,7 @@ WAYS: dict[str, Callable[[list[nn.Parameter], torch.device], OptimizerStep]] = {
 
 
 def seconds(work: OptimizerStep, device: torch.device) -> float:
-    """Until the device is done."""
+    """Seconds of ``work`` until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = perf_counter()
@@ -128,29 +128,29 @@ def seconds(work: OptimizerStep, device: torch.device) -> float:
 
 
 def measure(size: int, device: torch.device, *, pairs: int) -> Figures:
-    """All figures of one size; every way has its own weights, from the same start, and steps on the same gradients."""
+    """All figures of one size; each variant has its own weights, equal at first, and steps on the same gradients."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in shapes(size)]
     elements = sum(weight.numel() for weight in weights)
     rough = NORM * SCALE / elements**0.5
     source = [(torch.randn(weight.shape, generator=generator) * rough).to(device) for weight in weights]
     gradients = [gradient.clone() for gradient in source]
-    models = {name: [nn.Parameter(weight.to(device, copy=True)) for weight in weights] for name in WAYS}
+    models = {name: [nn.Parameter(weight.to(device, copy=True)) for weight in weights] for name in VARIANTS}
     for parameter, gradient in ((p, g) for model in models.values() for p, g in zip(model, gradients, strict=True)):
         parameter.grad = gradient
-    ways = {name: make(models[name], device) for name, make in WAYS.items()}
+    variants = {name: make(models[name], device) for name, make in VARIANTS.items()}
 
     def refill() -> None:
         torch._foreach_copy_(gradients, source)
 
     figures: Figures = {"parameters": elements, "tensors": len(weights)}
-    for name, way in ways.items():
+    for name, variant in variants.items():
         for _ in range(2):  # the first step makes the optimizer's state
             refill()
-            way()
+            variant()
         refill()
         with GradientTraffic(gradients) as traffic:
-            way()
+            variant()
         figures[name] = {
             "gradient bytes / parameters": traffic.bytes / (4 * elements),
             "aten ops": traffic.operators,
@@ -160,14 +160,14 @@ def measure(size: int, device: torch.device, *, pairs: int) -> Figures:
         }
     with GradientTraffic(gradients) as traffic:
         zero_in_place(models[OURS])
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     zeroing = []
     for _ in range(pairs):
-        for name, way in ways.items():
+        for name, variant in variants.items():
             refill()
-            times[name].append(seconds(way, device))
+            times[name].append(seconds(variant, device))
         zeroing.append(seconds(lambda: zero_in_place(models[OURS]), device))
-    for name in ways:
+    for name in variants:
         figures[name] |= {"ms": _summary([1e3 * time for time in times[name]])} | {
             f"time / {base}": _summary([a / b for a, b in zip(times[name], times[base], strict=True)])
             for base in (DEFAULT, FUSED)
@@ -185,23 +185,23 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 
 def compare(world: World, sizes: Sequence[int], *, pairs: int) -> Figures:
-    """The figures by size; ``pairs`` times each, in turn."""
+    """The figures by size; each variant is timed ``pairs`` times, in turn."""
     return {str(size): measure(size, world.device, pairs=pairs) for size in sizes}
 
 
 def show(figures: Figures, device: torch.device) -> None:
-    """Prints one table a size; times are minimum / median."""
+    """Prints a table for each size; times are minimum / median."""
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     for row in figures.values():
         title = f"boundary of {row['parameters']:,} parameters in {row['tensors']} tensors, {device.type}{threads}"
         caption = "time: minimum / median of pairs"
         table = Table("", "bytes", "ops", "ms", f"/ {DEFAULT}", f"/ {FUSED}", title=title, caption=caption)
-        for name, way in row.items():
-            if not isinstance(way, dict):
+        for name, found in row.items():
+            if not isinstance(found, dict):
                 continue
             times = [
-                f"{way[key]['min']:.2f} / {way[key]['median']:.2f}" if key in way else "-"
+                f"{found[key]['min']:.2f} / {found[key]['median']:.2f}" if key in found else "-"
                 for key in ("ms", f"time / {DEFAULT}", f"time / {FUSED}")
             ]
-            table.add_row(name, f"{way['gradient bytes / parameters']:.2f}x", str(way["aten ops"]), *times)
+            table.add_row(name, f"{found['gradient bytes / parameters']:.2f}x", str(found["aten ops"]), *times)
         Console().print(table)

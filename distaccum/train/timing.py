@@ -1,4 +1,4 @@
-"""How long micro-steps and updates take where nothing is sent: what a forecast is told about a machine."""
+"""Times micro-steps and updates on one rank, without communication: what a forecast has to know about a machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distaccum.train.components import TrainingComponents
 MILLI = 1e-3
 
 
-class Local:
-    """A model of its own on this rank alone, trained on windows by a plain loop; each of its steps is timed."""
+class LocalTimer:
+    """Trains a model on this rank alone, window by window in a plain loop, and times its steps."""
 
-    def __init__(self, parts: TrainingComponents, device: torch.device) -> None:
-        self._parts, self._device = parts, device
-        self._model = parts.model.to(device)
+    def __init__(self, components: TrainingComponents, device: torch.device) -> None:
+        self._components, self._device = components, device
+        self._model = components.model.to(device)
         self._micro_steps: list[float] = []
         self._updates: list[float] = []
 
@@ -30,15 +30,15 @@ class Local:
         began = self._now()
         for micro in window.micro_batches:
             batch = to_device(micro.batch, self._device)
-            with self._parts.policy.autocast(self._device):
-                total = self._parts.loss(self._model, batch)
-            normalize_loss(total, window.counts, gradient_divide_factor=1).backward()
+            with self._components.policy.autocast(self._device):
+                total = self._components.loss(self._model, batch)
+            normalize_loss(total, window.counts, gradient_divide_factor=1).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._micro_steps.append((self._now() - began) / len(window.micro_batches))
         began = self._now()
-        clip_norm = self._parts.config.optim.clip_norm
+        clip_norm = self._components.config.optim.clip_norm
         if clip_norm:
             nn.utils.clip_grad_norm_(self._model.parameters(), clip_norm)
-        for optimizer in self._parts.optimizers:
+        for optimizer in self._components.optimizers:
             optimizer.step()
         for parameter in self._model.parameters():
             if parameter.grad is not None:
@@ -46,18 +46,18 @@ class Local:
         self._updates.append(self._now() - began)
 
     def forget(self) -> None:
-        """What was timed so far."""
+        """Drops what was timed so far."""
         self._micro_steps.clear()
         self._updates.clear()
 
     @property
     def micro_step_ms(self) -> float:
-        """The mean of a window, and the median of these."""
+        """Milliseconds of a micro-step: the median over the windows of each window's mean."""
         return median(self._micro_steps) / MILLI
 
     @property
     def update_ms(self) -> float:
-        """The median."""
+        """Milliseconds of an update: the median over the windows."""
         return median(self._updates) / MILLI
 
     def _now(self) -> float:

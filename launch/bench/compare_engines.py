@@ -1,11 +1,11 @@
-"""The main job once on each engine, and what they learned side by side: a table, and a plot of all their curves.
+"""The main job once on each engine, and how far their losses are apart: a table, and a plot of all their curves.
 
-``python launch/overlay.py`` or, with some of its keys, ``python launch/overlay.py engines=[ddp,fsdp2/sync=every]
-steps=20``. An engine may be given with settings of its own: ``deepspeed/stage=3``. The first one is what the others are
-compared with. Every run is the default one (``launch/train.py``), with its loss logged at every update and evaluated at
-its end; one of fewer than 300 steps has a warm-up and a decay as much shorter, so that its curve is one of its own.
-Runs go to ``out``/ENGINE, the table to ``out``/overlay.md, the plot to ``plot``. ``train=false`` draws what is there
-already. It exits with 1 where an engine ends farther from the first one than ``within``.
+``python launch/bench compare_engines`` or, with some of its keys, ``python launch/bench compare_engines
+engines=[ddp,fsdp2/sync=every] steps=20``. An engine may have settings: ``deepspeed/stage=3``. The others are compared
+with the first one. Every run is the default one (``launch/train.py``), with its loss logged at every update and
+evaluated at its end; a run of fewer than 300 steps has a shorter warm-up and decay, in proportion.
+Runs go to ``out``/ENGINE, the table to ``out``/overlay.md, the plot to ``plot``. ``train=false`` draws the runs that
+are there already. It exits with 1 where an engine ends farther from the first one than ``within``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from distaccum.errors import ConfigError
+from distaccum.train.command import plot_file
+from launch import python_path
+from launch.bench.variant import installed_version
 
 WARM_UP, STEPS = 60, 300  # of the default run
 NEEDS = {"deepspeed": "deepspeed"}  # packages, by engine
@@ -43,12 +47,12 @@ class Options:
 
 
 def folder_of(options: Options, engine: str) -> Path:
-    """Where an engine's run is."""
+    """The run directory of an engine."""
     return options.out / engine.replace("/", "-").replace("=", "-")
 
 
 def train(options: Options, engine: str) -> int:
-    """Runs the main job on it, and gives its exit code; what it says goes to the console."""
+    """Runs the main job on an engine, with its output on the console; returns its exit code."""
     name, *settings = engine.split("/")
     arguments = [
         f"engine={name}",
@@ -65,7 +69,7 @@ def train(options: Options, engine: str) -> int:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks))}
     command = [*start, "-m", "distaccum.train", *arguments]
-    return subprocess.run(command, check=False, env=threads | dict(os.environ)).returncode  # noqa: S603  as the user asks
+    return subprocess.run(command, check=False, env=threads | dict(os.environ) | python_path()).returncode  # noqa: S603  as the user asks
 
 
 def losses(records: Records) -> dict[int, float]:
@@ -74,17 +78,17 @@ def losses(records: Records) -> dict[int, float]:
 
 
 def held_out(records: Records) -> float:
-    """Bits per byte of the last evaluation; NaN where the run did not come to one."""
+    """Bits per byte of the last evaluation; NaN where the run has none."""
     return float([math.nan, *(r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r)][-1])
 
 
 def relative(ours: dict[int, float], first: dict[int, float]) -> dict[int, float]:
-    """How far a curve is from the first one, relative to that, by update."""
+    """The distance of a curve from the first one, relative to that, by update."""
     return {step: abs(loss / first[step] - 1) for step, loss in ours.items() if step in first}
 
 
 def table(runs: dict[str, Records], absent: list[str]) -> str:
-    """Markdown: where each engine ended, and how far from the first one it was at most."""
+    """Markdown: where each engine ended, and its largest distance from the first one."""
     first, *_ = runs
     curve, end = losses(runs[first]), held_out(runs[first])
     lines = [
@@ -106,7 +110,7 @@ def far_off(runs: dict[str, Records], within: float) -> list[str]:
 
 
 def draw(runs: dict[str, Records], path: Path) -> None:
-    """All losses over each other, and below them the distances to the first one; a PNG."""
+    """Draws all losses over each other, and below them the distances to the first one, to a PNG."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     first, *others = runs
@@ -130,42 +134,43 @@ def draw(runs: dict[str, Records], path: Path) -> None:
 
 
 def main() -> int:
-    """The exit code."""
+    """Runs the command; returns its exit code."""
     try:
         given = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_cli())
         options = cast(Options, OmegaConf.to_object(given))
+        plot = plot_file("plot", options.plot, options.out / "overlay.png")
     except OmegaConfBaseException as error:
-        print(f"overlay: {str(error).splitlines()[0]}. Its keys: {', '.join(vars(Options()))}", file=sys.stderr)  # noqa: T201
-        return 2
-    if find_spec("matplotlib") is None:
-        print("overlay: the plot needs matplotlib: pip install 'distaccum[plot]'", file=sys.stderr)  # noqa: T201
-        return 2
+        return _complain(f"{str(error).splitlines()[0]}. Its keys: {', '.join(vars(Options()))}")
+    except ConfigError as error:
+        return _complain(str(error))
     needed = {engine: NEEDS.get(engine.split("/")[0]) for engine in options.engines}
-    absent = [engine for engine, package in needed.items() if package and find_spec(package) is None]
+    absent = [engine for engine, package in needed.items() if package and installed_version(package) is None]
     present = [engine for engine in options.engines if engine not in absent]
     if options.train:
         for engine in present:
             if train(options, engine):
-                print(f"overlay: engine={engine} failed; see above", file=sys.stderr)  # noqa: T201
+                _complain(f"engine={engine} failed; see above")
                 return 1
     missing = [engine for engine in present if not (folder_of(options, engine) / "metrics.jsonl").is_file()]
     if missing or not present:
         wanted = ", ".join(missing) or "any engine"
-        print(f"overlay: no run of {wanted} in {options.out}; use train=true", file=sys.stderr)  # noqa: T201
-        return 2
+        return _complain(f"no run of {wanted} in {options.out}; use train=true")
     runs = {
         engine: [json.loads(line) for line in (folder_of(options, engine) / "metrics.jsonl").read_text().splitlines()]
         for engine in present
     }
     text = table(runs, absent)
     (options.out / "overlay.md").write_text(text)
-    draw(runs, options.plot or options.out / "overlay.png")
+    if plot is not None:
+        draw(runs, plot)
     print(text)  # noqa: T201
     off = far_off(runs, options.within)
     if off:
-        print(f"overlay: farther than {options.within:.1%} from {present[0]}: {', '.join(off)}", file=sys.stderr)  # noqa: T201
+        _complain(f"farther than {options.within:.1%} from {present[0]}: {', '.join(off)}")
     return 1 if off else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _complain(problem: str) -> int:
+    """Prints one line on stderr; returns the exit code of bad settings."""
+    print(f"compare_engines: {problem}", file=sys.stderr)  # noqa: T201
+    return 2

@@ -1,13 +1,13 @@
 """Two hosts with a slow link between them: what a window takes and sends, and whether the forecast is right.
 
-``python launch/link.py`` (as root), with Hydra overrides: a hand-written DDP loop that reduces every micro-step,
+``python launch/bench network`` (as root), with Hydra overrides: a hand-written DDP loop that reduces every micro-step,
 distaccum, and distaccum with 16-bit reduction, on a link of ``link.mbit``. ``validate=true`` compares forecasts with
 measurements at ``link.rates`` instead, and exits with 1 where one is off by more than ``link.within``.
 
-The hosts are network namespaces of this machine (``link_hosts.py``). Bytes are what the interface's counter says has
-left a host, Ethernet, IP and TCP headers, acknowledgements and the launcher's messages included. The forecast is told
-the rate, the latency of a small all-reduce, and what micro-steps and updates take where nothing is sent; not the
-window's time. Table, figure and JSON go to the run directory.
+The hosts are network namespaces of this machine (``hosts.py``). Bytes are what the interface's counter says has left a
+host: Ethernet, IP and TCP headers, acknowledgements and the launcher's messages included. The forecast gets the rate,
+the latency of a small all-reduce, and the time of micro-steps and updates without communication; not the window's time.
+Table, figure and JSON go to the run directory.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import link_tables
-from link_command import command, complain
-from link_hosts import LinkError, obstacle, torchrun, two_hosts
-from link_worker import WAYS
 
 from distaccum.config.checks import require, require_count, require_positive
 from distaccum.config.engine import DDPConfig
@@ -36,23 +30,30 @@ from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes, Window
+from distaccum.train.command import command, complain, plot_file
+from launch import python_path
+from launch.bench.network import tables
+from launch.bench.network.hosts import LinkError, obstacle, torchrun, two_hosts
+from launch.bench.network.worker import HANDWRITTEN, VARIANTS
 
 RANKS = 2
 TIMEOUT_S = 1200
-DEFAULT_BUCKETS = {"bucket_cap_mb": 25.0, "first_bucket_mb": 1.0}  # DDP's own, where it is not told
+WORKER = "launch.bench.network.worker"
+DEFAULT_BUCKETS = {"bucket_cap_mb": 25.0, "first_bucket_mb": 1.0}  # DDP's own defaults
 Figures = dict[str, Any]
 
 
-def at_rate(values: dict[str, Any], ways: Sequence[str], *, mbit: float, mtu: int, windows: int) -> Figures:
-    """Measurement and forecast of each way on a link of that rate.
+def at_rate(values: dict[str, Any], names: Sequence[str], *, mbit: float, mtu: int, windows: int) -> Figures:
+    """Measurement and forecast of each of these variants on a link of that rate.
 
     Raises:
         LinkError: a host failed; the message ends with what it said.
     """
     with TemporaryDirectory() as folder, two_hosts(mbit=mbit, mtu=mtu) as hosts:
         asked = Path(folder) / "asked.json"
-        asked.write_text(json.dumps({"config": values, "ways": ways, "windows": windows, "out": folder}))
-        for done in torchrun(hosts, Path(__file__).with_name("link_worker.py"), [str(asked)], timeout=TIMEOUT_S):
+        asked.write_text(json.dumps({"config": values, "variants": names, "windows": windows, "out": folder}))
+        program = ["-m", WORKER, str(asked)]
+        for done in torchrun(hosts, program, timeout=TIMEOUT_S, environment=python_path()):
             if done.returncode:
                 raise LinkError(f"a host failed: {(done.stdout + done.stderr)[-2000:]}")
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
@@ -60,12 +61,12 @@ def at_rate(values: dict[str, Any], ways: Sequence[str], *, mbit: float, mtu: in
         "mbit": mbit,
         "mtu": mtu,
         "latency_us": max(rank["latency_us"] for rank in ranks),
-        "ways": {name: summary(name, values, mbit, ranks) for name in ways},
+        "ways": {name: summary(name, values, mbit, ranks) for name in names},
     }
 
 
 def summary(name: str, values: dict[str, Any], mbit: float, ranks: Sequence[Figures]) -> Figures:
-    """Of the slower host; the other one waits for it."""
+    """The figures of one variant on the slower host, for which the other one waits, and the forecast."""
     found = [rank[name] for rank in ranks]
     row = {
         "seconds": max(median(one["seconds"]) for one in found),
@@ -79,14 +80,13 @@ def summary(name: str, values: dict[str, Any], mbit: float, ranks: Sequence[Figu
 
 
 def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, latency_us: float) -> float:
-    """Seconds of a window, by the forecast."""
-    way, config = WAYS[name], from_node(values)
-    precision = way.config(config).precision
+    """Seconds of a window by the forecast."""
+    config = VARIANTS[name].config(from_node(values))
     job = Job(
         sizes=Sizes(tensors=tuple(row["parameters"])),
         global_batch_size=config.batch.global_size or 0,
         micro_batch_size=config.batch.micro_size,
-        **engine_of(name, config.engine, precision),
+        **engine_of(name, config.engine, config.precision),
     )
     cluster = Cluster(
         nodes=RANKS,
@@ -100,8 +100,8 @@ def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, laten
 
 
 def engine_of(name: str, engine: DDPConfig, precision: PrecisionConfig) -> dict[str, Any]:
-    """What a forecast is told of a way's engine."""
-    if WAYS[name].every:
+    """What a forecast has to know of a variant's engine."""
+    if name == HANDWRITTEN:
         sharding = Sharding(stage=0, every=True, bucket_cap_mb=DEFAULT_BUCKETS["bucket_cap_mb"])
         return {"sharding": sharding, "first_bucket_mb": DEFAULT_BUCKETS["first_bucket_mb"]}
     return {"sharding": Sharding.of(engine), "formats": Formats.of(engine, precision)}
@@ -120,33 +120,33 @@ def check(values: dict[str, Any], options: dict[str, Any]) -> None:
         require_positive("link.rates", rate)
     require_count("link.windows", options["windows"], least=1)
     require(576 <= options["mtu"] <= 65535, "link.mtu", options["mtu"], "no such size", "Use 1500, or 9000")  # noqa: PLR2004
-    if find_spec("matplotlib") is None:
-        raise ConfigError("link.plot", options["plot"], "matplotlib is missing", "pip install 'distaccum[plot]'")
 
 
 def compare(values: dict[str, Any], options: dict[str, Any], folder: Path) -> Figures:
-    """All ways at one rate."""
-    figures = at_rate(values, list(WAYS), **{key: options[key] for key in ("mbit", "mtu", "windows")})
+    """All variants at one rate: a table, and a plot where there is matplotlib."""
+    plot = plot_file("link.plot", options["plot"], folder / "link.png")
+    figures = at_rate(values, list(VARIANTS), **{key: options[key] for key in ("mbit", "mtu", "windows")})
     batch = from_node(values).batch
     figures["accumulation"] = micro_steps_of(range(batch.global_size or 0), RANKS, batch.micro_size)
-    link_tables.show(link_tables.window_rows(figures), link_tables.title(figures), folder / "link.md")
-    link_tables.draw(figures, Path(options["plot"] or folder / "link.png"))
+    tables.show(tables.window_rows(figures), tables.title(figures), folder / "link.md")
+    if plot is not None:
+        tables.draw(figures, plot)
     return figures
 
 
 def validate(values: dict[str, Any], options: dict[str, Any], folder: Path) -> Figures:
-    """The ways that reduce once a window, at each rate."""
-    ways = [name for name, way in WAYS.items() if not way.every]
+    """The variants that reduce once a window, at each rate."""
+    names = [name for name in VARIANTS if name != HANDWRITTEN]
     rates = [
-        at_rate(values, ways, mbit=rate, mtu=options["mtu"], windows=options["windows"]) for rate in options["rates"]
+        at_rate(values, names, mbit=rate, mtu=options["mtu"], windows=options["windows"]) for rate in options["rates"]
     ]
     figures = {"rates": rates}
-    link_tables.show(link_tables.validation_rows(figures), "forecast and measurement", folder / "validation.md")
+    tables.show(tables.validation_rows(figures), "forecast and measurement", folder / "validation.md")
     return figures
 
 
 def run(values: dict[str, Any], folder: Path) -> int:
-    """The command; the exit code."""
+    """Measures as the settings say; returns the exit code."""
     options, validates = values.pop("link"), values.pop("validate")
     check(values, options)
     why_not = obstacle()
@@ -162,6 +162,7 @@ def run(values: dict[str, Any], folder: Path) -> int:
     return int(max(errors, default=0.0) > options["within"])
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Runs the command; returns its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the hosts would be left behind
-    sys.exit(command("link", run))
+    return command("link", run)

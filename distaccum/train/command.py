@@ -1,4 +1,4 @@
-"""A Hydra command that says in one line what is wrong with its settings, and exits with 2."""
+"""Commands other than the main one: Hydra reads their settings; errors in these are one line, and exit code 2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from distaccum.errors import ConfigError
 
 
 def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
-    """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the output folder; the exit code."""
+    """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the run directory; returns the exit code."""
     exit_code = 0
     said, composing, composed = io.StringIO(), ExitStack(), False
 
@@ -36,7 +37,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
             if not any(folder.iterdir()):
                 folder.rmdir()
 
-    composing.enter_context(redirect_stderr(said))  # Hydra would say it in its own words
+    composing.enter_context(redirect_stderr(said))  # Hydra prints its own errors, in its own words
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(task)()
     except SystemExit as stop:
@@ -50,7 +51,20 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
 
 
 def complain(name: str, error: Exception) -> int:
-    """One line on stderr; the exit code of bad settings."""
+    """Prints one line on stderr; returns the exit code of bad settings."""
     kind = "configuration error: " if isinstance(error, ConfigError) else ""
     print(f"{name}: {kind}{error}", file=sys.stderr)  # noqa: T201
     return 2
+
+
+def plot_file(key: str, asked: str | Path | None, default: Path) -> Path | None:
+    """The file of a plot: ``asked``, the value of ``key``, or else ``default``; None without matplotlib.
+
+    Raises:
+        ConfigError: a plot is asked for, and matplotlib is missing.
+    """
+    if find_spec("matplotlib") is not None:
+        return Path(asked or default)
+    if asked is not None:
+        raise ConfigError(key, asked, "matplotlib is missing", "pip install 'distaccum[plot]'")
+    return None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers import IGNORED, PEERS, MicroBatches, peer_version
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from distaccum import Accumulator
 from distaccum.distributed.world import World
 from distaccum.losses.cross_entropy import count_labels
+from launch.bench.other_frameworks import FRAMEWORKS, IGNORED, MicroBatches
 
 VOCABULARY, WIDTH, SAMPLES, LONGEST = 64, 32, 4, 32
 STEPS = 4  # micro-batches of a full window on each rank; a ragged one has half of them
@@ -28,7 +28,7 @@ def make_model() -> nn.Module:
 
 
 def make_micro_batches(rank: int, number: int) -> MicroBatches:
-    """Rows of 1 to 32 tokens, padded with labels that do not count."""
+    """Rows of 1 to 32 tokens, padded to 32 with labels that do not count."""
     generator = torch.Generator().manual_seed(1 + rank)
     batches = []
     for _ in range(number):
@@ -75,21 +75,24 @@ def ours(world: World, micro_batches: MicroBatches) -> Tensor:
 
 
 def compare(world: World) -> Figures:
-    """By framework: its version (None where it is absent), and the relative error of each window."""
+    """Each framework's version (None where it is absent), and the relative error of each window's gradient."""
     figures: Figures = {"distaccum": {"version": ""}}
-    figures |= {name: {"version": peer_version(name)} for name in PEERS}
+    figures |= {name: {"version": framework.version} for name, framework in FRAMEWORKS.items()}
     for window, number in WINDOWS.items():
         expected, micro_batches = truth(world, number), make_micro_batches(world.rank, number)
         for name, row in figures.items():
             if row["version"] is None:
                 continue
-            found = ours(world, micro_batches) if name == "distaccum" else PEERS[name](make_model, micro_batches, STEPS)
+            if name == "distaccum":
+                found = ours(world, micro_batches)
+            else:
+                found = FRAMEWORKS[name].run(make_model, micro_batches, STEPS)
             row[window] = None if found is None else float((found - expected).norm() / expected.norm())
     return figures
 
 
 def show(figures: Figures, world: World) -> None:
-    """Prints the table."""
+    """Prints a line for each framework."""
     title = f"relative error of a window's gradient, {world.size} ranks x {STEPS} micro-batches of unequal lengths"
     table = Table("", "version", *WINDOWS, title=title)
     for name, row in figures.items():

@@ -1,0 +1,214 @@
+"""What a run would hold, send and take on a cluster, before it is started: the command ``distaccum-plan``.
+
+``distaccum-plan engine=fsdp2 cluster.nodes=8 cluster.link_gbps=25 cluster.micro_step_ms=90`` takes the main job's
+overrides and those of ``cluster`` (see ``conf/plan.yaml``); it prints tables, and writes JSON and a plot. Parameters
+are counted on the meta device, so the model may be larger than this machine. Without ``cluster.micro_step_ms`` a few
+real micro-steps run here, in a plain loop in the run's precision. The model of communication is ``distaccum.forecast``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from distaccum.config.engine import DDPConfig
+from distaccum.config.instantiate import build
+from distaccum.config.schema import RunConfig, from_node
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.factory import build_loader
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.world import open_world
+from distaccum.engines.factory import blocks_of
+from distaccum.errors import ConfigError
+from distaccum.forecast.cluster import MILLI, Cluster
+from distaccum.forecast.report import report
+from distaccum.forecast.sharding import Formats, Sharding
+from distaccum.forecast.window import Job, Sizes
+from distaccum.train.command import command, plot_file
+from distaccum.train.components import components_from_config
+from distaccum.train.optimizer import build_optimizer
+from distaccum.train.timing import LocalTimer
+
+MIB = 2**20
+WARM_UP, TIMED = 2, 5  # micro-steps that are measured
+SIDE = 64  # of the matrix on which an optimizer makes its state
+Values = dict[str, Any]
+
+
+def sizes_of(config: RunConfig) -> Sizes:
+    """The sizes of the model, which is built without memory.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    with torch.device("meta"):
+        model: nn.Module = build("model", config.model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    claimed: set[int] = set()
+    blocks = []
+    for block in blocks_of(model, config.engine):  # inner ones first
+        own = [p for p in block.parameters() if p.requires_grad and id(p) not in claimed]
+        claimed |= {id(parameter) for parameter in own}
+        blocks.append(sum(parameter.numel() for parameter in own))
+    return Sizes(
+        tensors=tuple(parameter.numel() for parameter in trained),
+        blocks=tuple(reversed(blocks)),
+        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+    )
+
+
+def moments_of(config: RunConfig) -> float:
+    """Bytes of the optimizer's state for each element of a matrix, found by stepping one."""
+    model = nn.Linear(SIDE, SIDE, bias=False)
+    optimizer = build_optimizer(config.optim, model, torch.device("cpu"))
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    state = optimizer.state[model.weight].values()
+    tensors = [value for value in state if isinstance(value, torch.Tensor) and value.numel() > 1]
+    return sum(tensor.nbytes for tensor in tensors) / SIDE**2
+
+
+def measured(config: RunConfig, cluster: Cluster) -> Cluster:
+    """The cluster with micro-steps and updates as this machine takes them."""
+    alone = replace(config, engine=DDPConfig(), batch=replace(config.batch, global_size=config.batch.micro_size))
+    ranks = LaunchEnvironment()
+    with open_world(ranks, ranks.store(), ranks.device()) as world:
+        components = components_from_config(alone, world_size=1, device=world.device)
+        timer = LocalTimer(components, world.device)
+        loader = build_loader(components.source, components.plan, world)
+        windows = loader.windows(0, 0, GlobalCounter(world, components.loss.count))
+        for i, window in enumerate(islice(windows, WARM_UP + TIMED)):
+            if i == WARM_UP:
+                timer.forget()
+            timer.run(window)
+    return replace(cluster, micro_step_ms=timer.micro_step_ms, update_ms=timer.update_ms)
+
+
+def show(values: Values) -> None:
+    """Prints the tables."""
+    batch, model, step = values["batch"], values["model"], values["step"]
+    console = Console()
+    say = console.out
+    say(f"model      {model['parameters']:,} parameters in {model['tensors']} tensors, {model['blocks']} blocks")
+    say(f"engine     {values['engine']}; {values['precision']}")
+    update = f"{batch['ranks']} ranks x {batch['accumulation']} micro-steps of at most {batch['micro_size']}"
+    say(f"plan       global batch {batch['global_size']} samples = {update}")
+    if batch["idle"]:
+        say(f"           {batch['idle']} ranks have nothing to do: there are fewer samples than ranks")
+    parts = (f"{step[key] / MILLI:,.1f} ms {word}" for key, word in PARTS.items())
+    say(f"window     {step['seconds'] / MILLI:,.1f} ms: {', '.join(parts)}")
+    memory = Table("a rank holds", *values["memory"], caption="activations and gathered blocks are not modelled")
+    memory.add_row("MiB", *(f"{size / MIB:,.2f}" for size in values["memory"].values()))
+    console.print(memory)
+    kinds = {kind: size for kind, size in values["sent"].items() if size}
+    sent = Table("a rank sends in a window", *kinds, "all")
+    sent.add_row("MiB", *(f"{size / MIB:,.2f}" for size in (*kinds.values(), sum(kinds.values()))))
+    console.print(sent)
+    console.print(scaling_table(values))
+
+
+PARTS = {"compute": "of computing", "update": "of updating", "exposed": "of waiting for the network"}
+
+
+def scaling_table(values: Values) -> Table:
+    """A line for each number of ranks; the planned one is marked."""
+    columns = ("ranks", "micro-steps", "window ms", "computing", "waiting", "efficiency", "idle")
+    table = Table(title="the same global batch on more ranks (* planned)")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in values["scaling"]:
+        mark = "*" if row["ranks"] == values["batch"]["ranks"] else ""
+        times = (f"{row[key] / MILLI:,.1f}" for key in ("seconds", "compute", "exposed"))
+        idle = str(row["idle"]) if row["idle"] else ""
+        table.add_row(f"{mark}{row['ranks']}", str(row["accumulation"]), *times, f"{row['efficiency']:.1%}", idle)
+    return table
+
+
+def draw(values: Values, path: Path) -> None:
+    """Draws efficiency and step time over the number of ranks to a PNG."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+
+    rows = values["scaling"]
+    ranks = [row["ranks"] for row in rows]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure.suptitle(f"{values['engine']}: global batch {values['batch']['global_size']}, forecast", fontsize=10)
+    left, right = figure.subplots(1, 2)
+    left.plot(ranks, [100 * row["efficiency"] for row in rows], marker=".")
+    left.set_ylabel("efficiency (%)")
+    left.set_ylim(0, 105)
+    right.plot(ranks, [row["seconds"] / MILLI for row in rows], marker=".", label="window")
+    right.plot(ranks, [row["compute"] / MILLI for row in rows], linestyle="--", color="0.5", label="computing")
+    right.set_ylabel("time of a window (ms)")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("ranks")
+        axes.axvline(values["batch"]["ranks"], color="0.4", linewidth=0.8, linestyle=":", label="planned")
+        if values["batch"]["global_size"] < ranks[-1]:
+            label = "more ranks than samples"
+            axes.axvspan(values["batch"]["global_size"], ranks[-1], color="0.93", zorder=0, label=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def plan(values: Values) -> Values:
+    """All figures of a configuration, given as nested plain values with those of ``cluster``.
+
+    Raises:
+        ConfigError: the configuration cannot be planned.
+    """
+    cluster = Cluster(**values.pop("cluster"))
+    config = from_node(values)
+    if config.batch.global_size is None:
+        remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
+        raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
+    sizes = sizes_of(config)
+    formats = Formats.of(config.engine, config.precision, moments_of(config))
+    job = Job(
+        sizes=sizes,
+        sharding=Sharding.of(config.engine),
+        formats=formats,
+        global_batch_size=config.batch.global_size,
+        micro_batch_size=config.batch.micro_size,
+    )
+    guess = replace(cluster, micro_step_ms=cluster.micro_step_ms or 1.0)
+    report(job, guess, [cluster.ranks])  # raises for what cannot work, before anything is measured
+    if cluster.micro_step_ms is None:
+        cluster = measured(config, cluster)
+    model = {"parameters": sizes.elements + sizes.frozen, "tensors": len(sizes.tensors), "blocks": len(sizes.blocks)}
+    plain = vars(type(config.engine)())
+    settings = [f"{key}={value}" for key, value in vars(config.engine).items() if value != plain[key]]
+    engine = ", ".join([config.engine.name, *settings])
+    precision = f"{config.precision.name}, gradients travel in {config.precision.reduce_dtype}"
+    about = {"model": model, "block_sizes": sizes.blocks, "engine": engine, "precision": precision}
+    return about | {"cluster": vars(cluster)} | report(job, cluster)
+
+
+def run(values: Values, folder: Path) -> int:
+    """Prints and writes the figures; returns the exit code."""
+    outputs = values.pop("plan")
+    plot = plot_file("plan.plot", outputs["plot"], folder / "plan.png")
+    figures = plan(values)
+    show(figures)
+    file = Path(outputs["json"] or folder / "plan.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(figures, indent=2))
+    if plot is not None:
+        draw(figures, plot)
+    return 0
+
+
+def main() -> None:
+    """Runs the command, and exits: with 2 where the settings are wrong."""
+    sys.exit(command("plan", run))

@@ -1,0 +1,62 @@
+"""The command ``python launch/bench [PROGRAM] [overrides]``, also under torchrun.
+
+Without a program it takes Hydra overrides of ``conf/bench.yaml`` and measures one of
+
+- what a window costs (``throughput.py``), by default;
+- ``exactness=true``: how far each framework's gradient is from that of the global batch;
+- ``boundary=true``: unscaling, clipping and the optimizer's step alone (``optimizer_step.py``);
+- ``engines=true``: what a rank holds and sends with each engine.
+
+``network`` measures two hosts with a slow link between them (``conf/link.yaml``), ``compare_engines`` trains the main
+job once on each engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from distaccum.config.schema import conf_dir, from_node, plain
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.world import open_world
+from launch.bench import compare_engines, engines, exactness, optimizer_step, tables, throughput
+from launch.bench.network import main as network
+
+PROGRAMS = {"network": network.main, "compare_engines": compare_engines.main}
+
+
+def run(node: DictConfig) -> None:
+    """Measures on this rank; rank 0 prints the figures, and writes them to ``bench.json`` in the run directory."""
+    values, folder = plain(node), Path(HydraConfig.get().runtime.output_dir)
+    options = values.pop("bench")
+    sizes = options.pop("boundary_sizes")
+    wanted = {name for name in ("exactness", "boundary", "engines") if values.pop(name)}
+    config, ranks = from_node(values), LaunchEnvironment.from_environment()
+    with open_world(ranks, ranks.store(), ranks.device()) as world:
+        if "exactness" in wanted:
+            figures, show = exactness.compare(world), partial(exactness.show, world=world)
+        elif "boundary" in wanted:
+            figures = optimizer_step.compare(world, sizes, pairs=options["pairs"])
+            show = partial(optimizer_step.show, device=world.device)
+        elif "engines" in wanted:
+            figures, show = engines.compare(config, world), partial(tables.show, path=folder / "engines.md")
+        else:
+            figures = throughput.compare(config, world, folder, **options)
+            show = partial(throughput.show, ranks=world.size)
+        if world.is_main:
+            show(figures)
+            (folder / "bench.json").write_text(json.dumps(figures, indent=2))
+
+
+def main() -> int:
+    """Runs the command; returns its exit code."""
+    if sys.argv[1:] and sys.argv[1] in PROGRAMS:
+        return PROGRAMS[sys.argv.pop(1)]()
+    hydra.main(config_path=str(conf_dir()), config_name="bench", version_base="1.3")(run)()
+    return 0
