@@ -28,7 +28,6 @@ from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.engines.fsdp2 import checks as fsdp2_checks
 from distaccum.engines.fsdp2 import engine as fsdp2
-from distaccum.engines.fsdp2 import wrap as fsdp2_wrap
 from distaccum.engines.zero1 import ZeRO1
 from distaccum.errors import ConfigError
 from distaccum.precision import hardware
@@ -271,4 +270,6 @@ def blocks_of(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:
     Raises:
         ConfigError: a name matches nothing.
     """
-    return fsdp2_wrap.blocks_of(model, getattr(engine, "blocks", ()))
+    from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
+
+    return wrap.blocks_of(model, getattr(engine, "blocks", ()))
