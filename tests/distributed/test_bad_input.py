@@ -147,7 +147,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(answers: dict[str, tuple[int, 
 
 @pytest.mark.parametrize("arguments", [["optim.lr=abc"], ["batch.micro_size=1000"]], ids=["composing", "building"])
 def test_under_torchrun_it_is_said_once_before_any_process_group(tmp_path: Path, arguments: list[str]) -> None:
-    finished = run(*arguments, f"hydra.run.dir={tmp_path}", world=2)
+    finished = run(*arguments, f"hydra.run.dir={tmp_path}", world=2, torchrun=True)
     assert finished.returncode != 0  # torchrun's own, which is 1 for any failure
     assert finished.stderr.count("configuration error") == 1
     assert "exitcode  : 2" in finished.stderr

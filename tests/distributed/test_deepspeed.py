@@ -37,10 +37,10 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 
 def launch(world: int, folder: Path, *parts: str) -> Mapping[str, Any]:
-    """Runs the worker under torchrun, with one process too, as DeepSpeed wants it."""
+    """Runs the worker under torchrun, with one process too, as DeepSpeed wants it; its imports say nothing either."""
     result = folder / "result.json"
     arguments = ("--standalone", f"--nproc-per-node={world}", WORKER, result, *parts)
-    finished = run_script(*arguments, script=TORCHRUN, timeout=280, PYTHONPATH=str(ROOT))
+    finished = run_script(*arguments, script=TORCHRUN, warm="torch", timeout=280, PYTHONPATH=str(ROOT))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     noise = [line for line in (finished.stdout + finished.stderr).splitlines() if "OMP_NUM_THREADS" not in line]
     assert not [line for line in noise if "DeepSpeed" in line or "Warning" in line], noise

@@ -21,7 +21,9 @@ def _errors(folder: Path, cells: Sequence[Cell], world: int, timeout: float) -> 
     asked, answered = folder / f"cells-{world}.json", folder / f"errors-{world}.json"
     asked.write_text(json.dumps([asdict(cell) for cell in chosen]))
     extra = {"LOCAL_RANK": "0"} if world == 1 else {}  # DeepSpeed asks for it
-    succeed(answered, asked, world=world, script=WORKER, timeout=timeout, PYTHONPATH=str(ROOT), **extra)
+    succeed(
+        answered, asked, world=world, script=WORKER, timeout=timeout, warm="deepspeed", PYTHONPATH=str(ROOT), **extra
+    )
     return dict(zip(chosen, json.loads(answered.read_text()), strict=True))
 
 

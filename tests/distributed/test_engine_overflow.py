@@ -20,7 +20,7 @@ TOLERANCE = 1e-6  # of fp32 weights
 def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, what the worker found: all engines in one launch."""
     path = tmp_path_factory.mktemp("overflow") / "results.json"
-    succeed(path, *ENGINES, world=RANKS, script=WORKER, PYTHONPATH=str(ROOT), timeout=200)
+    succeed(path, *ENGINES, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
     found: list[dict[str, Any]] = json.loads(path.read_text())
     return found
 

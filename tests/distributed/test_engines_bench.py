@@ -36,6 +36,7 @@ def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         f"hydra.run.dir={folder}",
         script=BENCH,
         world=request.param,
+        warm="deepspeed",
         COLUMNS="200",
     )
     found: Figures = json.loads((folder / "bench.json").read_text())

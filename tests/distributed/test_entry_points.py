@@ -36,7 +36,9 @@ METRICS = [
 
 
 def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
-    finished = succeed(*SHORT, "trainer.eval_every=4", "checkpoint.every=2", f"hydra.run.dir={tmp_path}", world=2)
+    finished = succeed(
+        *SHORT, "trainer.eval_every=4", "checkpoint.every=2", f"hydra.run.dir={tmp_path}", world=2, torchrun=True
+    )
     records = metrics(tmp_path)
     assert [list(record) for record in records[:3]] == [METRICS] * 3
     assert list(records[3]) == [*METRICS, "eval_loss", "eval_accuracy", "eval_bits_per_byte"]

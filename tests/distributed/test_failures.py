@@ -30,6 +30,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> No
         f"seed={attempt}",
         f"hydra.run.dir={tmp_path}",
         world=2,
+        torchrun=True,
         PYTHONPATH=str(ROOT),
         timeout=60,
     )

@@ -101,7 +101,7 @@ def largest_error(mutant: Mutant | None, worker: Path, cells: Sequence[Cell], fo
         (copy / file).write_text(text.replace(old, new))
     asked, answered = folder / "cells.json", folder / "errors.json"
     asked.write_text(json.dumps([asdict(cell) for cell in cells]))
-    finished = run(answered, asked, world=2, script=worker, PYTHONPATH=str(folder), timeout=120)
+    finished = run(answered, asked, world=2, script=worker, warm="torch", PYTHONPATH=str(folder), timeout=120)
     if finished.returncode:
         print(finished.stderr)
         return math.inf

@@ -48,15 +48,23 @@ def run(
     script: Path = TRAIN,
     cwd: Path | None = None,
     timeout: float = 240,
+    torchrun: bool = False,
+    warm: str = "distaccum",
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs to the end and returns what it printed; the caller looks at the exit code.
 
-    A single process is forked where imports are done; ranks are started by torchrun, from nothing.
+    The ranks are forked from a process that has imported what ``warm`` says (a name of :data:`forked.WARM`). With
+    ``torchrun`` the real launcher starts them, in fresh interpreters: for tests of what a launcher does.
     """
-    if world == 1:
+    if not torchrun:
         return _FORKS.run(
-            list(map(str, (script, *arguments))), cwd=cwd, environment=environment(**extra), timeout=timeout
+            list(map(str, (script, *arguments))),
+            world=world,
+            warm=warm,
+            cwd=cwd,
+            environment=environment(**extra),
+            timeout=timeout,
         )
     return subprocess.run(
         command(world, script, arguments),
@@ -70,7 +78,7 @@ def run(
 
 
 def succeed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """:func:`run`, which must exit with 0."""
+    """Calls :func:`run` and asserts that the exit code is 0."""
     finished = run(*arguments, **options)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished

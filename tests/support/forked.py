@@ -1,7 +1,12 @@
-"""Starts scripts in processes of their own, forked where all that they import is imported already.
+"""Starts scripts in processes that are forked where everything they import is imported already.
 
-A fresh interpreter spends five seconds on them each time. ``Forks`` is the side of the tests; the other one reads a
-request a line, forks, and answers with the exit code. The child ends as an interpreter does, exit handlers and all.
+A fresh interpreter spends four to five seconds on imports, and torchrun as much again, so most of a test of two ranks
+would be imports. :class:`Forks` is the side of the tests. The other side is this file run as a program: a server that
+reads one request a line, forks one process a rank, and reports each rank's end. A rank is a process of its own, with a
+launcher's environment variables, and ends as an interpreter does, with its exit handlers.
+
+What torchrun itself does (its own exit code and report, restarts, signals to its workers) is not imitated beyond one
+rule: when a rank fails, the others get SIGTERM. Tests of the launcher start the real one.
 """
 
 from __future__ import annotations
@@ -10,91 +15,231 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+GRACE_S = 30  # between SIGTERM and SIGKILL, as torchrun's
+# Libraries read these while they are imported, so that a server serves only requests with the same values.
+_READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")
 
 
 class Forks:
-    """The server, and requests to it. It is started by the first one, and ends with this process."""
+    """The servers and requests to them. A server is started by its first request and ends with this process."""
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[str] | None = None
+        self._servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
 
     def run(
-        self, arguments: Sequence[str], *, cwd: Path | None, environment: Mapping[str, str], timeout: float
+        self,
+        arguments: Sequence[str],
+        *,
+        world: int,
+        warm: str,
+        cwd: Path | None,
+        environment: Mapping[str, str],
+        timeout: float,
     ) -> subprocess.CompletedProcess[str]:
-        """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)``."""
-        server = self._started(environment)
+        """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)``, on ``world`` ranks.
+
+        Args:
+            world: the number of ranks; 1 is a process that no launcher has started.
+            warm: what the server has imported, a name of :data:`WARM`.
+            timeout: in seconds; the ranks that are left are killed then.
+
+        Returns:
+            the exit code of the first rank that failed, or 0; the output of all ranks together.
+        """
+        server = self._server(warm, environment)
         assert server.stdin is not None
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, _Launcher(world) as launcher:
             out, error = Path(folder, "out"), Path(folder, "error")
-            request = {"arguments": list(arguments), "environment": dict(environment), "cwd": str(cwd or Path.cwd())}
-            server.stdin.write(json.dumps(request | {"out": str(out), "error": str(error)}) + "\n")
+            request = {
+                "arguments": list(arguments),
+                "environments": [dict(environment) | launcher.variables(rank) for rank in range(world)],
+                "cwd": str(cwd or Path.cwd()),
+                "out": str(out),
+                "error": str(error),
+            }
+            server.stdin.write(json.dumps(request) + "\n")
             server.stdin.flush()
-            killer = Timer(timeout, os.kill, (int(self._answer(server)), 9))
-            killer.start()
-            try:
-                code = int(self._answer(server))
-            finally:
-                killer.cancel()
+            code = _await_ranks(server, timeout)
             return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
 
-    def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-        if self._server is None or self._server.poll() is not None:
-            self._server = subprocess.Popen(
-                [sys.executable, __file__],
+    def _server(self, warm: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        key = (warm, *(environment.get(name) for name in _READ_AT_IMPORT))
+        server = self._servers.get(key)
+        if server is None or server.poll() is not None:
+            server = self._servers[key] = subprocess.Popen(
+                [sys.executable, __file__, warm],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
                 env=dict(environment) | {"PYTHONPATH": str(ROOT)},
             )
-        return self._server
-
-    @staticmethod
-    def _answer(server: subprocess.Popen[str]) -> str:
-        assert server.stdout is not None
-        return server.stdout.readline()
+        return server
 
 
-def _become(request: Mapping[str, Any]) -> None:
-    """In the child: streams, environment and import path of a fresh interpreter; then the script."""
-    for path, stream in ((request["out"], sys.stdout), (request["error"], sys.stderr)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
+class _Launcher:
+    """Holds the store that the ranks of one request meet in, as torchrun's agent does; a world of one needs none."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._store: Any = None
+
+    def __enter__(self) -> _Launcher:
+        if self._world > 1:
+            from torch.distributed import TCPStore  # noqa: PLC0415  tests of one process need no torch here
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store = None
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Torchrun's environment variables for ``rank``."""
+        if self._store is None:
+            return {}
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world),
+            "LOCAL_WORLD_SIZE": str(self._world),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+
+def _await_ranks(server: subprocess.Popen[str], timeout: float) -> int:
+    """Waits for every rank; when one fails the others get SIGTERM, and SIGKILL after a grace."""
+    left: set[int] = set(_answer(server))
+    timers = [Timer(timeout, _signal, (left, signal.SIGKILL))]
+    timers[0].start()
+    failed = 0
+    try:
+        while left:
+            pid, code = _answer(server)
+            left.discard(pid)
+            if code and not failed:
+                failed = code
+                _signal(left, signal.SIGTERM)
+                timers.append(Timer(GRACE_S, _signal, (left, signal.SIGKILL)))
+                timers[-1].start()
+    finally:
+        for timer in timers:
+            timer.cancel()
+    return failed
+
+
+def _answer(server: subprocess.Popen[str]) -> list[int]:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the server that forks ranks ended with {server.wait()}")
+    found: list[int] = json.loads(line)
+    return found
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in list(pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _warm_torch() -> None:
+    """Only torch: for a copy of the package that the script's own ``PYTHONPATH`` names."""
+    import torch._dynamo  # noqa: PLC0415  every optimizer imports it
+    import torch.distributed.algorithms.ddp_comm_hooks.default_hooks  # noqa: PLC0415
+    import torch.distributed.checkpoint.state_dict  # noqa: PLC0415
+    import torch.distributed.fsdp  # noqa: F401, PLC0415
+
+
+def _warm_distaccum() -> None:
+    _warm_torch()
+    import distaccum.train.cli  # noqa: PLC0415
+    import distaccum.train.trainer  # noqa: F401, PLC0415
+
+    with suppress(ImportError):
+        import sklearn.datasets  # noqa: F401, PLC0415  data=digits
+
+
+def _warm_deepspeed() -> None:
+    _warm_distaccum()
+    import torch  # noqa: PLC0415
+
+    from distaccum.engines.deepspeed.compat import load_deepspeed  # noqa: PLC0415
+    from distaccum.errors import ConfigError  # noqa: PLC0415
+
+    with suppress(ConfigError):  # an optional extra; the script says so again where it needs it
+        load_deepspeed(torch.device("cpu"), planned=True)
+
+
+WARM: dict[str, Callable[[], None]] = {
+    "torch": _warm_torch,
+    "distaccum": _warm_distaccum,
+    "deepspeed": _warm_deepspeed,
+}
+
+
+def _become(request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """In a rank: the streams, environment and import path of a fresh interpreter; then the script."""
+    for path, stream in ((request["out"], 1), (request["error"], 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)  # all ranks write to the same files
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(environment)
     script, *_ = sys.argv = request["arguments"]
     sys.path[0] = str(Path(script).parent)
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     runpy.run_path(script, run_name="__main__")
 
 
+def _serve(answers: int) -> Mapping[str, Any] | None:
+    """Forks the ranks of each request. Returns in a rank with what it is to run, in the server when the pipe closes."""
+
+    def answer(value: object) -> None:
+        os.write(answers, f"{json.dumps(value)}\n".encode())
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = []
+        for environment in request["environments"]:
+            pid = os.fork()
+            if pid == 0:
+                return request | {"environment": environment}
+            pids.append(pid)
+        answer(pids)
+        for _ in pids:
+            pid, state = os.wait()
+            answer([pid, os.waitstatus_to_exitcode(state)])
+    return None
+
+
 def main() -> None:
-    """Serves until the tests close the pipe; returns in children alone."""
-    import torch._dynamo  # noqa: F401, PLC0415  what every optimizer imports
-
-    import distaccum.train.cli  # noqa: F401, PLC0415
-
+    """The server. Its answers have a pipe of their own: what imports print would not be understood as one."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    WARM[sys.argv[1]]()
     sys.path.remove(str(ROOT))  # the server's own PYTHONPATH
     gc.collect()
-    gc.freeze()  # a child's collector would touch, and so copy, all that was imported
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _become(json.loads(line))
-            return
-        print(child, flush=True)
-        _, state = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(state), flush=True)
+    gc.freeze()  # a rank's collector would touch, and so copy, everything that was imported
+    request = _serve(answers)
+    if request is not None:
+        os.close(answers)
+        _become(request, request["environment"])
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Run:
         """As a loop does."""
         world, acc = self.acc.world, self.acc
         run = checkpoint.RunState(
-            progress=acc.progress, position=acc._place.state()["position"], wandb_id="", config={}, callbacks={}
+            progress=acc.progress, position=acc._cursor.state()["position"], wandb_id="", config={}, callbacks={}
         )
         store = CheckpointStore(root, keep=0)
         store.save(
