@@ -25,6 +25,7 @@ from held import Held, alive, allocated
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import settings_of
 from distaccum.config.schema import RunConfig
+from distaccum.config.sharding import Sharding
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.data.window import Window
@@ -33,7 +34,6 @@ from distaccum.engines.base import Engine
 from distaccum.engines.factory import create_engine
 from distaccum.forecast import volume as theory
 from distaccum.forecast.collectives import KINDS, ring_bytes
-from distaccum.forecast.sharding import Sharding
 from distaccum.losses.base import Loss
 from distaccum.testing.counters import CollectiveCounter
 from distaccum.train.components import TrainingComponents, components_from_config
@@ -58,7 +58,7 @@ class Way:
     @property
     def sharding(self) -> Sharding:
         """What the theory knows of it."""
-        return Sharding.of(settings_of(self.engine)(**self.options))
+        return settings_of(self.engine)(**self.options).sharding()
 
     @property
     def version(self) -> str | None:

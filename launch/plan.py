@@ -34,7 +34,6 @@ from distaccum.engines.fsdp2.wrap import blocks_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.report import report
-from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes
 from distaccum.train.components import components_from_config
 from distaccum.train.optimizer import build_optimizer
@@ -176,10 +175,10 @@ def plan(values: Values) -> Values:
         remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
         raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
     sizes = sizes_of(config)
-    formats = Formats.of(config.engine, config.precision, moments_of(config))
+    formats = config.engine.formats(config.precision, moments_of(config))
     job = Job(
         sizes=sizes,
-        sharding=Sharding.of(config.engine),
+        sharding=config.engine.sharding(),
         formats=formats,
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.micro_size,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from distaccum.config.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.forecast.collectives import KINDS, ring_bytes
-from distaccum.forecast.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 
 FP32 = Formats()
 
