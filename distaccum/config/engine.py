@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from distaccum.config.checks import require, require_choice, require_count, require_positive, require_types
+from distaccum.config.precision import PrecisionConfig
+from distaccum.config.sharding import (
+    ADAM,
+    FULL,
+    GRADIENT_STAGE,
+    HALF,
+    OPTIMIZER_STAGE,
+    PARAMETER_STAGE,
+    Formats,
+    Sharding,
+)
 from distaccum.errors import ConfigError, near_misses
 
 SYNCS = ("boundary", "every")
@@ -17,7 +29,34 @@ BY_PARAMETER = "kept by parameter name"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig:
+class EngineConfig(ABC):
+    """What all engines' settings have; an engine is one subclass here and one line in ``engines/factory.py``."""
+
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        own = type(self).name
+        require(self.name == own, "engine.name", self.name, f"this is {type(self).__name__}", "Leave it out")
+
+    def optimizer_format(self, world_size: int, precision: str) -> str:
+        """Which checkpoints' optimizer state the engine reads, on ``world_size`` ranks in that precision."""
+        return BY_PARAMETER
+
+    @abstractmethod
+    def sharding(self) -> Sharding:
+        """What a forecast counts with."""
+
+    def formats(self, precision: PrecisionConfig, moments: float = ADAM) -> Formats:
+        """Bytes an element in a precision, with an optimizer that keeps ``moments`` bytes an element."""
+        reduced = FULL if precision.reduce_dtype == "fp32" else HALF
+        return replace(self._formats(precision), moments=moments, reduced=reduced)
+
+    def _formats(self, precision: PrecisionConfig) -> Formats:
+        return Formats()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(EngineConfig):
     """Everything replicated; gradients all-reduced in buckets.
 
     ``bucket_cap_mb`` (MiB) bounds one reduction; ``find_unused_parameters`` lets parts of the model sit a step out.
@@ -28,24 +67,28 @@ class DDPConfig:
     find_unused_parameters: bool = False
 
     def __post_init__(self) -> None:
-        _require_own_name(self)
+        super().__post_init__()
         require_types("engine", self, bucket_cap_mb=float, find_unused_parameters=bool)
         require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
 
-    def optimizer_format(self, _: int, __: str) -> str:
-        """Which checkpoints' optimizer state the engine can go on from, on so many ranks in that precision."""
-        return BY_PARAMETER
+    def sharding(self) -> Sharding:
+        """See ``EngineConfig``."""
+        return Sharding(stage=0, bucket_cap_mb=self.bucket_cap_mb)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Zero1Config(DDPConfig):
-    """As ``ddp``, with the optimizer's state on one rank each."""
+    """As ``ddp``, with the optimizer state of each parameter on one rank."""
 
     name: str = "zero1"
 
+    def sharding(self) -> Sharding:
+        """See ``EngineConfig``."""
+        return replace(super().sharding(), stage=OPTIMIZER_STAGE, spread="broadcast")
+
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2Config:
+class FSDP2Config(EngineConfig):
     """Parameters, gradients and optimizer state sharded, block by block.
 
     ``sync``: reduce gradients at the window's ``boundary``, and hold them whole until then; or after ``every``
@@ -69,7 +112,7 @@ class FSDP2Config:
     meta_init: bool = False
 
     def __post_init__(self) -> None:
-        _require_own_name(self)
+        super().__post_init__()
         flags = dict.fromkeys(("reshard_after_forward", "offload", "meta_init"), bool)
         require_types("engine", self, replicas=int, blocks=(list, tuple), **flags)
         texts = all(isinstance(glob, str) for glob in self.blocks)
@@ -79,13 +122,23 @@ class FSDP2Config:
         require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
         require_count("engine.replicas", self.replicas, least=1)
 
-    def optimizer_format(self, _: int, __: str) -> str:
-        """See ``DDPConfig``."""
-        return BY_PARAMETER
+    def sharding(self) -> Sharding:
+        """See ``EngineConfig``."""
+        return Sharding(
+            stage=PARAMETER_STAGE,
+            scatters=True,
+            every=self.sync == "every",
+            held=not self.reshard_after_forward,
+            replicas=self.replicas,
+        )
+
+    def _formats(self, precision: PrecisionConfig) -> Formats:
+        everywhere = precision.casts and not (precision.keep_fp32 or precision.only)
+        return Formats(gathered=HALF if everywhere and self.gather_dtype == "compute" else FULL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig:
+class DeepSpeedConfig(EngineConfig):
     """DeepSpeed's ZeRO at ``stage`` 0 to 3, its JSON generated from the whole configuration.
 
     ``offload_optimizer`` (stages 2, 3) and ``offload_parameters`` (stage 3): keep these on the CPU. ``json``: a file or
@@ -99,27 +152,38 @@ class DeepSpeedConfig:
     json: Any = None
 
     def __post_init__(self) -> None:
-        _require_own_name(self)
+        super().__post_init__()
         require_types("engine", self, stage=int, offload_optimizer=bool, offload_parameters=bool)
         require(self.stage in STAGES, "engine.stage", self.stage, "no such ZeRO stage", "Use 0, 1, 2 or 3")
 
     def optimizer_format(self, world_size: int, precision: str) -> str:
-        """See ``DDPConfig``: DeepSpeed's own, cut for a stage, a precision and a number of ranks."""
+        """DeepSpeed's own: for one stage, one precision and one number of ranks."""
         return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
 
+    def sharding(self) -> Sharding:
+        """See ``EngineConfig``; by the ZeRO paper."""
+        between = OPTIMIZER_STAGE <= self.stage <= GRADIENT_STAGE
+        return Sharding(
+            stage=self.stage,
+            scatters=self.stage > 0,
+            spread="all-gather" if between else None,
+            overlaps=False,
+            whole_again=True,
+        )
 
-EngineConfig = DDPConfig | Zero1Config | FSDP2Config | DeepSpeedConfig
+    def _formats(self, precision: PrecisionConfig) -> Formats:
+        cast = HALF if precision.casts else FULL
+        return Formats(
+            parameters=cast,
+            gathered=cast,
+            gradients=FULL if self.stage else cast,
+            copies=FULL if precision.casts or self.stage else 0,
+        )
+
+
 ENGINES: dict[str, type[EngineConfig]] = {
-    "ddp": DDPConfig,
-    "zero1": Zero1Config,
-    "fsdp2": FSDP2Config,
-    "deepspeed": DeepSpeedConfig,
+    kind.name: kind for kind in (DDPConfig, Zero1Config, FSDP2Config, DeepSpeedConfig)
 }
-
-
-def _require_own_name(settings: EngineConfig) -> None:
-    own = next((name for name, kind in ENGINES.items() if type(settings) is kind), settings.name)
-    require(settings.name == own, "engine.name", settings.name, f"this is {type(settings).__name__}", "Leave it out")
 
 
 def engine_config(engine: object) -> EngineConfig:
@@ -128,10 +192,11 @@ def engine_config(engine: object) -> EngineConfig:
     Raises:
         ConfigError: it is neither, or no engine has that name.
     """
-    if isinstance(engine, DDPConfig | FSDP2Config | DeepSpeedConfig):
-        return engine
     if isinstance(engine, str):
         return settings_of(engine)()
+    for kind in ENGINES.values():
+        if isinstance(engine, kind):
+            return engine
     kinds = ", ".join(kind.__name__ for kind in ENGINES.values())
     remedy = f"Use one of {', '.join(ENGINES)}, or settings: {kinds} of distaccum.config.engine, called"
     raise ConfigError("engine", engine, f"neither a name nor settings but {type(engine).__name__}", remedy)

@@ -11,7 +11,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 _POWERS = range(-14, 65)
 _SCALES = (2.0**-126, 2.0**127)  # of fp32
-ALIASES = {  # the names that people bring along from PyTorch, Lightning, Accelerate and Keras
+ALIASES = {  # what PyTorch, Lightning, Accelerate and Keras call them
     "no": "fp32",
     "32": "fp32",
     "32-true": "fp32",
@@ -25,13 +25,18 @@ ALIASES = {  # the names that people bring along from PyTorch, Lightning, Accele
 }
 
 
+def canonical(name: str) -> str:
+    """The name of ``conf/precision/`` for a name or one of the ``ALIASES``; any other name as it is."""
+    return ALIASES.get(name, name)
+
+
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa mark.
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
     """The loss scaler; in parentheses what DeepSpeed's JSON calls the same.
 
     It starts at ``2**initial_scale_power`` (``initial_scale_power``). An overflow multiplies it by ``backoff_factor``,
-    once ``hysteresis`` overflows were seen; these are counted anew after every growth, or with
+    once ``hysteresis`` overflows were seen; that count starts again after every growth, or with
     ``consecutive_hysteresis`` after every update. ``growth_interval`` (``loss_scale_window``) updates in a row multiply
     it by ``growth_factor``. It stays within ``min_scale`` (``min_loss_scale``) and ``max_scale``. ``static_scale``
     (``loss_scale``) is a constant one instead.
@@ -76,9 +81,9 @@ class ScalerConfig:
 class PrecisionConfig:
     """What the forward computes in, and what else is not fp32. Parameters and accumulated gradients always are.
 
-    ``name``: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or what others call these. ``reduce_dtype``: what gradients
-    travel in between ranks. ``keep_fp32``: globs of module names that autocast leaves alone; ``only``: globs of the
-    modules that it covers, where it shall not cover all. ``underflow_every``: in fp16, attempts between two samples of
+    ``name``: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or one of ``ALIASES``. ``reduce_dtype``: the format of gradients
+    between ranks. ``keep_fp32``: globs of module names that autocast leaves alone; ``only``: globs of the modules that
+    autocast covers, if it is not to cover all. ``underflow_every``: in fp16, attempts between two samples of
     the share of gradients that are flushed to zero (0: none).
     """
 
@@ -90,7 +95,7 @@ class PrecisionConfig:
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
+        object.__setattr__(self, "name", canonical(self.name))
         require_choice("precision", self.name, PRECISIONS)
         require_choice("precision.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         require_count("precision.underflow_every", self.underflow_every, off="0 to sample none")
@@ -99,6 +104,11 @@ class PrecisionConfig:
     def of(cls, precision: str | PrecisionConfig) -> PrecisionConfig:
         """The settings of a policy that is given by name, or as they are."""
         return cls(name=precision) if isinstance(precision, str) else precision
+
+    @property
+    def casts(self) -> bool:
+        """Whether the forward computes in a 16-bit format."""
+        return self.name in ("bf16", "fp16")
 
     @property
     def scales_loss(self) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from distaccum.config.checks import require
+from distaccum.config.sharding import PARAMETER_STAGE
 from distaccum.data.plan.batch import check_sizes
 from distaccum.forecast import volume
 from distaccum.forecast.cluster import Cluster
-from distaccum.forecast.sharding import PARAMETER_STAGE
 from distaccum.forecast.window import Job, Step, Window, powers_of_two, scale
 
 MOST_RANKS = 4096

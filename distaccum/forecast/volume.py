@@ -7,8 +7,8 @@ that shards it. Activations are not modelled, nor are blocks while they are gath
 
 from __future__ import annotations
 
+from distaccum.config.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.forecast.collectives import KINDS, ring_bytes
-from distaccum.forecast.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 
 FP32 = Formats()
 

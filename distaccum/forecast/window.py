@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from distaccum.config.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.collectives import seconds
 from distaccum.forecast.overlap import buckets, run_pass, shares
-from distaccum.forecast.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.forecast.volume import sent
 
 FORWARD = 1 / 3  # of a micro-step

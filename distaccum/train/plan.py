@@ -31,7 +31,6 @@ from distaccum.engines.factory import blocks_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.report import report
-from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes
 from distaccum.train.command import command, plot_file
 from distaccum.train.components import components_from_config
@@ -174,10 +173,10 @@ def plan(values: Values) -> Values:
         remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
         raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
     sizes = sizes_of(config)
-    formats = Formats.of(config.engine, config.precision, moments_of(config))
+    formats = config.engine.formats(config.precision, moments_of(config))
     job = Job(
         sizes=sizes,
-        sharding=Sharding.of(config.engine),
+        sharding=config.engine.sharding(),
         formats=formats,
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.micro_size,

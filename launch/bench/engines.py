@@ -22,7 +22,6 @@ from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.forecast import volume as theory
 from distaccum.forecast.collectives import KINDS, ring_bytes
-from distaccum.forecast.sharding import Sharding
 from distaccum.testing.counters import CollectiveCounter
 from launch.bench.memory import MemoryUse, allocated, live_storages
 from launch.bench.variant import Variant, WindowLoop
@@ -128,7 +127,7 @@ def measure(variant: Variant, config: RunConfig, world: World) -> Figures:
     found["allocated"] = allocated(world.device) - allocated_before
     sent = traffic(loop, world.size)
     gc.unfreeze()
-    sharding = Sharding.of(variant.engine)
+    sharding = variant.engine.sharding()
     return {
         "version": variant.version,
         "memory": {key: world.all_gather_object(size) for key, size in found.items()},

@@ -25,10 +25,10 @@ from distaccum.config.checks import require, require_count, require_positive
 from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import from_node
+from distaccum.config.sharding import Sharding
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
-from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.window import Job, Sizes, Window
 from distaccum.train.command import command, complain, plot_file
 from launch import python_path
@@ -104,7 +104,7 @@ def engine_of(name: str, engine: DDPConfig, precision: PrecisionConfig) -> dict[
     if name == HANDWRITTEN:
         sharding = Sharding(stage=0, every=True, bucket_cap_mb=DEFAULT_BUCKETS["bucket_cap_mb"])
         return {"sharding": sharding, "first_bucket_mb": DEFAULT_BUCKETS["first_bucket_mb"]}
-    return {"sharding": Sharding.of(engine), "formats": Formats.of(engine, precision)}
+    return {"sharding": engine.sharding(), "formats": engine.formats(precision)}
 
 
 def check(values: dict[str, Any], options: dict[str, Any]) -> None:

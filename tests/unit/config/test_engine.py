@@ -1,13 +1,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from distaccum.config.engine import DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
-from distaccum.config.schema import from_node
+from distaccum.config.engine import ENGINES, DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
+from distaccum.config.precision import ALIASES, PRECISIONS, PrecisionConfig, canonical
+from distaccum.config.schema import conf_dir, from_node
+from distaccum.config.sharding import Formats, Sharding
 from distaccum.errors import ConfigError
+
+
+def test_the_yaml_files_list_the_defaults_of_the_dataclasses() -> None:
+    """The dataclass has a default; its YAML is where people read it."""
+    listed = {
+        path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (conf_dir() / "engine").glob("*.yaml")
+    }
+    assert listed == {name: asdict(kind()) for name, kind in ENGINES.items()}
+    assert OmegaConf.to_container(OmegaConf.load(conf_dir() / "precision" / "fp32.yaml")) == asdict(PrecisionConfig())
+
+
+def test_every_engine_tells_a_forecast_what_it_shards_and_in_which_formats() -> None:
+    for kind in ENGINES.values():
+        assert isinstance(kind().sharding(), Sharding)
+        assert isinstance(kind().formats(PrecisionConfig()), Formats)
+
+
+def test_an_alias_names_a_precision_and_hides_none() -> None:
+    assert {canonical(alias) for alias in ALIASES} <= {*PRECISIONS}
+    assert [canonical(name) for name in PRECISIONS] == [*PRECISIONS]
+    assert canonical("fp8") == "fp8"
 
 
 @pytest.mark.parametrize("engine", [None, FSDP2Config, {"name": "fsdp2"}, 3, "horovod"])

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from distaccum.config.instantiate import build
-from distaccum.config.precision import PrecisionConfig
+from distaccum.config.precision import PRECISIONS, PrecisionConfig
 from distaccum.config.schema import RunConfig, conf_dir, from_node
 from distaccum.errors import ConfigError
 
@@ -117,7 +117,7 @@ def test_a_scale_starts_where_the_settings_say() -> None:
     assert from_node({"precision": {"scaler": static}}).precision.scaler.initial_scale == 0.5
 
 
-ALIASES = {
+NAMES = {
     "fp32": "fp32",
     "no": "fp32",
     "float32": "fp32",
@@ -134,19 +134,19 @@ ALIASES = {
 }
 
 
-@pytest.mark.parametrize(("alias", "name"), [*ALIASES.items(), ("32", "fp32")])  # to Hydra, 32 is a number and no group
+@pytest.mark.parametrize(("alias", "name"), [*NAMES.items(), ("32", "fp32")])
 def test_what_others_call_a_precision_is_the_same_one(alias: str, name: str) -> None:
     assert from_node({"precision": {"name": alias}}).precision == PrecisionConfig(name=name)
     assert PrecisionConfig.of(alias) == PrecisionConfig(name=name)
 
 
 def test_every_precision_of_the_yaml_groups_composes_to_the_policy_that_it_names() -> None:
-    assert {path.stem for path in (conf_dir() / "precision").glob("*.yaml")} == ALIASES.keys()
+    assert {path.stem for path in (conf_dir() / "precision").glob("*.yaml")} == {*PRECISIONS}
     with initialize_config_dir(str(conf_dir()), version_base=None):
-        for alias, name in ALIASES.items():
-            composed = compose("config", [f"precision={alias}", "precision.keep_fp32=[head]"]).precision
+        for name in PRECISIONS:
+            composed = compose("config", [f"precision={name}", "precision.keep_fp32=[head]"]).precision
             config = from_node({"precision": OmegaConf.to_container(composed)}).precision
-            assert config == PrecisionConfig(name=name, keep_fp32=["head"]), alias
+            assert config == PrecisionConfig(name=name, keep_fp32=["head"]), name
 
 
 def test_the_yaml_groups_are_found() -> None:

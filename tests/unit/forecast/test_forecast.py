@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.config.precision import PrecisionConfig
+from distaccum.config.sharding import Formats, Sharding
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.errors import ConfigError
 from distaccum.forecast import volume
@@ -25,7 +26,6 @@ from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.collectives import Link, ring_bytes, ring_seconds, seconds, tree_seconds
 from distaccum.forecast.overlap import buckets, run_pass
 from distaccum.forecast.report import memory, report
-from distaccum.forecast.sharding import Formats, Sharding
 from distaccum.forecast.volume import copied, sent
 from distaccum.forecast.window import Job, Sizes, Window, powers_of_two, scale
 from distaccum.train import plan
@@ -45,9 +45,9 @@ LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
 
 
 def _job(engine: EngineConfig, **changes: Any) -> Job:
-    formats = Formats.of(engine, changes.pop("precision", PrecisionConfig()))
+    formats = engine.formats(changes.pop("precision", PrecisionConfig()))
     settings = {"sizes": SIZES, "global_batch_size": 64, "micro_batch_size": 2, **changes}
-    return Job(sharding=Sharding.of(engine), formats=formats, **settings)
+    return Job(sharding=engine.sharding(), formats=formats, **settings)
 
 
 class _Ring:
@@ -190,12 +190,12 @@ def test_what_is_sent_by_hand() -> None:
         (DeepSpeedConfig(stage=3), sixteen, {"reduce-scatter": 24, "all-gather": 3 * 48}),
     ]
     for engine, precision, expected in cases:
-        found = sent(Sharding.of(engine), 12, 8, 3, ranks=4, formats=Formats.of(engine, precision))
+        found = sent(engine.sharding(), 12, 8, 3, ranks=4, formats=engine.formats(precision))
         assert {kind: size for kind, size in found.items() if size} == {k: v * 3 / 4 for k, v in expected.items()}, (
             engine
         )
     # In halves of two: 24 bytes of the gradient go around a half, and a shard of 24 bytes between the halves.
-    found = sent(Sharding.of(FSDP2Config(replicas=2)), 12, 8, 3, ranks=4)
+    found = sent(FSDP2Config(replicas=2).sharding(), 12, 8, 3, ranks=4)
     assert (found["reduce-scatter"], found["all-reduce"]) == (48 / 2, 2 * 24 / 2)
 
 
@@ -366,8 +366,6 @@ def test_jobs_that_cannot_be_planned() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             report(job, CLUSTER)
-    with pytest.raises(ConfigError, match="str is not one that can be planned"):
-        Sharding.of("ddp")
 
 
 def test_a_report_has_the_planned_world_among_the_others() -> None:

@@ -483,3 +483,16 @@ def test_a_scale_set_by_hand_stays_within_bounds() -> None:
     assert scaler.get_scale() == 2.0
     scaler.update(1024.0)
     assert scaler.get_scale() == 16.0
+
+
+def test_torchs_setters_change_the_rule() -> None:
+    scaler = LossScaler("cpu", init_scale=16.0)
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(1)
+    scales = []
+    for overflow in (0.0, 0.0, 1.0):
+        scaler.advance(torch.tensor(overflow))
+        scales.append(scaler.get_scale())
+    assert scales == [16.0, 64.0, 16.0]
+    assert (scaler.get_growth_factor(), scaler.state_dict()["growth_factor"]) == (4.0, 4.0)

@@ -1,0 +1,69 @@
+"""What the arithmetic of a forecast knows of an engine: what it shards, when it communicates, in which formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distaccum.errors import ConfigError
+
+OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3  # of ZeRO, from which on it is sharded
+FULL, HALF = 4, 2  # bytes an element
+ADAM = 2 * FULL  # two moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What an engine shards, and which collectives it runs.
+
+    Args:
+        stage: of ZeRO: what is sharded.
+        every: gradients are reduced at each micro-step.
+        scatters: gradients are reduced by a reduce-scatter, else by an all-reduce.
+        spread: the collective that gives every rank the stepped parameters.
+        overlaps: the reduction runs during the backward.
+        bucket_cap_mb: MiB of one reduction; None: one reduction in all, or one a block.
+        whole_again: what is in no block is gathered twice a micro-step, too.
+        held: gathered parameters stay for the window.
+        replicas: of the shards.
+    """
+
+    stage: int
+    every: bool = False
+    scatters: bool = False
+    spread: str | None = None
+    overlaps: bool = True
+    bucket_cap_mb: float | None = None
+    whole_again: bool = False
+    held: bool = False
+    replicas: int = 1
+
+    def parts(self, stage: int, ranks: int) -> int:
+        """How many parts, among ``ranks``, there are of what ZeRO shards from ``stage`` on."""
+        return ranks // self.replicas if self.stage >= stage else 1
+
+    def check(self, ranks: int) -> None:
+        """Raises ConfigError where ``ranks`` cannot be split into the replicas."""
+        if ranks % self.replicas:
+            problem = f"{ranks} ranks are not a multiple of it"
+            raise ConfigError("engine.replicas", self.replicas, problem, "Use a divisor of nodes x gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Bytes an element of what is held and sent.
+
+    Args:
+        parameters: what the forward computes from.
+        copies: fp32 weights beside the parameters, sharded as the optimizer state is.
+        gradients: what the window accumulates.
+        moments: the optimizer state.
+        reduced: gradients on their way between ranks.
+        gathered: parameters on their way between ranks.
+    """
+
+    parameters: int = FULL
+    copies: int = 0
+    gradients: int = FULL
+    moments: float = ADAM
+    reduced: int = FULL
+    gathered: int = FULL
