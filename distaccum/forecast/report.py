@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from distaccum.config.checks import require
-from distaccum.data.plan.batch import check_sizes
+from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.sharding import PARAMETER_STAGE
 from distaccum.forecast.volume import copied, held
@@ -24,7 +24,7 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
     Raises:
         ConfigError: sizes that cannot work together, or a model without a parameter to train.
     """
-    check_sizes(job.global_batch_size, job.micro_batch_size)
+    check_sizes(job.global_batch_size, job.micro_batch_size, CONFIG_KEYS)
     require(job.sizes.elements > 0, "model", None, "has no parameter to train", "Unfreeze some of it")
     job.sharding.check(cluster.ranks)
     step = Window(job, cluster, cluster.ranks).step()
