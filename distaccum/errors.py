@@ -57,3 +57,10 @@ def near_misses(word: str, known: Iterable[str]) -> str:
     """``"; did you mean a or b?"`` for the known words closest to ``word``, or an empty string."""
     close = get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def shorten(names: Iterable[object], most: int = 4) -> str:
+    """``"a, b and N more"``: the first ``most`` names, and how many are left."""
+    every = list(map(str, names))
+    left = len(every) - most
+    return ", ".join(every[:most]) + (f" and {left} more" if left > 0 else "")

@@ -1,16 +1,16 @@
-"""Level 1: the four things that an exact loop needs, to be called from a hand-written one.
+"""Level 1: the helpers that an exact, hand-written loop calls.
 
 ::
 
-    windows = plan_windows(dataset, world, global_batch_size=64, micro_batch_size=8, count=count)   # plan a window
+    windows = plan_windows(dataset, world, global_batch_size=64, micro_batch_size=8, count=count)   # plan the windows
     engine = create_engine(model, optimizer, world, precision="fp16", clip_norm=1.0)
     for window in windows(epoch):
         engine.begin_window(len(window.micro_batches))  # needed when the forward is a collective
         for i, micro in enumerate(window.micro_batches):
             with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
                 with engine.autocast():
-                    total = loss_sum(engine.model, to_device(micro.batch, world.device))
-                engine.backward(normalize_loss(total, window.counts, engine.gradient_divide_factor))  # divide once
+                    loss = loss_sum(engine.model, to_device(micro.batch, world.device))
+                engine.backward(normalize_loss(loss, window.counts, engine.gradient_divide_factor))   # divide once
         finish_step(engine, window)                                                     # finish the step
 """
 
@@ -56,34 +56,35 @@ def plan_windows(
     tokens: int | None = None,
     seed: int = 0,
 ) -> Callable[[int], Iterator[Window]]:
-    """A function from an epoch's number to its windows, counted over all ranks by one small all-reduce each.
+    """A function from an epoch's number to its windows, each counted over all ranks by one small all-reduce.
 
     Args:
-        data: a ``DataLoader``, a dataset or a ``DataSpec``, which is planned over the ranks; any other iterable as this
-            rank's own stream of micro-batches, of any length.
+        data: a ``DataLoader``, a dataset or a ``DataSpec``, planned over the ranks; any other iterable as this rank's
+            own stream of micro-batches, of any length.
         world: this rank.
         global_batch_size: samples per optimizer step over all ranks.
         micro_batch_size: the most samples one forward/backward on one rank takes.
-        count: what a batch counts, read on the host.
-        tokens: a budget of tokens in place of ``global_batch_size``, for a ``DataSpec`` with its samples' lengths.
-        seed: of the order of samples.
+        count: the count of a batch, read on the host. Windows that count nothing are skipped.
+        tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
+            lengths.
+        seed: for the order of samples.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
-    feed = as_loader(
+    loader = as_loader(
         data, world, global_batch_size=global_batch_size, tokens=tokens, micro_batch_size=micro_batch_size, seed=seed
     )
     counter = GlobalCounter(world, count)
-    return lambda epoch: (window for window in feed.windows(epoch, 0, counter) if any(window.counts.values()))
+    return lambda epoch: (window for window in loader.windows(epoch, 0, counter) if any(window.counts.values()))
 
 
 def finish_step(engine: Engine, window: Window) -> StepOutput:
     """Unscales, clips, steps and zeroes in place, after the last micro-step of ``window``; a collective.
 
     A rank without a micro-batch in the window takes part in the reduction here. Where the gradient is NaN or infinite
-    on any rank no optimizer steps: ``applied`` of the result then is False, and a schedule should not step either. How
-    many of those in a row are too many is the loop's to say.
+    on any rank, no optimizer steps: the result's ``applied`` is False, and a schedule should not step either. The loop
+    decides how many of those in a row are too many.
     """
     if not window.micro_batches:
         engine.shadow_micro_step()

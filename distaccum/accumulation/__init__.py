@@ -1,4 +1,4 @@
-"""Level 2: windows run one by one, the step, progress and its skips.
+"""Level 2: runs windows one by one, and tracks progress and skipped steps.
 
 May import ``engines`` and what it may import.
 Begin with ``step.py``, the whole update on one screen; then ``accumulator.py``.

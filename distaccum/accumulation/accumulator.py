@@ -1,4 +1,4 @@
-"""Level 2: exact accumulation in a loop of one's own. Nobody fakes ``optimizer.step``; nobody has to call it."""
+"""Level 2: exact accumulation in a user's own loop, which never calls ``optimizer.step``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
 from distaccum.accumulation.step import LossSums, Outcome, run_window
-from distaccum.accumulation.tracker import Attempt, ProgressTracker, Schedule
+from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import NONFINITE, require, require_choice, require_count
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
@@ -37,7 +37,7 @@ _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state 
 
 
 class Accumulator:
-    """Computes exactly the gradient of the stated global batch, and steps, window after window::
+    """Computes exactly the gradient of the stated global batch, and steps once per window::
 
         acc = Accumulator(model, optimizer, global_batch_size=64, micro_batch_size=8, count=count_labels)
         for epoch in range(3):
@@ -47,28 +47,29 @@ class Accumulator:
                         acc.backward(loss_sum(acc.model, micro.batch))
                 print(acc.last.grad_norm)
 
-    The step, the schedule and the zeroing happen when a window's last micro-batch is done: once a window, and not at
-    all where it counts nothing.
+    The last micro-batch of a window ends with the optimizer step, the schedule's step and the zeroing. A window that
+    counts nothing makes no step.
 
     Args:
-        model: moved to this rank's device, and wrapped: call :attr:`model` from then on.
+        model: is moved to this rank's device and wrapped: call :attr:`model` from then on.
         optimizer: over the model's parameters, or several, over disjoint sets of them; only the accumulator steps them.
         global_batch_size: samples per optimizer step over all ranks.
         micro_batch_size: the most samples one forward/backward on one rank takes.
-        tokens: a budget of tokens in place of ``global_batch_size``, for a ``DataSpec`` with its samples' lengths.
-        count: what a batch counts, read on the host: labels that are not ignored, samples, or numbers by loss. Without
-            it every :meth:`backward` is given the count, which costs one more small all-reduce a window.
-        scheduler: torch's, or several; stepped after every applied update, by when the next window steps at the latest.
+        tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
+            lengths.
+        count: the count of a batch, read on the host: labels that are not ignored, samples, or numbers by loss. Without
+            it every :meth:`backward` is given the count, which costs one more small all-reduce per window.
+        scheduler: torch's, or several; stepped after every applied update, before the next window steps.
         schedule: instead, a function from the number of applied updates to a factor of the learning rate.
         clip_norm: largest norm of the global gradient; None: no clipping by norm.
         clip_value: instead, largest absolute value of its elements.
         nonfinite: what a NaN or infinite gradient does: ``stop`` or ``skip``. In fp16 the loss scale falls first.
-        max_skips: of those in a row, with nowhere left for a loss scale to go, that stop in any case.
-        engine: who owns the wrapped parameters, by name or with settings.
+        max_skips: windows skipped in a row, at the lowest loss scale, that stop the run in any case.
+        engine: owner of the wrapped parameters, by name or with settings.
         precision: the precision policy, by name or with settings.
-        seed: of the order of samples.
+        seed: for the order of samples.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
-        world: this rank; by default the open process group, or one opened for the ranks that the launcher started.
+        world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
 
     Raises:
         ConfigError: sizes or names that cannot work.
@@ -137,23 +138,23 @@ class Accumulator:
         }
         self._cursor = DataCursor(lambda data: as_loader(data, self.world, **sizes))
         self._count, self._prefetch = count, prefetch
-        self._counter = GlobalCounter(self.world, count, lambda: self._stop_wanted)
-        self._stop_wanted, self._per_sample = False, 1.0
+        self._counter = GlobalCounter(self.world, count)
+        self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
 
     @property
     def model(self) -> nn.Module:
-        """What the forward calls."""
+        """The wrapped model, for the forward."""
         return self.engine.model
 
     @property
     def progress(self) -> Progress:
-        """How far the loop is; waits for the last window's end."""
+        """The progress with the last window, whose step this waits for."""
         return self.tracker.progress
 
     @property
     def last(self) -> Outcome | None:
-        """What the last window did."""
+        """The outcome of the last window; None before the first."""
         return self.tracker.last
 
     @property
@@ -162,30 +163,30 @@ class Accumulator:
         return self._counter.stopping
 
     def stop(self) -> None:
-        """Asks all ranks to stop: :meth:`windows` gives none any more; of a stream, whose items are taken, one more."""
-        self._stop_wanted = True
+        """Asks all ranks to stop before the next window; of a stream, after it, as its items are taken already."""
+        self._counter.request_stop()
 
     def windows(self, data: Any) -> Iterator[OpenWindow]:
-        """The windows of one epoch, or what is left of it after :meth:`load_state_dict` or a ``break``.
+        """The windows of one epoch, or the rest of it after :meth:`load_state_dict` or a ``break``.
 
-        Windows that count nothing are not given out: they are skipped, and counted in ``progress.skipped``.
+        Windows that count nothing are skipped, not yielded, and counted in ``progress.skipped``.
 
         Args:
             data: a ``DataLoader``, a dataset (a list is one) or a ``DataSpec``, planned over the ranks; any other
-                iterable as this rank's own stream of micro-batches, of any length; or a feed.
+                iterable as this rank's own stream of micro-batches, of any length; or a ``WindowLoader``.
 
         Raises:
             MisuseError: a window was left before its last micro-batch was run.
             DataError: no window of the epoch counts anything.
-            NonFiniteError: too many gradients were NaN or infinite, on every rank alike; the weights are untouched.
+            NonFiniteError: too many gradients were NaN or infinite; raised on every rank, the weights are untouched.
         """
         self._expect_no_window("windows()")
         if self.stopping:
             return
-        feed = self._cursor.as_loader(data)
+        loader = self._cursor.as_loader(data)
         start, counted = self.progress.epoch_window, False
         try:
-            for window in feed.windows(self.progress.epoch, start, self._counter):
+            for window in loader.windows(self.progress.epoch, start, self._counter):
                 if self._count is not None and not any(window.counts.values()):
                     self.tracker.skip_empty_window(window.samples)
                     continue
@@ -195,12 +196,12 @@ class Accumulator:
                     self.engine,
                     prefetch=self._prefetch,
                     finish=self._finish,
-                    provisional=window.samples * self._per_sample,
+                    provisional_count=window.samples * self._items_per_sample,
                 )
                 yield self._open
                 self._expect_no_window("the next window")
         finally:
-            self.tracker.resolve_last_step()  # also after a break: schedulers stand where the loop has come
+            self.tracker.resolve_last_step()  # also after a break: schedulers include the last window
         self.tracker.raise_if_nonfinite()
         if self._counter.stopping:
             return
@@ -209,13 +210,13 @@ class Accumulator:
         self.tracker.next_epoch()
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """This rank's batches of one epoch, on the device, without the windows around them: see :meth:`windows`."""
+        """This rank's batches of one epoch, on the device, without their windows: see :meth:`windows`."""
         for window in self.windows(data):
             for micro in window:
                 yield micro.batch
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Around the forward and backward of one micro-batch; that of a window's last one ends with the step."""
+        """The context of one micro-batch's forward and backward; the last one of a window ends with the step."""
         return self._current("accumulate()")
 
     def backward(
@@ -225,40 +226,41 @@ class Accumulator:
 
         Args:
             loss: 0-dim; or one for each of several losses, by name.
-            num_items: what it sums or averages over; may be left out where the accumulator was given ``count``.
-            reduction: what the loss is already: a ``sum``, or a ``mean`` over ``num_items``, as most functions and
-                models return it. A mean over nothing, which is NaN, adds nothing.
+            num_items: how many items it sums or averages over; optional where the accumulator was given ``count``.
+            reduction: how ``loss`` combines its items: a ``sum``, or a ``mean`` over ``num_items``, as most functions
+                and models return it. A mean over no item, which is NaN, adds nothing.
 
         Raises:
             ConfigError: another ``reduction``.
             MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
-                one than was counted beforehand; or a mean of several losses.
+                count than the one beforehand; or a mean of several losses.
         """
         window = self._current("backward()")
-        require_choice("reduction", reduction, ("sum", "mean"))
-        if reduction == "mean":
+        if reduction != "sum":
+            require_choice("reduction", reduction, ("sum", "mean"))
             if not isinstance(loss, Tensor) or isinstance(num_items, Mapping):
                 refuse("backward() of several means", "at once", "give their sums, by name")
             loss = from_mean(loss, window.count if num_items is None else num_items)
         window.backward(loss, num_items)
 
     def step(self, window: OpenWindow, loss: Loss) -> Outcome:
-        """The whole window at once: every micro-batch's forward, loss and backward, and the step.
+        """Runs the whole window: every micro-batch's forward, loss and backward, and the step.
 
         Raises:
-            MisuseError: it is not the current window, or it is begun already, or the accumulator has no ``count``.
+            MisuseError: it is not the current window, one of its micro-batches was taken, or the accumulator has no
+                ``count``.
         """
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
         outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=self._begin_step)
-        self.tracker.end_step(Attempt(window=window.plain, outcome=outcome, loss=loss))
+        self.tracker.end_step(window.plain, outcome, loss)
         self._open = None
-        window.phase = Phase.DONE
+        window.mark_done()
         return outcome
 
     def abandon(self) -> None:
-        """Drops the current window, on all ranks alike, as after an error."""
+        """Drops the current window and its gradients, as after an error; every rank must call it."""
         self.engine.zero_gradients()
         self._open = None
 
@@ -267,11 +269,12 @@ class Accumulator:
         return self.tracker.mean_loss()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that :meth:`load_state_dict` needs to go on from here, for each rank but random generators;
-        a collective where the engine keeps a share of the state on each rank.
+        """Everything that :meth:`load_state_dict` needs to continue, except the states of random number generators.
+
+        A collective where the engine shards its state over the ranks.
 
         Raises:
-            MisuseError: in the middle of a window, whose gradients are no part of it.
+            MisuseError: in the middle of a window, as accumulated gradients are not saved.
             NonFiniteError: as :meth:`windows`.
         """
         self._expect_no_window("state_dict()")
@@ -280,25 +283,25 @@ class Accumulator:
         return {
             **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
             "progress": asdict(self.progress),
-            "per_sample": self._per_sample,
+            "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             **self._cursor.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up :meth:`state_dict`; the next :meth:`windows` goes on with the window that would have followed."""
+        """Restores what :meth:`state_dict` gave; :meth:`windows` then continues with the window that came next."""
         self._expect_no_window("load_state_dict()")
         self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
-        self._per_sample = state["per_sample"]
+        self._items_per_sample = state["per_sample"]
         self.restore(Progress(**state["progress"]), state["position"], state["data"])
 
     def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
-        """Sets the clocks, and where the next :meth:`windows` begins; a part of :meth:`load_state_dict`."""
+        """Sets the progress and where the next :meth:`windows` begins, and forgets a :meth:`stop`."""
         self.tracker.restore(progress)
         self._cursor.restore(position, data)
-        self._stop_wanted = self._counter.stopping = False
+        self._counter.clear_stop()
 
     def _current(self, what: str) -> OpenWindow:
         if self._open is None:
@@ -312,23 +315,23 @@ class Accumulator:
     def _begin_step(self) -> None:
         try:
             self.tracker.begin_step()
-        except NonFiniteError:  # of the window before: this one has not stepped, and may be run again
+        except NonFiniteError:  # raised for the window before: this one made no step, and can be run again
             self.abandon()
             raise
 
     def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
-        """The end of a window that was run micro-batch by micro-batch."""
+        """Makes the step of a window that was run micro-batch by micro-batch."""
         assert self._open is not None
         window, counts, divisor = self._open.plain, self._open.counts, 1.0
-        if not counts:  # one read of the device, if the loop counted there
+        if not counts:  # reads the device once, if the loop counted there
             (total,) = self.world.all_reduce_host([float(late_count)])
-            counts, divisor = {SINGLE: total}, total / self._open.provisional
-            self._per_sample = nearest_power_of_two(total / window.samples)
+            counts, divisor = {SINGLE: total}, total / self._open.provisional_count
+            self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
             self._begin_step()
             outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
         else:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
-        self.tracker.end_step(Attempt(window=window, outcome=outcome))
+        self.tracker.end_step(window, outcome)
         self._open = None

@@ -1,4 +1,4 @@
-"""What no accumulation can make that of the global batch, as far as it can be seen."""
+"""A warning for modules whose result accumulation cannot make equal to that of the global batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distaccum.errors import BatchStatisticsWarning
+from distaccum.errors import BatchStatisticsWarning, shorten
 
 
 def warn_of_batch_statistics(model: nn.Module) -> None:
@@ -19,11 +19,10 @@ def warn_of_batch_statistics(model: nn.Module) -> None:
     ]
     if not found:
         return
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     warnings.warn(
-        f"{found[0]}{more}: batch normalisation takes its statistics from "
-        "a micro-batch on one rank, so the gradient depends on batch.micro_size (SyncBatchNorm joins the ranks of one "
-        "micro-step, not the micro-steps of a window). Use GroupNorm or LayerNorm, or freeze it with eval()",
+        f"{shorten(found, 1)}: batch normalisation takes its statistics from a micro-batch on one rank, so the "
+        "gradient depends on the micro-batch size (SyncBatchNorm joins the ranks of one micro-step, not the "
+        "micro-steps of a window). Use GroupNorm or LayerNorm, or freeze it with eval()",
         BatchStatisticsWarning,
         stacklevel=3,
     )

@@ -1,9 +1,8 @@
-"""Where a window's gradient stopped being finite: the window is run again, on each rank for itself, and looked at."""
+"""Finds where a window's gradient became NaN or infinite: each rank runs its part again under hooks."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -12,23 +11,24 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distaccum.data.prefetch import map_tensors, to_device
 from distaccum.data.window import Window
+from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
+from distaccum.errors import shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss
 
-_FEW = 4  # names, ids or ranks that a message shows
+_MOST_RANKS = 4  # in a message
 
 
 class Stage(Enum):
-    """The first thing of a micro-step that is not finite."""
+    """The part of a micro-step where the first value that is not finite appears."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -39,12 +39,12 @@ class Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """The first micro-batch of one rank's window that is not finite.
+    """The first micro-batch of one rank's window with a loss or gradient that is not finite.
 
-    ``micro_batch`` counts from 0. ``samples`` are its samples' numbers in the dataset or in the rank's stream; none
-    where they are unknown. ``module`` is the dotted name of the one that holds the parameter, gave the output or got
-    the gradient; "" for the whole model, an input or a loss. ``parameters`` are those whose accumulated gradient is
-    not finite after this micro-batch, in the order in which the backward reached them.
+    ``micro_batch`` counts from 0. ``samples`` are its samples' numbers in the dataset or in the rank's stream; empty
+    where they are unknown. ``module`` is the dotted name of the module that holds the parameter, gave the output or
+    received the gradient; "" for the whole model, an input or a loss. ``parameters`` are those whose accumulated
+    gradient is not finite after this micro-batch, in the order in which the backward reached them.
     """
 
     rank: int
@@ -56,32 +56,36 @@ class NonFinite:
 
 
 def diagnose(engine: Engine, window: Window, loss: Loss, world: World) -> tuple[NonFinite, ...]:
-    """Runs a window again whose gradient was not finite, and says where that began: at most one finding a rank.
+    """Runs a window again whose gradient was not finite, and finds where that began.
 
-    A collective, though it reduces no gradient; ranks may have different numbers of micro-batches, or none. The
-    findings are the same on every rank, by rank. There are none where no micro-batch shows it again: see
-    :func:`explain`. What a compiled model does is run eagerly. Afterwards weights, buffers and random generators are
-    as they were, and gradients zero.
+    A collective, which reduces no gradient; ranks may have different numbers of micro-batches, or none. A compiled
+    model runs eagerly. Weights, buffers and random number generators are left as they were, and gradients zero.
+
+    Returns:
+        At most one finding per rank, sorted by rank and the same on every rank. Empty where no micro-batch shows it
+        again: :func:`explain` names the possible causes.
 
     Raises:
-        MisuseError: as in training, where the loss goes by other names than what was counted.
+        MisuseError: the losses have other names than the counts.
     """
     finding = _first_finding(engine, window, loss, world.rank)
-    everyone = world.all_gather_names(
+    texts = world.all_gather_names(
         [] if finding is None else [json.dumps(asdict(finding) | {"stage": finding.stage.value})]
     )
-    return tuple(sorted(map(_decoded, everyone), key=lambda found: found.rank))
+    return tuple(sorted(map(_decoded, texts), key=lambda found: found.rank))
 
 
 def explain(findings: Sequence[NonFinite]) -> str:
-    """One line for an error message: rank, micro-batch, samples, and where in them it began; of a few ranks."""
+    """One line for an error message: rank, micro-batch, samples and module of the first few findings."""
     if not findings:
         return (
             "Run again, no single micro-batch showed it: it came of the sum over micro-batches or ranks, or of what is "
             "not the same a second time (dropout, a lower loss scale, a compiled kernel)"
         )
-    left = len(findings) - _FEW
-    return f"It began {'; '.join(map(_clause, findings[:_FEW]))}" + (f"; and on {left} more ranks" if left > 0 else "")
+    left = len(findings) - _MOST_RANKS
+    return f"It began {'; '.join(map(_clause, findings[:_MOST_RANKS]))}" + (
+        f"; and on {left} more ranks" if left > 0 else ""
+    )
 
 
 def _clause(found: NonFinite) -> str:
@@ -93,28 +97,23 @@ def _clause(found: NonFinite) -> str:
         Stage.LOSS: "the model's outputs are finite, the loss is not",
         Stage.BACKWARD: f"the loss is finite, the gradient is not from {module} on",
     }[found.stage]
-    samples = f" (samples {_shortened(found.samples)})" if found.samples else ""
-    gradients = f"; not finite are the gradients of {_shortened(found.parameters)}" if found.parameters else ""
+    samples = f" (samples {shorten(found.samples)})" if found.samples else ""
+    gradients = f"; not finite are the gradients of {shorten(found.parameters)}" if found.parameters else ""
     return f"on rank {found.rank} in micro-batch {found.micro_batch}{samples}: {began}{gradients}"
 
 
-def _shortened(names: Sequence[object]) -> str:
-    left = len(names) - _FEW
-    return ", ".join(map(str, names[:_FEW])) + (f" and {left} more" if left > 0 else "")
-
-
 def _decoded(text: str) -> NonFinite:
-    kept = json.loads(text)
-    tuples = {name: tuple(kept[name]) for name in ("samples", "parameters")}
-    return NonFinite(**kept | tuples | {"stage": Stage(kept["stage"])})
+    values = json.loads(text)
+    tuples = {name: tuple(values[name]) for name in ("samples", "parameters")}
+    return NonFinite(**values | tuples | {"stage": Stage(values["stage"])})
 
 
 def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> NonFinite | None:
-    counts = window.counts or {SINGLE: float(window.samples)}  # where they are known at the end of the window only
+    counts = window.counts or {SINGLE: float(window.samples)}  # where they are known only at the window's end
     found: NonFinite | None = None
-    usual: set[tuple[Stage, str]] = set()
-    unreduced = engine.local_gradients() if engine.local_gradients else nullcontext(dict)
-    with _left_as_it_was(engine), unreduced as accumulated, _watching(engine.unwrapped_model) as watch:
+    harmless: set[tuple[Stage, str]] = set()  # what is not finite in micro-batches with a finite loss and gradient
+    local_gradients = engine.local_gradients() if engine.local_gradients else nullcontext(dict)
+    with _state_restored(engine), local_gradients as accumulated, _watching(engine.unwrapped_model) as watch:
         engine.begin_window(len(window.micro_batches))
         if not window.micro_batches:
             engine.shadow_micro_step(sync=False)
@@ -127,70 +126,70 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
                 watch.after_forward(total)
                 engine.backward(normalize_loss(total, counts, gradient_divide_factor=engine.gradient_divide_factor))
             watch.after_backward(accumulated())
-            # The rest of the window runs after a finding too: the forwards of all ranks stay in step, should the model
-            # itself communicate in them, as SyncBatchNorm does.
+            # The rest of the window runs after a finding too: where the model communicates in its forwards, as
+            # SyncBatchNorm does, all ranks must run the same number.
             if found is not None:
                 continue
-            spoiled = watch.spoiled()
-            if not any(stage in (Stage.LOSS, Stage.BACKWARD) for stage, _ in spoiled):
-                usual.update(spoiled)
+            nonfinite = watch.nonfinite()
+            if not any(stage in (Stage.LOSS, Stage.BACKWARD) for stage, _ in nonfinite):
+                harmless.update(nonfinite)
                 continue
-            stage, name = next(where for where in spoiled if where not in usual)
+            stage, name = next(where for where in nonfinite if where not in harmless)
             found = NonFinite(
                 rank=rank,
                 micro_batch=i,
                 samples=tuple(map(int, next(islice(window.ids(), i, None), ()))),
                 stage=stage,
                 module=_plain(name if stage is Stage.FORWARD else name.rpartition(".")[0]),
-                parameters=tuple(_plain(name) for stage, name in spoiled if stage is Stage.BACKWARD),
+                parameters=tuple(_plain(name) for stage, name in nonfinite if stage is Stage.BACKWARD),
             )
     return found
 
 
 class _Watch:
-    """What one micro-step met, in that order: stage, name, and whether it is finite.
+    """The values that one micro-step produced, in order: stage, name, and whether they are finite.
 
-    A micro-step is to blame by its loss and gradients alone: finite ones may come of missing values in an input, or of
-    a module that masks by minus infinity.
+    Only a loss or gradient that is not finite makes a micro-step a finding: inputs may have missing values, and
+    modules may mask with minus infinity.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = [(Stage.PARAMETER, name, _finite(weight)) for name, weight in model.named_parameters()]
-        self._met: list[tuple[Stage, str, Tensor]] = []
+        self._seen: list[tuple[Stage, str, Tensor]] = []
 
     def before_forward(self, batch: Any) -> None:
-        """A micro-step begins. Minus infinity in an input is taken for a mask."""
-        self._met = [(Stage.INPUT, "", (tensor < torch.inf).all()) for tensor in _floating(batch)]
-        self._met += self._weights
+        """Begins a micro-step. Minus infinity in an input counts as a mask, and as finite."""
+        self._seen = [(Stage.INPUT, "", (tensor < torch.inf).all()) for tensor in _floating(batch)]
+        self._seen += self._weights
 
     def on_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """A forward hook; an activation checkpoint calls it again, in the backward, with what is known already."""
-        self._met += [(Stage.FORWARD, name, _finite(tensor)) for tensor in _floating(output)]
+        """A forward hook; an activation checkpoint calls it again in the backward, which adds nothing new."""
+        self._seen += [(Stage.FORWARD, name, _finite(tensor)) for tensor in _floating(output)]
 
     def after_forward(self, total: LossSum) -> None:
-        """Between the loss and its backward."""
-        self._met += [(Stage.LOSS, "", _finite(part)) for part in as_loss_sums(total).values()]
+        """Notes the losses, before their backward."""
+        self._seen += [(Stage.LOSS, "", _finite(part)) for part in as_loss_sums(total).values()]
 
     def after_backward(self, gradients: Mapping[str, Tensor]) -> None:
-        """With what hooks do not see."""
-        self._met += [(Stage.BACKWARD, name, _finite(gradient)) for name, gradient in gradients.items()]
+        """Notes accumulated gradients that hooks on the parameters do not see."""
+        self._seen += [(Stage.BACKWARD, name, _finite(gradient)) for name, gradient in gradients.items()]
 
     def on_gradient(self, name: str, parameter: Tensor) -> None:
-        """A hook after the accumulation of a parameter's gradient."""
+        """A hook that runs after a parameter's gradient was accumulated."""
         if parameter.grad is not None:
-            self._met.append((Stage.BACKWARD, name, _finite(parameter.grad)))
+            self._seen.append((Stage.BACKWARD, name, _finite(parameter.grad)))
 
-    def spoiled(self) -> list[tuple[Stage, str]]:
-        """What is not finite, each once; reads the device, at a time when nobody counts on speed."""
-        return list(dict.fromkeys((stage, name) for stage, name, finite in self._met if not bool(finite)))
+    def nonfinite(self) -> list[tuple[Stage, str]]:
+        """The stages and names that are not finite, each once, in order; reads the device."""
+        return list(dict.fromkeys((stage, name) for stage, name, finite in self._seen if not bool(finite)))
 
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[_Watch]:
-    """A watch over every module and parameter, within the block."""
+    """Hooks a watch into every module and parameter, within the block."""
     watch = _Watch(model)
     with ExitStack() as hooks:
-        # Hooks on compiled code are not called.
+        # Compiled code does not call hooks that were added after compilation.
         hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(partial(watch.on_output, name)).remove)
@@ -204,20 +203,17 @@ def _watching(model: nn.Module) -> Iterator[_Watch]:
 
 
 @contextmanager
-def _left_as_it_was(engine: Engine) -> Iterator[None]:
-    """The block may draw and overwrite buffers; what it accumulates is zeroed."""
+def _state_restored(engine: Engine) -> Iterator[None]:
+    """Restores buffers and random number generators after the block, and zeroes the gradients that it accumulated."""
     modules = engine.unwrapped_model.modules()
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     copies = [buffer.detach().clone() for _, _, buffer in buffers]
-    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  users' code may draw here
-    devices = [engine.device] if engine.device.type == "cuda" else []
+    generators = RNGState.capture(engine.device)
     engine.zero_gradients()
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
-        random.setstate(plain)
-        np.random.set_state(arrays)  # noqa: NPY002
+        generators.restore()
         engine.zero_gradients()
         for (module, name, buffer), copy in zip(buffers, copies, strict=True):
             with torch.no_grad():
@@ -238,5 +234,5 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def _plain(name: str) -> str:
-    """The name in the model as it was written, without what torch.compile puts in."""
+    """The name in the user's model, without the part that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")

@@ -1,4 +1,4 @@
-"""A window that a loop of one's own runs, micro-batch by micro-batch: the order of calls, held to."""
+"""A window that a user's loop runs micro-batch by micro-batch; calls out of order raise by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, norma
 
 
 class Phase(Enum):
-    """Where a window stands; each call is legal in one phase only."""
+    """The state of a window; each call is legal in one phase only. The values are the words of error messages."""
 
     OPEN = "between two micro-batches"
     GIVEN = "before the micro-batch's accumulate()"
@@ -28,16 +28,17 @@ class Phase(Enum):
 
 
 class OpenWindow:
-    """Iterate over it for this rank's micro-batches, which are on the device then.
+    """Iterates over this rank's micro-batches, which are on the device by then.
 
-    It is also the context of one micro-step: that is what ``accumulate()`` gives.
+    It is also the context manager of one micro-step, which ``Accumulator.accumulate()`` returns.
 
     Args:
         window: loaded and counted.
-        engine: does the backward.
-        prefetch: micro-batches on the device at once.
-        finish: steps, from the losses' sums and, where nothing was counted beforehand, what they sum over on this rank.
-        provisional: there, what the losses are divided by until that is known.
+        engine: runs the micro-steps.
+        prefetch: micro-batches on the device at once, the one being computed included.
+        finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
+            count.
+        provisional_count: what the losses are divided by where the count is known only after the last backward.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class OpenWindow:
         *,
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
-        provisional: float,
+        provisional_count: float,
     ) -> None:
-        self.plain, self.phase, self.provisional = window, Phase.OPEN, provisional
+        self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish = engine, prefetch, finish
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
-        self._given: MicroBatch | None = None
+        self._current: MicroBatch | None = None
         self._left = len(window.micro_batches)
         self._autocast: AbstractContextManager[object] | None = None
         self._micro_step: AbstractContextManager[object] | None = None
@@ -65,22 +66,26 @@ class OpenWindow:
 
     @property
     def counts(self) -> Counts:
-        """What the losses average over, over all ranks; empty where it is not counted beforehand."""
+        """The counts that the losses average over, over all ranks; empty where nothing is counted beforehand."""
         return self.plain.counts
 
     @property
     def count(self) -> float:
-        """What the current micro-batch counts."""
-        if self._given is None or SINGLE not in self._given.counts:
+        """The count of the current micro-batch.
+
+        Raises:
+            MisuseError: nothing is counted beforehand, or several losses are.
+        """
+        if self._current is None or SINGLE not in self._current.counts:
             refuse("a mean without its count", "where none was counted beforehand", "pass the count as well")
-        return self._given.count
+        return self._current.count
 
     def __len__(self) -> int:
-        """This rank's micro-batches."""
+        """Micro-batches of this rank."""
         return len(self.plain.micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches; a rank without any takes part in the reduction when they are asked for."""
+        """This rank's micro-batches; a rank without any takes part in the reduction when it asks for the first."""
         self.expect(Phase.OPEN, "iterating over a window", "take its micro-batches once")
         self._engine.begin_window(len(self.plain.micro_batches))
         waiting = iter(self.plain.micro_batches)
@@ -88,11 +93,11 @@ class OpenWindow:
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch
         ):
             self.expect(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
-            self._given, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
-            yield self._given
+            self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
+            yield self._current
         if not self.plain.micro_batches:
             self._engine.shadow_micro_step()
-            self._done()
+            self._run_finish()
         self.expect(Phase.DONE, "the end of the window", "run each micro-batch in `with acc.accumulate():`")
 
     def __enter__(self) -> None:
@@ -105,7 +110,8 @@ class OpenWindow:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._micro_step is not None
-        self._end_forward()
+        if self._autocast is not None:  # an error in the forward, or a missing backward()
+            self._end_autocast()
         self._micro_step.__exit__(None, None, None)
         if kind is not None:
             return
@@ -114,52 +120,56 @@ class OpenWindow:
         if self._left:
             self.phase = Phase.OPEN
         else:
-            self._done()
+            self._run_finish()
 
-    def backward(self, total: LossSum, count: float | Tensor | Counts | None) -> None:
-        """See ``Accumulator.backward``."""
+    def backward(self, loss: LossSum, count: float | Tensor | Counts | None) -> None:
+        """Backpropagates the sums of one micro-batch's losses; see ``Accumulator.backward``."""
         self.expect(Phase.FORWARD, "backward()", "call acc.backward() once in each `with acc.accumulate():`")
-        self._end_forward()
-        counts = self._agreed(count) if self.counts else self._noted(count)
-        self._engine.backward(normalize_loss(total, counts, gradient_divide_factor=self._engine.gradient_divide_factor))
-        self._sums.add(total)
+        self._end_autocast()
+        counts = self._known_counts(count) if self.counts else self._provisional_counts(count)
+        self._engine.backward(normalize_loss(loss, counts, gradient_divide_factor=self._engine.gradient_divide_factor))
+        self._sums.add(loss)
         self.phase = Phase.BACKWARD
 
     def expect(self, phase: Phase, what: str, remedy: str) -> None:
-        """Raises MisuseError unless the window stands at ``phase``."""
+        """Raises MisuseError unless the window is in ``phase``."""
         if self.phase is not phase:
             refuse(what, self.phase.value, remedy)
 
-    def _agreed(self, count: float | Tensor | Counts | None) -> Counts:
-        """The window's counts, where the micro-batch's are what the loop says they are."""
-        assert self._given is not None
+    def mark_done(self) -> None:
+        """Ends a window whose step was made; no call is legal afterwards."""
+        self.phase = Phase.DONE
+
+    def _known_counts(self, count: float | Tensor | Counts | None) -> Counts:
+        """The window's counts; raises MisuseError where ``count`` differs from what was counted for the micro-batch."""
+        assert self._current is not None
         if isinstance(count, Tensor):
             refuse("backward() with a tensor for a count", "where count= gave it already", "leave it out")
-        if count is not None and as_counts(count) != self._given.counts:
-            counted = dict(self._given.counts)
+        if count is not None and as_counts(count) != self._current.counts:
+            counted = dict(self._current.counts)
             refuse(f"backward() with the count {count}", f"where count= gave {counted}", "make them agree, or omit it")
         return self.counts
 
-    def _noted(self, count: float | Tensor | Counts | None) -> Counts:
-        """A provisional count where the true one is known at the window's end only."""
+    def _provisional_counts(self, count: float | Tensor | Counts | None) -> Counts:
+        """Adds ``count`` to the late count; the true one is known at the window's end, when the step divides by it."""
         if not isinstance(count, int | float | Tensor):
             what = f"backward() with the count {count}"
             refuse(what, "where nothing was counted beforehand", "pass a number, or give count= to the Accumulator")
-        # fp64: integers beyond 2**24 and sums of 16-bit weights would stall
+        # fp64: fp32 stops counting at 2**24, and sums of 16-bit weights lose theirs far earlier
         self._late_count = self._late_count + (count.detach().double() if isinstance(count, Tensor) else count)
-        return {SINGLE: self.provisional}
+        return {SINGLE: self.provisional_count}
 
-    def _end_forward(self) -> None:
+    def _end_autocast(self) -> None:
         """Autocast covers forward and loss, not the backward."""
-        if self._autocast is not None:
-            self._autocast.__exit__(None, None, None)
-            self._autocast = None
+        assert self._autocast is not None
+        self._autocast.__exit__(None, None, None)
+        self._autocast = None
 
-    def _done(self) -> None:
+    def _run_finish(self) -> None:
         self._finish(self._sums, self._late_count)
-        self.phase = Phase.DONE
+        self.mark_done()
 
 
 def refuse(what: str, where: str, remedy: str) -> NoReturn:
-    """Raises MisuseError."""
+    """Raises MisuseError: ``what`` was called ``where`` it may not be."""
     raise MisuseError(f"{what} {where}: {remedy}")

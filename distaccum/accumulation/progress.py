@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The counters that say how far a run has come."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """``step`` counts applied updates and ``window`` attempts.
+    """``step`` counts applied updates and ``window`` attempts, which are the windows that ran.
 
-    The position in the data is ``epoch`` and ``epoch_window``, the windows of that epoch that are behind. ``samples``
-    and ``tokens`` (what the loss counts) are those of all attempts, ``skipped`` the attempts not applied, and
-    ``nonfinite`` those of them whose gradient was NaN or infinite.
+    The position in the data is ``epoch`` and ``epoch_window``, the windows of that epoch that are done. ``samples``
+    and ``tokens`` (what the loss counts) add up over all attempts, ``skipped`` counts the attempts that were not
+    applied, and ``nonfinite`` those among them whose gradient was NaN or infinite.
     """
 
     step: int = 0
@@ -24,7 +24,7 @@ class Progress:
     nonfinite: int = 0
 
     def after(self, *, samples: int, tokens: float, applied: bool, finite: bool = True) -> Progress:
-        """The clocks one attempt later. A skipped attempt moves the data on, and never ``step``."""
+        """The progress one attempt later. A skipped attempt advances the data, and never ``step``."""
         return replace(
             self,
             step=self.step + applied,
@@ -37,5 +37,5 @@ class Progress:
         )
 
     def next_epoch(self) -> Progress:
-        """The clocks at the start of the epoch that follows."""
+        """The progress at the start of the next epoch."""
         return replace(self, epoch=self.epoch + 1, epoch_window=0)

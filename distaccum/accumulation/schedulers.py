@@ -1,4 +1,4 @@
-"""Torch's learning-rate schedulers, stepped by their owner alone."""
+"""Torch's learning-rate schedulers, stepped only by the accumulator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from distaccum.errors import MisuseError
 
 
 class OwnedScheduler:
-    """A torch scheduler that only its owner steps: by hand, ``step`` raises MisuseError.
+    """A torch scheduler that only its owner steps: the user's ``scheduler.step()`` raises MisuseError.
 
-    Its state includes the optimizer's groups, whose rates torch's chainable schedulers go on from and do not save.
+    Its state includes the settings of the optimizer's groups: torch's chainable schedulers compute the next learning
+    rate from the current one, and do not save it.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -20,7 +21,7 @@ class OwnedScheduler:
         scheduler.step = self._refuse  # type: ignore[assignment,method-assign]  # there is no hook for it
 
     def step(self) -> None:
-        """After an applied update."""
+        """Steps after an applied update."""
         self._step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -30,7 +31,7 @@ class OwnedScheduler:
         return {"scheduler": state, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up :meth:`state_dict`."""
+        """Restores what :meth:`state_dict` gave."""
         for group, saved in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
             group.update(saved)
         self._scheduler.load_state_dict(state["scheduler"])

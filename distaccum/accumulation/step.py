@@ -17,11 +17,11 @@ from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What an attempt did. Tensors are 0-dim and stay on the device until somebody logs them.
+    """The result of one window. Tensors are 0-dim and stay on the device until somebody reads them.
 
     ``loss_sums`` are this rank's shares, by loss; ``counts`` (of all ranks) and ``grad_norm`` (of the global gradient,
-    unscaled and before clipping) are the same on every rank. ``step`` is the boundary's result, None where the window
-    counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait for the device to have come so far.
+    unscaled and before clipping) are the same on every rank. ``step`` is what the engine's step returned, None where
+    the window counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait until the device has computed the step.
     """
 
     loss_sums: Mapping[str, Tensor]
@@ -41,41 +41,49 @@ class Outcome:
 
     @property
     def loss_scale(self) -> float:
-        """Of this window's gradients; 1.0 without a loss scaler."""
+        """The scale of this window's gradients; 1.0 without a loss scaler."""
         return 1.0 if self.step is None else self.step.loss_scale
 
 
 class LossSums:
-    """What the losses of a window add up to on this rank, by name; nothing is read from the device."""
+    """The sums of a window's losses on this rank, by name; nothing is read from the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, total: LossSum) -> None:
-        """Takes one micro-batch's totals."""
-        for name, part in as_loss_sums(total).items():
+    def add(self, loss: LossSum) -> None:
+        """Adds one micro-batch's losses."""
+        for name, part in as_loss_sums(loss).items():
             self._sums[name] = self._sums[name] + part.detach() if name in self._sums else part.detach()
 
     def outcome(self, counts: Counts, step: StepOutput | None) -> Outcome:
-        """The outcome of an update; of a skipped one without ``step``."""
+        """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped."""
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
         return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
 
 
-def _nothing() -> None:
-    pass
-
-
 def run_window(
-    engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2, before_step: Callable[[], None] = _nothing
+    engine: Engine,
+    window: Window,
+    loss: Loss,
+    *,
+    prefetch: int = 2,
+    before_step: Callable[[], None] | None = None,
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
     The loss is a sum, and it is divided once: by the count of the whole window on all ranks.
     ``gradient_divide_factor`` undoes the engine's own averaging. Only a rank's last micro-step, the boundary,
     communicates gradients.
+
+    Args:
+        engine: owns the model, the gradients and the step.
+        window: its counts must be known.
+        loss: gives a sum for each micro-batch.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        before_step: called between the last backward and the step, as to set the learning rate.
     """
     sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
     engine.begin_window(len(window.micro_batches))
@@ -87,6 +95,7 @@ def run_window(
             engine.backward(normalize_loss(total, window.counts, gradient_divide_factor=engine.gradient_divide_factor))
         sums.add(total)
     if not window.micro_batches:
-        engine.shadow_micro_step()  # other ranks wait for this one's part in the reduction
-    before_step()  # the learning rate, by which time the attempt before has come to its end
+        engine.shadow_micro_step()  # the other ranks' reduction needs this rank's zeros
+    if before_step is not None:
+        before_step()
     return sums.outcome(window.counts, engine.step())

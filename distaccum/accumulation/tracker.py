@@ -1,11 +1,10 @@
-"""What became of the windows that ran: clocks, rates, and what a NaN or infinite gradient leads to."""
+"""Tracks progress, learning rate and skipped steps, and ends a run whose gradients stay NaN or infinite."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -17,10 +16,10 @@ from distaccum.accumulation.step import Outcome
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.errors import MisuseError, NonFiniteError
+from distaccum.errors import MisuseError, NonFiniteError, shorten
 from distaccum.losses.base import Loss
 
-_FEW = 16  # ids of a rank's samples, or names, that a message shows
+_MOST_NAMED = 16  # sample ids of a rank, or parameters, in a message
 
 
 class Schedule(Protocol):
@@ -30,28 +29,20 @@ class Schedule(Protocol):
         """The factor, usually in [0, 1]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """A window that ran. ``loss``, where there is one to call, can run it again."""
-
-    window: Window
-    outcome: Outcome
-    loss: Loss | None = None
-
-
 class ProgressTracker:
-    """Keeps the clocks, and steps the schedules of applied updates only.
+    """Counts windows and updates, and steps the schedules of applied updates only.
 
-    Whether an attempt was applied is known on the device first. It is asked for where the next one is about to step,
-    by when the device has long come so far: the host neither waits nor lets the device wait.
+    Whether a step was applied is known on the device first. The host asks for it just before the next step, when the
+    device has computed it long ago, so neither waits for the other.
 
     Args:
-        engine: whose steps these are.
+        engine: makes the steps.
         world: this rank.
         schedule: from the number of applied updates to a factor of the learning rate.
         schedulers: torch's, instead; stepped after every applied update.
-        skips: whether a NaN or infinite gradient is passed over also where no loss scale can fall; or ends the run.
-        max_skips: of those in a row, with nowhere left for a loss scale to go, that end the run in any case.
+        skips: whether a NaN or infinite gradient only skips its window. Otherwise it ends the run, unless a loss scale
+            can still fall.
+        max_skips: windows skipped in a row, at the lowest loss scale, that end the run in any case.
     """
 
     def __init__(
@@ -67,37 +58,37 @@ class ProgressTracker:
         self._engine, self._world = engine, world
         self._schedule, self._schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
-        self._clocks = self._after_last = Progress()
-        self._in_a_row = 0
-        self._open: Attempt | None = None  # not asked yet
-        self._fatal: Attempt | None = None
+        self._progress = self._known_progress = Progress()
+        self._skips_in_a_row = 0
+        self._unresolved: tuple[Window, Outcome, Loss | None] | None = None  # the last step, not asked for yet
+        self._fatal: tuple[Window, Outcome, Loss | None] | None = None  # the step that ends the run
         self.last: Outcome | None = None
 
     @property
     def known_progress(self) -> Progress:
-        """The clocks right after the latest attempt that somebody has asked for; nothing waits."""
-        return self._after_last
+        """The progress right after the latest step that was resolved; never waits."""
+        return self._known_progress
 
     @property
     def max_possible_step(self) -> int:
-        """``step``, if the last attempt was applied; nothing waits."""
-        return self._clocks.step + (self._open is not None)
+        """``progress.step`` if the last step was applied; never waits."""
+        return self._progress.step + (self._unresolved is not None)
 
     @property
     def progress(self) -> Progress:
-        """The clocks with the last attempt, for whose end this waits."""
+        """The progress with the last window, whose step this waits for."""
         self.resolve_last_step()
-        return self._clocks
+        return self._progress
 
     def restore(self, progress: Progress) -> None:
-        """Goes on from another run's clocks."""
-        self._open = self._fatal = None
-        self._clocks = self._after_last = progress
-        self._in_a_row = 0
+        """Continues from saved progress."""
+        self._unresolved = self._fatal = None
+        self._progress = self._known_progress = progress
+        self._skips_in_a_row = 0
 
     def next_epoch(self) -> None:
-        """All windows of the epoch have run."""
-        self._clocks = self.progress.next_epoch()
+        """Moves to the start of the next epoch."""
+        self._progress = self.progress.next_epoch()
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device.
@@ -107,80 +98,79 @@ class ProgressTracker:
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
+        # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
         sums = self._world.all_reduce_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
         means = (total / count for total, count in zip(sums.tolist(), self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 
     def begin_step(self) -> None:
-        """Before the optimizers step: what came before is settled, and the rates are set.
+        """Resolves the step before, and sets the learning rate of the one that follows.
 
         Raises:
             NonFiniteError: as :meth:`raise_if_nonfinite`.
         """
         self.raise_if_nonfinite()
         if self._schedule is not None:
-            self._engine.set_lr_factor(self._schedule(self._clocks.step))
+            self._engine.set_lr_factor(self._schedule(self._progress.step))
 
-    def end_step(self, attempt: Attempt) -> None:
-        """After they have stepped, or not."""
+    def end_step(self, window: Window, outcome: Outcome, loss: Loss | None = None) -> None:
+        """Notes a window that ran; with ``loss`` it can be run again to find where a NaN began."""
         self.resolve_last_step()
-        self._open, self.last = attempt, attempt.outcome
+        self._unresolved, self.last = (window, outcome, loss), outcome
 
     def skip_empty_window(self, samples: int) -> None:
-        """A window that counts nothing, and was not run."""
-        self._clocks = self.progress.after(samples=samples, tokens=0, applied=False)
+        """Notes a window that counts nothing and was not run."""
+        self._progress = self.progress.after(samples=samples, tokens=0, applied=False)
 
     def resolve_last_step(self) -> None:
-        """Asks what became of the last attempt, if nobody has: clocks and schedulers then include it."""
-        if self._open is None:
+        """Asks whether the last step was applied, if nobody has: progress and schedulers then include it."""
+        if self._unresolved is None:
             return
-        attempt, self._open = self._open, None
-        outcome, samples = attempt.outcome, attempt.window.samples
+        last, self._unresolved = self._unresolved, None
+        window, outcome, _ = last
         applied, finite, tokens = outcome.applied, outcome.finite, max(outcome.counts.values())
-        self._clocks = self._clocks.after(samples=samples, tokens=tokens, applied=applied, finite=finite)
-        self._after_last = self._clocks
+        self._progress = self._progress.after(samples=window.samples, tokens=tokens, applied=applied, finite=finite)
+        self._known_progress = self._progress
         for scheduler in self._schedulers if applied else ():
             scheduler.step()
         lowest = self._engine.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
-            self._in_a_row = 0
+            self._skips_in_a_row = 0
             return
-        self._in_a_row += 1
-        if self._in_a_row >= self._max_skips:
-            self._fatal = attempt
+        self._skips_in_a_row += 1
+        if self._skips_in_a_row >= self._max_skips:
+            self._fatal = last
 
     def raise_if_nonfinite(self, *, together: bool = True) -> None:
-        """Settles the last attempt; a collective where it raises, unless not ``together``: then it says what it knows.
+        """Resolves the last step, and raises if too many gradients in a row were NaN or infinite.
+
+        Args:
+            together: all ranks call this, so that the message can tell of all of them: a collective where it raises.
+                Otherwise it tells what this rank knows.
 
         Raises:
-            NonFiniteError: on every rank alike, and once: too many gradients in a row were NaN or infinite.
+            NonFiniteError: on every rank, and once.
         """
         self.resolve_last_step()
         if self._fatal is not None:
-            explanation = self._explanation(self._fatal, together=together)
-            self._fatal, self._in_a_row = None, 0
+            explanation = self._explanation(*self._fatal, together=together)
+            self._fatal, self._skips_in_a_row = None, 0
             raise NonFiniteError(explanation)
 
-    def _explanation(self, attempt: Attempt, *, together: bool) -> str:
-        assert attempt.outcome.step is not None
+    def _explanation(self, window: Window, outcome: Outcome, loss: Loss | None, *, together: bool) -> str:
+        assert outcome.step is not None
         self._engine.zero_gradients()  # of a window that may have begun since
-        names = _few(attempt.outcome.step.nonfinite()) or "none alone, but their norm"
+        names = shorten(outcome.step.nonfinite(), _MOST_NAMED) or "none alone, but their norm"
         began = ""
-        if attempt.loss is not None and together:
-            began = f" {explain(diagnose(self._engine, attempt.window, attempt.loss, self._world))}."
-        own = (self._world.rank, _few([*islice(chain.from_iterable(attempt.window.ids()), _FEW + 1)]) or "none")
+        if loss is not None and together:
+            began = f" {explain(diagnose(self._engine, window, loss, self._world))}."
+        own = (self._world.rank, shorten(chain.from_iterable(window.ids()), _MOST_NAMED) or "none")
         texts = self._world.all_gather_names([json.dumps(own)]) if together else [json.dumps(own)]
         samples = "; ".join(f"rank {rank}: {ids}" for rank, ids in sorted(map(json.loads, texts)))
-        row = f"{self._in_a_row} in a row, " if self._in_a_row > 1 else ""
+        row = f"{self._skips_in_a_row} in a row, " if self._skips_in_a_row > 1 else ""
         return (
-            f"the gradient of window {self._clocks.window} is NaN or infinite ({row}loss scale "
-            f"{attempt.outcome.loss_scale:g}): of {names}.{began} Its samples are {samples}. Weights and optimizer "
-            f"state are those of step {self._clocks.step}. Look at the data, lower the learning rate, or resume from "
+            f"the gradient of window {self._progress.window} is NaN or infinite ({row}loss scale "
+            f"{outcome.loss_scale:g}): of {names}.{began} Its samples are {samples}. Weights and optimizer "
+            f"state are those of step {self._progress.step}. Look at the data, lower the learning rate, or resume from "
             "an earlier checkpoint"
         )
-
-
-def _few(things: Sequence[object]) -> str:
-    shown = ", ".join(map(str, things[:_FEW]))
-    return f"{shown}, ..." if len(things) > _FEW else shown

@@ -16,20 +16,18 @@ needs. An engine whose optimizer state is in a format of its own keeps that besi
 
 from __future__ import annotations
 
-import base64
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
 from distaccum.config.engine import BY_PARAMETER
+from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.state import merged
@@ -81,7 +79,7 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
             "optimizer_values": values,
         }
         (folder / "state.json").write_text(json.dumps(record, indent=2))
-    (folder / f"random-{world.rank}.json").write_text(json.dumps(_random_state()))
+    (folder / f"random-{world.rank}.json").write_text(json.dumps(RNGState.capture(world.device).to_json()))
     if data is not None:
         torch.save(data, folder / f"data-{world.rank}.pt")
 
@@ -129,7 +127,8 @@ def load(
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
     if record["world_size"] != world.size:
         return False, None
-    _set_random_state(json.loads((folder / f"random-{world.rank}.json").read_text()))
+    generators = json.loads((folder / f"random-{world.rank}.json").read_text())
+    RNGState.from_json(generators, world.device).restore()
     data = folder / f"data-{world.rank}.pt"
     return True, torch.load(data, weights_only=True) if data.exists() else None
 
@@ -142,30 +141,3 @@ def _record(folder: Path) -> dict[str, Any]:
     if record.get("version") not in _READ:
         raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
     return {"optimizer_format": BY_PARAMETER} | record
-
-
-def _random_state() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  users' code may draw here
-    generators = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        generators["cuda"] = torch.cuda.get_rng_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],
-        "torch": {name: base64.b64encode(bytes(state.tolist())).decode() for name, state in generators.items()},
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-    generators = {
-        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        for name, text in state["torch"].items()
-    }
-    torch.set_rng_state(generators["cpu"])
-    if "cuda" in generators and torch.cuda.is_available():
-        torch.cuda.set_rng_state(generators["cuda"])

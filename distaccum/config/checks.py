@@ -38,6 +38,11 @@ def require_positive(key: str, value: float | None) -> None:
     require(good, key, value, "must be a positive finite number", "Use a value such as 1e-3")
 
 
+def require_fraction(key: str, value: float) -> None:
+    """A number between 0 and 1, both excluded."""
+    require(0 < value < 1, key, value, "not between 0 and 1", "Give the share to hold out, such as 0.1")
+
+
 def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
     """One of ``choices``."""
     require(value in choices, key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")

@@ -1,4 +1,4 @@
-"""Which samples when, and how they get to the device: from a dataset to counted windows of micro-batches.
+"""From a dataset to counted windows of micro-batches on the device.
 
 May import ``config``, ``distributed``, ``losses``, ``models`` and ``errors``.
 Begin with ``plan/batch.py`` (pure arithmetic), then ``loader.py``, which turns a plan into windows.

@@ -1,4 +1,4 @@
-"""What people bring along - a source, a dataset, a ``DataLoader``, a stream - as a source."""
+"""Converts datasets, DataLoaders and iterables to a :class:`DataSpec`."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ from distaccum.errors import ConfigError
 
 
 def to_data_spec(data: Any) -> DataSpec:
-    """A :class:`DataSpec` as it is; a bare dataset, ``DataLoader`` or stream as a source with nothing held out.
+    """The spec of ``data``: itself, or one without evaluation samples for a bare dataset, ``DataLoader`` or stream.
 
-    Of a ``DataLoader`` over a map-style dataset the dataset, the collation and the order are taken, so that the plan
-    can divide it among the ranks. One over an iterable dataset is a stream of this rank's micro-batches.
+    A ``DataLoader`` over a map-style dataset gives its dataset, collation and order, so that the plan can divide the
+    samples among the ranks. One over an iterable dataset is a stream of this rank's micro-batches.
 
     Raises:
-        TypeError: if it is none of them.
+        TypeError: ``data`` is none of these.
         ConfigError: a ``DataLoader`` over a map-style dataset whose order or selection cannot be planned.
     """
     name = type(data).__name__
     if isinstance(data, DataSpec):
         return data
     if isinstance(data, DataLoader):
-        return _source_of(data)
+        return _spec_of(data)
     if is_map_style(data):
         return DataSpec(train=data, eval_dataset=None, description=f"{name}, {len(data)} samples")
     if isinstance(data, Iterable):
         return DataSpec(train=data, eval_dataset=None, description=f"{name}, a stream")
-    raise TypeError(f"{name} is neither a distaccum Source nor a dataset with len() and [index], nor an iterable")
+    raise TypeError(f"{name} is neither a distaccum DataSpec nor a dataset with len() and [index], nor an iterable")
 
 
 def yields_batches(data: Any) -> bool:
-    """Whether a stream gives micro-batches, as torch's ``DataLoader`` does unless it is told not to."""
+    """Whether a stream yields micro-batches, as torch's ``DataLoader`` does unless its ``batch_size`` is None."""
     return isinstance(data, DataLoader) and data.batch_sampler is not None
 
 
 def split_by_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
-    """A Hugging Face streaming dataset, split over the ranks unless it is already; any other stream as it is.
+    """Splits a Hugging Face streaming dataset over the ranks unless it is already; returns any other stream as it is.
 
     Raises:
-        ConfigError: it is inside a ``DataLoader`` already, and not split: every rank would take all of it.
+        ConfigError: a ``DataLoader`` holds it, and it is not split: every rank would take all of it.
     """
     if world_size == 1:
         return stream
-    inside = getattr(stream, "dataset", None)
-    if is_unsplit(inside):
+    if is_unsplit(getattr(stream, "dataset", None)):
         problem = f"its dataset is not split over the {world_size} ranks, which would all take the whole of it"
         remedy = "Call datasets.distributed.split_dataset_by_node(dataset, rank, world_size) before"
         raise ConfigError("data", type(stream).__name__, problem, remedy)
@@ -60,12 +59,12 @@ def split_by_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable
 
 
 def is_unsplit(stream: Any) -> bool:
-    """Whether it is a Hugging Face streaming dataset that is not divided among ranks."""
-    is_theirs = type(stream).__module__.split(".")[0] == "datasets"
-    return is_theirs and not is_map_style(stream) and getattr(stream, "_distributed", None) is None
+    """Whether ``stream`` is a Hugging Face streaming dataset that is not divided among the ranks."""
+    is_hugging_face = type(stream).__module__.split(".")[0] == "datasets"
+    return is_hugging_face and not is_map_style(stream) and getattr(stream, "_distributed", None) is None
 
 
-def _source_of(loader: DataLoader[Any]) -> DataSpec:
+def _spec_of(loader: DataLoader[Any]) -> DataSpec:
     if not is_map_style(loader.dataset):
         description = f"{type(loader.dataset).__name__}, a stream of micro-batches"
         return DataSpec(train=loader, eval_dataset=None, description=description, micro_batch_size=loader.batch_size)
@@ -87,7 +86,7 @@ def _source_of(loader: DataLoader[Any]) -> DataSpec:
 
 def _shuffles(sampler: Any, size: int) -> bool:
     """Whether a sampler that gives every sample once shuffles them."""
-    if isinstance(sampler, DistributedSampler):  # the plan does its work, and pads nothing
+    if isinstance(sampler, DistributedSampler):  # the plan divides the samples in its place, and pads nothing
         return sampler.shuffle
     if not isinstance(sampler, RandomSampler | SequentialSampler) or getattr(sampler, "replacement", False):
         raise _unplannable(sampler, "draws samples in an order that cannot be planned")

@@ -1,4 +1,4 @@
-"""Batches of samples that differ in length."""
+"""Collates samples of different lengths into padded batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PadCollator:
     and need no padding value.
 
     Args:
-        values: what to pad a field with, by its name or position; None: its sequences are all of one length, and are
-            stacked.
+        values: the padding value of each field, by name or position; None: its sequences are all of one length, and
+            are stacked.
     """
 
     def __init__(self, values: Mapping[str, float | None] | Sequence[float | None]) -> None:
@@ -34,22 +34,23 @@ class PadCollator:
         """The batch: a dict for mappings, a tuple for tuples.
 
         Raises:
-            DataError: a field is of unequal length or without a padding value, of unequal kind, or no numbers at all.
+            DataError: a field holds no numbers, has sequences without a padding value, or mixes lengths or kinds that
+                cannot be put into one batch.
         """
         first = samples[0]
         if isinstance(first, Mapping):
             return {name: self._collate(name, [sample[name] for sample in samples]) for name in first}
         if isinstance(first, tuple):
             return tuple(self._collate(place, list(field)) for place, field in enumerate(zip(*samples, strict=True)))
-        raise DataError(f"Pad takes samples that are mappings or tuples, and these are {type(first).__name__}")
+        raise DataError(f"PadCollator takes samples that are mappings or tuples, and these are {type(first).__name__}")
 
     def _collate(self, name: Any, field: list[Any]) -> Tensor:
         try:
-            # torch.tensor copies an array, which may be read-only; as_tensor shares it, and warns of that
+            # torch.tensor copies: as_tensor would share a read-only array, and warn of it
             tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in field]
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"field {name!r} of the samples cannot be made a tensor: {error}") from error
-        # An empty list says nothing about its type, and a list of whole numbers may stand for floats.
+        # An empty list has no dtype of its own, and a list of whole numbers may stand for floats.
         types = [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype]
         common = reduce(torch.promote_types, types)
         tensors = [tensor.to(common) for tensor in tensors]

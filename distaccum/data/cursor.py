@@ -1,4 +1,4 @@
-"""Where a loop is in its data: the feed it takes windows from, or the state of one to go on from."""
+"""The position of a loop in its data: the loader it takes windows from, or a saved state to continue from."""
 
 from __future__ import annotations
 
@@ -9,41 +9,53 @@ from distaccum.data.loader import WindowLoader
 from distaccum.errors import CheckpointError
 
 
+def position_mismatch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first key of a loader's ``current`` position whose ``saved`` value differs, with both values.
+
+    Returns:
+        ``(key, saved value, current value)``; None where a window's number means the same in both.
+    """
+    for key, value in current.items():
+        if saved.get(key) != value:
+            return key, saved.get(key), value
+    return None
+
+
 class DataCursor:
-    """The feed of the data that a loop names, kept from epoch to epoch.
+    """Keeps the loader of a loop's data from epoch to epoch.
 
     Args:
-        planned: makes the feed of what is none yet.
+        build: makes a loader of data that is none yet.
     """
 
-    def __init__(self, planned: Callable[[Any], WindowLoader]) -> None:
-        self._planned = planned
+    def __init__(self, build: Callable[[Any], WindowLoader]) -> None:
+        self._build = build
         self._current: tuple[Any, WindowLoader] | None = None
         self._resumed: Mapping[str, Any] | None = None
 
     def as_loader(self, data: Any) -> WindowLoader:
-        """The feed of ``data``, which goes on from a state that was taken up before.
+        """The loader of ``data``, in the state that was restored before, if any.
 
         Raises:
             CheckpointError: that state is of other data or sizes.
         """
         if self._current is None or self._current[0] is not data:
-            feed = data if isinstance(data, WindowLoader) else self._planned(data)
+            loader = data if isinstance(data, WindowLoader) else self._build(data)
             if self._resumed is not None and self._resumed["position"]:
-                for key, value in feed.position.items():
-                    if self._resumed["position"].get(key) != value:
-                        problem = f"the state was saved with {key}={self._resumed['position'].get(key)}"
-                        raise CheckpointError(f"{problem}, and this loop has {key}={value}: its data position is void")
-                feed.load_state(self._resumed["data"])
-            self._current, self._resumed = (data, feed), None
+                if mismatch := position_mismatch(self._resumed["position"], loader.position):
+                    key, saved, current = mismatch
+                    problem = f"the state was saved with {key}={saved}"
+                    raise CheckpointError(f"{problem}, and this loop has {key}={current}: its data position is void")
+                loader.load_state(self._resumed["data"])
+            self._current, self._resumed = (data, loader), None
         return self._current[1]
 
     def state(self) -> Mapping[str, Any]:
-        """The feed's position and state, or those that were taken up and not gone on from yet."""
+        """The loader's position and state; the restored ones until a loader has taken them."""
         if self._current is None:
             return self._resumed or {"position": {}, "data": None}
         return {"position": self._current[1].position, "data": self._current[1].state()}
 
     def restore(self, position: Mapping[str, Any], data: Any) -> None:
-        """The next feed goes on from there."""
+        """Sets the position and state that the next loader continues from."""
         self._current, self._resumed = None, {"position": position, "data": data}

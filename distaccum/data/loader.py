@@ -1,13 +1,14 @@
-"""From the batch plan to windows of loaded, counted micro-batches."""
+"""Loads windows of counted micro-batches, as the batch plan says."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,36 +18,38 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import Epoch, Ids, Plan
 from distaccum.data.spec import MapDataset
 from distaccum.data.window import Window
-from distaccum.distributed.random import capture
+from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 
 Collate = Callable[[list[Any]], Any]
 
 
-@runtime_checkable
-class WindowLoader(Protocol):
-    """Where windows come from."""
+class WindowLoader(ABC):
+    """A source of counted windows. Data that is one is used as it is: only subclasses are recognised."""
 
     @property
+    @abstractmethod
     def position(self) -> dict[str, Any]:
-        """What gives a window's number its meaning; a checkpoint is good only where this is the same."""
+        """The numbers that give a window's index its meaning; a checkpoint fits only where they are the same."""
 
+    @abstractmethod
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """The windows of an epoch from ``start`` on, counted over all ranks; ends early where ``counter.stopping``."""
 
     def state(self) -> Any:
-        """What this rank needs besides the position to go on after the last window given out; None for nothing."""
+        """This rank's state after the last window that was yielded; None where the position says everything."""
+        return None
 
-    def load_state(self, state: Any) -> None:
-        """Takes up :meth:`state`, before :meth:`windows`."""
+    def load_state(self, state: Any) -> None:  # noqa: B027  not abstract: the position may say everything
+        """Restores :meth:`state`, before :meth:`windows`."""
 
 
-class MapWindowLoader:
+class MapWindowLoader(WindowLoader):
     """The windows of a map-style dataset.
 
-    Samples are fetched by torch's ``DataLoader`` (with its workers, pinning and collation); which ones, and how they
-    are grouped, is the plan's arithmetic alone.
+    Torch's ``DataLoader`` fetches the samples, with its workers, pinning and collation. The plan alone decides which
+    samples are fetched and how they are grouped.
 
     Args:
         dataset: map-style samples; its length is the plan's ``samples``.
@@ -54,7 +57,7 @@ class MapWindowLoader:
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
         num_workers: loading processes of this rank.
-        group_by: a length of each sample: within a window, micro-batches then take samples of like length.
+        group_by: the length of each sample: the micro-batches of a window then hold samples of similar length.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class MapWindowLoader:
         assert len(dataset) == plan.samples
         self._plan, self._world = plan, world
         self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)
-        # Takes none of the model's random numbers; workers of other ranks draw others.
+        # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
         digest = hashlib.blake2b(f"{plan.seed}/{world.rank}".encode(), digest_size=7).digest()
         self._loader = DataLoader(
             cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
@@ -89,17 +92,17 @@ class MapWindowLoader:
         return self._plan.position
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
-        """See :class:`WindowLoader`. One small host all-reduce a window."""
+        """See :class:`WindowLoader`. One small host all-reduce per window."""
         self._ids.seek(epoch, start)
         batches, cut = iter(self._loader), self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
-            began, restore = perf_counter(), capture()
+            began, generators = perf_counter(), RNGState.capture()
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
             micro_batches = [counter.micro_batch(batch) for batch in islice(batches, filled)]
             waited = perf_counter() - began
             counts, _ = counter.all_reduce(micro_batches)
-            if counter.stopping:  # the window can be taken again, and what its samples draw
-                restore()
+            if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
+                generators.restore()
                 return
             yield Window(
                 epoch=epoch,
@@ -109,12 +112,6 @@ class MapWindowLoader:
                 data_wait_s=waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
             )
-
-    def state(self) -> None:
-        """The position says it all."""
-
-    def load_state(self, state: Any) -> None:
-        """Nothing to take up."""
 
 
 class MicroBatchIds:
@@ -134,7 +131,7 @@ class MicroBatchIds:
             yield from self.of_window(cut, self._epoch, k)
 
     def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
-        """Those of the window ``k`` of the epoch that ``cut`` slices."""
+        """The ids of window ``k`` of the epoch that ``cut`` slices, one list per micro-batch."""
         for positions in (
             self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
         ):
@@ -142,9 +139,9 @@ class MicroBatchIds:
                 yield self._plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
 
     def _arranged(self, cut: Epoch, epoch: int, k: int) -> list[Ids]:
-        """This rank's positions with the window sorted by length, and dealt out micro-step by micro-step.
+        """This rank's positions: the window is sorted by length, and dealt to the ranks micro-step by micro-step.
 
-        Every rank so takes a piece of every length: they finish together.
+        So every rank gets some of every length, and all finish at about the same time.
         """
         assert self._group_by is not None
         positions = np.asarray(cut.window(k), dtype=np.int64)
@@ -157,12 +154,12 @@ class MicroBatchIds:
 
 
 def padding_share(lengths: Ids, plan: Plan, *, grouped: bool, windows: int = 100) -> float:
-    """Which share of the tokens is padding where micro-batches are padded to their longest; of the first windows."""
+    """The share of padding among the tokens of the first windows, where micro-batches are padded to their longest."""
     real = padded = 0
     cut = plan.epoch(0)
-    looked_at = range(min(windows, cut.windows_per_epoch))
+    first = range(min(windows, cut.windows_per_epoch))
     for rank in range(plan.world_size):
-        steps = sum(bool(positions) for k in looked_at for positions in cut.micro_batches(k, rank))
+        steps = sum(bool(positions) for k in first for positions in cut.micro_batches(k, rank))
         for ids in islice(MicroBatchIds(plan, rank, group_by=lengths if grouped else None), steps):
             real += int(lengths[ids].sum())
             padded += int(lengths[ids].max()) * len(ids)

@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device, ahead of the compute."""
+"""Copies micro-batches to the device ahead of the compute."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEWEST = 2  # on the device at once: one computed, one on its way
+FEWEST = 2  # micro-batches on the device at once: one is computed while the next is copied
 
 
 def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Iterator[Any]:
-    """The batches on ``device``, at most ``limit`` of them there at a time, the caller's own included.
+    """The batches on ``device``, at most ``limit`` of them at a time, the caller's current one included.
 
-    On a GPU the copies run on a stream beside the compute; from pinned memory the host does not wait for them.
+    On a GPU the copies run on a stream of their own, concurrently with the compute; the host does not wait for them.
     """
-    move = _beside_the_compute(device) if device.type == "cuda" else lambda batch: lambda: to_device(batch, device)
+    move = _on_copy_stream(device) if device.type == "cuda" else lambda batch: lambda: to_device(batch, device)
     ahead: deque[Callable[[], Any]] = deque()
     for batch in batches:
         ahead.append(move(batch))
-        if len(ahead) >= limit - 1:  # the caller still holds the one before
+        if len(ahead) >= limit - 1:  # the caller still holds the previous one
             yield ahead.popleft()()
     while ahead:
         yield ahead.popleft()()
 
 
 @cache
-def _beside_the_compute(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
+def _on_copy_stream(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def move(batch: Any) -> Callable[[], Any]:
@@ -41,7 +41,9 @@ def _beside_the_compute(device: torch.device) -> Callable[[Any], Callable[[], An
         def use() -> Any:
             compute = torch.cuda.current_stream(device)
             compute.wait_event(arrived)
-            map_tensors(moved, lambda tensor: tensor.record_stream(compute))  # or its memory were given away too soon
+            map_tensors(
+                moved, lambda tensor: tensor.record_stream(compute)
+            )  # else the allocator reuses its memory too soon
             return moved
 
         return use

@@ -1,4 +1,4 @@
-"""Windows over streams: iterables of which every rank has its own, of unknown and unequal length."""
+"""Loads windows from streams: one iterable per rank, of unknown and unequal lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.loader import Collate
+from distaccum.data.loader import Collate, WindowLoader
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
@@ -20,16 +20,16 @@ from distaccum.errors import DataError
 from distaccum.losses.normalize import Counts
 
 
-class IterableWindowLoader:
+class IterableWindowLoader(WindowLoader):
     """The windows of a stream.
 
-    A window asks the ranks that have something left for equal parts of the global batch. Where one of them ends, what
-    is missing is asked of the others, so that windows stay full to the last one, and every item is used exactly once.
+    Each rank whose stream has not ended fetches an equal part of the global batch. Where a stream ends within a window,
+    the other ranks fetch the rest, so that every window but the last is full, and every item is used exactly once.
 
     Args:
-        stream: this rank's samples, or micro-batches where ``plan.batched``; iterated once an epoch. Its
-            ``state_dict``, or its dataset's, is kept in checkpoints; without one a resumed run skips what was taken.
-        plan: sizes.
+        stream: this rank's samples, or micro-batches where ``plan.batched``; iterated once per epoch. Checkpoints keep
+            its ``state_dict``, or its dataset's; without one a resumed run skips the items that were taken.
+        plan: the sizes.
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
     """
@@ -41,22 +41,22 @@ class IterableWindowLoader:
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
         self._items: Iterator[Any] | None = None
         self._taken = 0  # items of this epoch
-        self._next = (0, 0)  # the epoch and window that the open iterator gives next
-        self._skip = 0  # items that the next iteration passes over
-        self._ended = [False] * world.size
-        self._given: tuple[int, Window] | None = None  # the last window, and its index
-        self._resumed: dict[str, Any] | None = None  # a state that no window was taken from yet
+        self._next = (0, 0)  # the epoch and window that the open iterator yields next
+        self._skip = 0  # items that the next iteration skips
+        self._ended = [False] * world.size  # by rank
+        self._last: tuple[int, Window] | None = None  # the last window, and its index
+        self._resumed: dict[str, Any] | None = None  # a restored state that no window was taken from yet
 
     @property
     def position(self) -> dict[str, Any]:
-        """The plan's numbers: the world's size is one of them."""
+        """The plan's numbers, the world size among them."""
         return self._plan.position
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
-        """See :class:`WindowLoader`. One small host all-reduce a window, and one more whenever a rank's stream ends."""
+        """See :class:`WindowLoader`. One small host all-reduce per window, and one more when a rank's stream ends."""
         index = start
-        if self._given is not None and self._given[0] == start and self._next == (epoch, start + 1):
-            yield self._given[1]  # it was abandoned, and a stream does not give its items twice
+        if self._last is not None and self._last[0] == start and self._next == (epoch, start + 1):
+            yield self._last[1]  # it was abandoned, and a stream yields its items once
             index += 1
         items = self._open(epoch, index)
         while not all(self._ended):
@@ -84,7 +84,7 @@ class IterableWindowLoader:
                     data_wait_s=waited,
                     ids=partial(iter, ids),
                 )
-                self._given = (index - 1, window)
+                self._last = (index - 1, window)
                 yield window
             if counter.stopping:
                 return
@@ -93,7 +93,11 @@ class IterableWindowLoader:
     def _round(
         self, items: Iterator[Any], wanted: int, counter: GlobalCounter, turn: int
     ) -> tuple[list[MicroBatch], list[range], Counts, int]:
-        """Fetches this rank's part of what is wanted; returns it with its items, all ranks' counts and samples."""
+        """Fetches this rank's part of the ``wanted`` items.
+
+        Returns:
+            Its micro-batches, the items of each, and the counts and samples of all ranks.
+        """
         quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank, turn=turn)
         taken = list(islice(items, quota))
         size = 1 if self._plan.batched else self._plan.micro_batch_size
@@ -114,12 +118,12 @@ class IterableWindowLoader:
     def _checked_size(self, batch: Any) -> int:
         size = batch_size(batch)
         if size > self._plan.micro_batch_size:
-            problem = f"a batch of {size} samples, and micro_size={self._plan.micro_batch_size}"
-            raise DataError(f"{problem}: load batches of at most micro_size samples, or raise it")
+            problem = f"a batch of {size} samples, and the micro-batch size is {self._plan.micro_batch_size}"
+            raise DataError(f"{problem}: load smaller batches, or raise it")
         return size
 
     def _open(self, epoch: int, start: int) -> Iterator[Any]:
-        """The stream where the last call left it, or from the start of the epoch."""
+        """The open iterator if it is at this window, else a new one from the start of the epoch."""
         if self._items is None or self._next != (epoch, start):
             _call_if_there(self._stream, "set_epoch", epoch)
             self._items = iter(self._stream)
@@ -131,26 +135,26 @@ class IterableWindowLoader:
         return self._items
 
     def state(self) -> dict[str, Any]:
-        """How far the epoch is taken, which ranks' streams have ended, and the stream's own state if it has one."""
-        if self._resumed is not None:  # and not gone on yet
+        """The items taken of the epoch, the ranks whose streams have ended, and the stream's own state or None."""
+        if self._resumed is not None:
             return self._resumed
-        owner = _with_state(self._stream) if self._items is not None else None  # between epochs there is none
-        own = None if owner is None else owner.state_dict()
-        return {"taken": self._taken, "ended": list(self._ended), "stream": own}
+        owner = _owner_of_state(self._stream) if self._items is not None else None  # between epochs there is no state
+        stream = None if owner is None else owner.state_dict()
+        return {"taken": self._taken, "ended": list(self._ended), "stream": stream}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up :meth:`state`; a stream without a state of its own is skipped forward instead."""
-        owner = _with_state(self._stream)
+        """Restores :meth:`state`; a stream without a state of its own skips the items that were taken."""
+        owner = _owner_of_state(self._stream)
         if owner is not None and state["stream"] is not None:
             owner.load_state_dict(state["stream"])
         else:
             self._skip = int(state["taken"])
         self._taken, self._ended = int(state["taken"]), list(state["ended"])
-        self._items, self._given, self._resumed = None, None, state
+        self._items, self._last, self._resumed = None, None, state
 
 
 def batch_size(batch: Any) -> int:
-    """Samples of a batch: the length of its first tensor (or list) in mappings, lists and tuples."""
+    """The number of samples in a batch: the length of its first tensor (or list) in mappings, lists and tuples."""
     first = batch
     while not isinstance(first, Tensor):
         parts = list(first.values()) if hasattr(first, "values") else list(first)
@@ -160,8 +164,11 @@ def batch_size(batch: Any) -> int:
     return len(first)
 
 
-def _with_state(stream: Any) -> Any:
-    """What keeps the stream's whole state: itself, or the dataset of a DataLoader without worker processes."""
+def _owner_of_state(stream: Any) -> Any:
+    """The object whose ``state_dict`` is the stream's whole state; None where there is none.
+
+    That is the stream itself, or the dataset of a DataLoader without worker processes.
+    """
     if hasattr(stream, "state_dict"):
         return None if _has_shuffle_buffer(stream) else stream
     dataset = getattr(stream, "dataset", None)
@@ -172,7 +179,7 @@ def _with_state(stream: Any) -> Any:
 
 
 def _has_shuffle_buffer(stream: Any) -> bool:
-    """Whether it is a Hugging Face stream whose state leaves out what waits in its shuffle buffer."""
+    """Whether ``stream`` is a Hugging Face stream with a shuffle buffer, whose contents its state leaves out."""
     part = getattr(stream, "_ex_iterable", None)
     while part is not None:
         if type(part).__name__ == "BufferShuffledExamplesIterable":

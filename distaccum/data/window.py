@@ -11,29 +11,29 @@ from distaccum.losses.normalize import SINGLE, Counts
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward/backward takes, and what it counts by loss; no counts where they are not known beforehand."""
+    """The batch of one forward/backward, and its counts by loss; empty where they are not known beforehand."""
 
     batch: Any
     counts: Counts
 
     @property
     def count(self) -> float:
-        """What the single loss counts."""
+        """The count of a single loss."""
         return self.counts[SINGLE]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The micro-batches of one optimizer step on one rank, and what the step counts over all ranks.
+    """The micro-batches of one optimizer step on one rank, and the step's counts over all ranks.
 
-    A rank may have fewer micro-batches than another one, or none.
+    Ranks may have different numbers of micro-batches, or none.
     """
 
     epoch: int
     samples: int  # over all ranks
-    counts: Counts  # over all ranks: what the losses average over; empty where not known beforehand
+    counts: Counts  # over all ranks, what the losses average over; empty where they are not known beforehand
     micro_batches: Sequence[MicroBatch]  # on the host
     data_wait_s: float
     ids: Callable[[], Iterable[Sequence[int]]] = tuple
-    """Which samples each micro-batch holds, looked up where somebody asks: their numbers in the dataset, or in this
-    rank's stream of the epoch."""
+    """The samples of each micro-batch, computed on demand: numbers in the dataset, or in this rank's stream of the
+    epoch."""

@@ -1,4 +1,4 @@
-"""Who this process is, as its launcher says."""
+"""The process's rank, world size and device, as its launcher set them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """Who this process is, as the launcher said it; known before any process group exists."""
+    """The launcher's description of this process; known before any process group exists."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     launched: bool = False  # by torchrun or the like; otherwise this process is a world of one
-    planned: bool = False  # nobody has started them yet: one process checks what they are to do
+    planned: bool = False  # the ranks are not started: one process checks a configuration for them
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
-        """Reads torchrun's variables; without any of them this process is a world of one.
+        """Reads torchrun's variables; without ``RANK`` and ``WORLD_SIZE`` this process is a world of one.
 
         Raises:
-            ConfigError: if only some of them are set, or one is not a number.
+            ConfigError: only some of them are set, or one is not a number.
         """
         present = [name for name in _LAUNCHER_VARIABLES if name in environment]
         if "RANK" not in present and "WORLD_SIZE" not in present:
@@ -50,10 +50,10 @@ class LaunchEnvironment:
         return cls(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True)
 
     def device(self) -> torch.device:
-        """This rank's GPU where the machine has any, else the CPU.
+        """This rank's GPU if the machine has any, else the CPU.
 
         Raises:
-            ConfigError: if there are more processes on this machine than GPUs.
+            ConfigError: the machine has more processes than GPUs.
         """
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -64,7 +64,7 @@ class LaunchEnvironment:
         return torch.device("cuda", self.local_rank)
 
     def store(self) -> Store:
-        """These ranks' own part of the launcher's key-value store; one in memory for a world of one."""
+        """The launcher's key-value store under a prefix unique to these ranks; one in memory for a world of one."""
         if not self.launched:
             return HashStore()
         store: Store

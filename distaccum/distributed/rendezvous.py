@@ -1,8 +1,8 @@
-"""A part of the launcher's store that belongs to these ranks alone.
+"""A key prefix unique to one (re)start of the ranks, so that a restart never reads old keys.
 
-Torchrun keeps one store over its restarts (seen with torch 2.13), in which what the ranks before these wrote still
-stands, and its count of restarts is each agent's own. So the ranks agree on a name that nobody can have used: a rank
-shows a fresh word, and rank 0 answers to that word.
+Torchrun keeps one store over its restarts (seen with torch 2.13), which still holds the keys of earlier ranks, and each
+agent counts restarts for itself. So the ranks agree on a random name: each rank but 0 shows a fresh word, and rank 0
+answers to that word with the name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _POLL_S = 0.01
 
 
 def private_store(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
-    """The part; every one of the ``size`` ranks calls this.
+    """The part of ``store`` that only these ``size`` ranks use; a collective.
 
     Raises:
-        TimeoutError: on rank 0, if some rank has not come within ``timeout_s`` seconds. (On the others the store's own
-            time-out raises.)
+        TimeoutError: on rank 0, if a rank has not come within ``timeout_s`` seconds. On the others the store's own
+            time-out raises.
     """
     if rank == 0:
         name = token_hex(8)
@@ -34,7 +34,7 @@ def private_store(store: Store, rank: int, size: int, *, timeout_s: float) -> St
 
 
 def _admit(store: Store, ranks: range, name: str, timeout_s: float) -> None:
-    """Answers each rank's word until it is here: the first one found may be of a rank before it."""
+    """Answers each rank's words until it has come: the first word may be one of an earlier start."""
     deadline, absent, answered = monotonic() + timeout_s, list(ranks), dict[int, bytes]()
     while True:
         absent = [rank for rank in absent if not store.check([f"meeting/{name}/{rank}"])]

@@ -1,4 +1,4 @@
-"""Being asked to stop: by Slurm, by torchrun, by the end of the process that started this one."""
+"""Stop signals: from Slurm, from torchrun, and at the end of the parent process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from threading import Thread
 from types import FrameType, TracebackType
 from typing import Any
 
-# What Slurm, Kubernetes and torchrun send; what people have Slurm send before a time limit; what submitit has.
+# SIGTERM comes from Slurm, Kubernetes and torchrun; SIGUSR1 and SIGUSR2 from Slurm's --signal and from submitit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class StopSignals:
-    """Turns SIGTERM, SIGUSR1 and SIGUSR2 into a wish that a loop can look at between windows::
+    """Turns SIGTERM, SIGUSR1 and SIGUSR2 into a flag that a loop reads between windows::
 
         with StopSignals() as signals:
             for window in acc.windows(loader):
@@ -26,19 +26,19 @@ class StopSignals:
                 if signals.received:
                     acc.stop()
 
-    The handler does nothing but note the first one; later ones change nothing. A signal that the program handles itself
-    is left to it. Once one was received, they stay without effect after the block too: whoever asks may ask again while
-    the process is leaving.
+    The handler only notes the first signal; later ones change nothing. A signal that the program handles itself is left
+    to it. After one was received, all stay ignored after the block too, as the sender may repeat it while the process
+    ends.
     """
 
     def __init__(self) -> None:
         self.received = ""
         """The first signal's name; empty before."""
-        self._told: Callable[[str], object] | None = None
+        self._listener: Callable[[str], object] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        """Installs the handlers; in another thread than the main one there can be none."""
+        """Installs the handlers, which only the main thread can do."""
         with suppress(ValueError):
             for number in STOP_SIGNALS:
                 if not callable(signal.getsignal(number)):
@@ -48,53 +48,56 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Puts back what was there before, unless one was received."""
+        """Restores the previous handlers; if a signal was received, ignores further ones instead."""
         if self.received:
             self.ignore()
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def ignore(self) -> None:
-        """For good. (A handler would not do: Python gives handlers up while it ends, and would be killed.)"""
+        """Ignores the signals until the process ends.
+
+        A handler would not do: Python drops its handlers while it ends, and the signal would kill it.
+        """
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         self._before.clear()
 
     @contextmanager
     def notify(self, listener: Callable[[str], object]) -> Iterator[None]:
-        """Within it ``listener`` is called with the name of the first signal: when it comes, or at once if it has.
+        """Within the block, calls ``listener`` with the first signal's name: when it comes, or at once if it has.
 
-        It is called between two instructions of the main thread, so it should set a flag and no more.
+        The call interrupts the main thread between two instructions, so ``listener`` should only set a flag.
         """
-        self._told = listener
+        self._listener = listener
         if self.received:
             listener(self.received)
         try:
             yield
         finally:
-            self._told = None
+            self._listener = None
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if not self.received:
             self.received = signal.Signals(number).name
-            if self._told is not None:
-                self._told(self.received)
+            if self._listener is not None:
+                self._listener(self.received)
 
 
 def die_with_parent() -> None:
-    """Has the kernel send this process SIGTERM when the one that started it ends, however that ends (Linux alone).
+    """Makes the kernel send this process SIGTERM when its parent ends, for whatever reason (only on Linux).
 
-    A launcher that is killed cannot tell its workers; without this they would train on, unseen.
+    A killed launcher cannot stop its workers, which would otherwise keep training.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ignore_stop_signals(_: int = 0) -> None:
-    """For processes that load data (a ``worker_init_fn``): these signals are for the process that trains.
+    """Ignores stop signals in a process that loads data (a ``worker_init_fn``): only the training process acts on them.
 
-    They reach the whole process group, and a loader that dies of one takes the training down before it can save. Only
-    the parent's own SIGTERM ends it, by which Python clears up at the end.
+    They reach the whole process group, and a loader that one kills ends the training before it can save. Only a SIGTERM
+    from the parent ends the loader: Python sends it in its clean-up.
     """
     ignore_user_signals()
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
@@ -103,7 +106,7 @@ def ignore_stop_signals(_: int = 0) -> None:
 
 
 def ignore_user_signals() -> None:
-    """What a process ignores, those that it starts ignore too, until they say otherwise."""
+    """Ignores SIGUSR1 and SIGUSR2 in this process and in those that it starts."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""Ranks, devices and the few small collectives. A :class:`World` is passed in, never global."""
+"""A process group seen from one rank, and its small collectives. A :class:`World` is passed as an argument."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, tho
 
 from distaccum.distributed.environment import GROUP_TIMEOUT, LaunchEnvironment
 
-# Gloo's threads let go of the last collective's tensors a little after it returns. If the interpreter is ending by
-# then, the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
+# Gloo's threads release the last collective's tensors shortly after it returns. If the interpreter is ending by then,
+# the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
 _SETTLE_S = 0.2
 
 
@@ -24,8 +24,8 @@ _SETTLE_S = 0.2
 class World:
     """An open process group, seen from one rank.
 
-    Host tensors travel by gloo and device tensors by the device's own backend, in the same group, so that a count that
-    the host already knows never waits for the device.
+    Host tensors go over gloo and device tensors over the device's own backend, so that a count that the host knows
+    never waits for the device. Every collective must be called on all ranks, in the same order.
     """
 
     rank: int
@@ -35,16 +35,16 @@ class World:
 
     @classmethod
     def join(cls) -> World:
-        """The process group that is open already; without one, a group of the ranks that the launcher started.
+        """The open process group; if there is none, a new one of the ranks that the launcher started.
 
-        A group that is opened here lasts until the process exits.
+        A group that this opens stays open until the process exits.
 
         Raises:
             ConfigError: as :meth:`LaunchEnvironment.from_environment` and :meth:`LaunchEnvironment.device`.
         """
         ranks = LaunchEnvironment.from_environment()
         if dist.is_initialized() and not ranks.launched and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # whoever opened the group has chosen it
+            device = torch.device("cuda", torch.cuda.current_device())  # chosen by whoever opened the group
         else:
             device = ranks.device()
         if not dist.is_initialized():
@@ -52,74 +52,74 @@ class World:
             world = opened.enter_context(open_world(ranks, ranks.store(), device))
             atexit.register(opened.close)
             return world
-        serves_host = "cpu" in dist.get_backend_config()  # else NCCL alone, which cannot sum what the host counted
+        serves_host = "cpu" in dist.get_backend_config()  # NCCL alone cannot sum host tensors
         group = None if serves_host else dist.new_group(backend="gloo")
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, host_group=group)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes and prints."""
+        """Whether this is rank 0, which writes and prints."""
         return self.rank == 0
 
     def all_reduce_host(self, numbers: Sequence[float]) -> list[float]:
-        """Sums numbers over the ranks, on the host: one small all-reduce, no device involved. Exact up to 2**53."""
-        # A column, by which the counters tell it from a gradient bucket.
+        """The sum of each number over the ranks, by one fp64 all-reduce on the host; integers are exact to 2**53."""
+        # A column: distaccum.testing.counters tells it from a gradient bucket by its shape.
         tensor = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
         dist.all_reduce(tensor, group=self.host_group)
         return cast(list[float], tensor.squeeze(1).tolist())
 
     def all_reduce_max_host(self, counts: Sequence[int]) -> list[int]:
-        """The greatest of each integer over the ranks, on the host."""
+        """The maximum of each integer over the ranks, by one all-reduce on the host."""
         tensor = torch.tensor(counts, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host_group)
         return cast(list[int], tensor.tolist())
 
     def all_gather_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The names that any rank gives, sorted; the same on every rank."""
+        """The union of all ranks' names, sorted; the same on every rank. Runs on the host."""
         return tuple(sorted({name for given in self.all_gather_object(list(names)) for name in given}))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Each rank's ``value``, a plain one, by rank; the same on every rank."""
+        """Every rank's ``value``, which is pickled, in the order of ranks; the same on every rank. Runs on the host."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor of any shape over the ranks, in place, where it lies."""
+        """Sums a tensor of any shape over the ranks, in place, on its device."""
         dist.all_reduce(tensor)
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
-        """Overwrites a tensor of any shape, where it lies, by rank 0's."""
+        """Overwrites a tensor of any shape with rank 0's, in place, on its device."""
         dist.broadcast(tensor, src=0)
 
     def broadcast_str(self, text: str) -> str:
-        """Rank 0's ``text`` on every rank."""
+        """Rank 0's ``text`` on every rank. Runs on the host."""
         box: list[str] = [text]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=self.host_group)
         return box[0]
 
     def barrier(self) -> None:
-        """Waits, on the host, until every rank has come here."""
+        """Blocks the host until every rank has called it; does not wait for work on a device."""
         self.all_reduce_max_host([0])
 
 
 @contextmanager
 def open_world(ranks: LaunchEnvironment, store: Store, device: torch.device) -> Iterator[World]:
-    """Opens the default process group for the block's length; closed on any exit from it.
+    """Opens the default process group for the block, and closes it on any exit.
 
     Args:
-        ranks: who this process is.
-        store: reached by every rank; see :meth:`LaunchEnvironment.store`.
-        device: where this rank's model lives; decides the backend (NCCL for CUDA, gloo for the CPU).
+        ranks: this process's rank and the world size.
+        store: shared by every rank; see :meth:`LaunchEnvironment.store`.
+        device: of this rank's model; decides the backend (NCCL for CUDA, gloo for the CPU).
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # or NCCL and the random generators would take the first GPU on every rank
+        torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=GROUP_TIMEOUT)
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device)
     finally:
-        if dist.is_initialized():  # or the user has closed it already
+        if dist.is_initialized():  # the user may have closed it
             sleep(_SETTLE_S)
             dist.destroy_process_group()

@@ -7,7 +7,7 @@ from typing import Any
 
 from distaccum.config.checks import require
 from distaccum.config.sharding import PARAMETER_STAGE
-from distaccum.data.plan.batch import check_sizes
+from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
 from distaccum.forecast import volume
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.window import Job, Step, Window, powers_of_two, scale
@@ -24,7 +24,7 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
     Raises:
         ConfigError: the sizes do not fit together, or the model has no parameter to train.
     """
-    check_sizes(job.global_batch_size, job.micro_batch_size)
+    check_sizes(job.global_batch_size, job.micro_batch_size, CONFIG_KEYS)
     require(job.sizes.elements > 0, "model", None, "has no parameter to train", "Unfreeze some of it")
     job.sharding.check(cluster.ranks)
     step = Window(job, cluster, cluster.ranks).step()

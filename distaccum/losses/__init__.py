@@ -1,5 +1,5 @@
 """Losses as sums with counts, and the one division.
 
 May import ``errors``.
-Begin with ``normalize.py``, where the loss is divided; ``base.py`` says what a loss of one's own offers.
+Begin with ``normalize.py``, where the loss is divided; ``base.py`` says what a user's loss must offer.
 """

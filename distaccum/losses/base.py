@@ -1,4 +1,4 @@
-"""Losses are sums with counts: the mean is taken once, by the count of the whole global batch."""
+"""The interface of losses: a sum and its count. The mean is taken once, over the whole global batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
 
 
 class Loss(Protocol):
-    """What a training objective offers: a sum and what it sums over. There is no base class.
+    """A training objective: a sum, and the count that it sums over. No base class is needed.
 
-    An objective of several losses gives both by name, and each is divided by its own count over the whole window::
+    An objective of several losses returns both by name, and each is divided by its own count over the whole window::
 
         def count(self, batch): return {"language": tokens, "score": samples, "balance": 1}
         def __call__(self, model, batch): return {"language": ..., "score": 0.1 * ..., "balance": ...}
     """
 
     def count(self, batch: Any) -> float | Counts:
-        """What the loss of ``batch`` sums over, read off the batch on the host, before any forward: a number of
-        samples or tokens, or the sum of their weights."""
+        """The count that the loss of ``batch`` sums over: samples, tokens, or the sum of their weights.
+
+        It is read from the batch on the host, before any forward.
+        """
 
     def __call__(self, model: nn.Module, batch: Any) -> LossSum:
         """The loss of ``batch``, summed (not averaged) over its count: a 0-dim fp32 tensor."""
@@ -30,29 +32,30 @@ class Loss(Protocol):
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A loss that can report more than itself in an evaluation."""
+    """A loss that reports further sums in an evaluation, such as the accuracy."""
 
     def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """0-dim sums over the batch's count, by name; the loss, or each of several, is one of them."""
+        """0-dim sums over the batch's count, by name, the loss or losses among them."""
 
 
 def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-    """All sums that ``loss`` reports of ``batch`` in an evaluation."""
+    """The sums that ``loss`` reports for ``batch`` in an evaluation, by name."""
     return loss.scores(model, batch) if isinstance(loss, Scorer) else as_loss_sums(loss(model, batch))
 
 
 @runtime_checkable
 class Predictor(Protocol):
-    """A loss that can feed metrics such as those of torchmetrics in an evaluation."""
+    """A loss that gives predictions to metrics, such as those of torchmetrics, in an evaluation."""
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """``(predictions, targets)`` of what the batch counts, as the metrics take them."""
+        """``(predictions, targets)`` of the items that count, in the shapes that the metrics take."""
 
 
 def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
-    """The sum of a loss that was averaged over ``count`` items: 0 (and no NaN) where it was averaged over none.
+    """The sum of a loss that is a mean over ``count`` items; 0, not NaN, where it is a mean over none.
 
-    There the gradient is 0 as well for means of torch's own; one of your own must not divide by 0 inside: clamp it.
+    The gradient is then 0 too for torch's own losses. A mean that you compute yourself must not divide by 0: clamp its
+    divisor, or its backward gives NaN.
     """
     if isinstance(count, Tensor):
         return torch.where(count > 0, mean, torch.nan_to_num(mean)) * count

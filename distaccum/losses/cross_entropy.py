@@ -1,4 +1,4 @@
-"""Cross entropy, summed, with the number of labels that it sums over."""
+"""Summed cross entropy, and the number of labels in the sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy in nats (0-dim fp32), and how many labels it sums over (0-dim int64, where they lie).
+    """The summed cross entropy in nats (0-dim fp32), and its number of labels (0-dim int64, on their device).
 
     Args:
         logits: ``(*labels.shape, classes)``.
@@ -19,21 +19,21 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -
 
 
 def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
-    """How many labels are not ignored; on the host, so that labels on a device are read back."""
+    """The number of labels that are not ignored, counted on the host; reads back labels that are on a device."""
     return int(np.count_nonzero(labels.cpu().numpy() != ignore_index))
 
 
 def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    # At least fp32, whatever the forward computed in: a sum over thousands of tokens is beyond 16 bits.
+    # At least fp32, whatever the forward's dtype: 16 bits are too few for a sum over thousands of tokens.
     flat = logits.flatten(0, -2)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     return F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 class CrossEntropy:
-    """Cross entropy, in nats, of batches ``(inputs, labels)``.
+    """Cross entropy in nats, for batches ``(inputs, labels)``.
 
-    ``model(inputs)`` gives logits of shape ``(*labels.shape, classes)``, so ``(B, T, V)`` for tokens.
+    ``model(inputs)`` returns logits of shape ``(*labels.shape, classes)``: ``(B, T, V)`` for tokens.
 
     Args:
         ignore_index: labels of this value neither contribute nor count.
@@ -43,7 +43,7 @@ class CrossEntropy:
         self.ignore_index = ignore_index
 
     def count(self, batch: tuple[Tensor, Tensor]) -> int:
-        """Labels that are not ignored."""
+        """The number of labels that are not ignored."""
         return count_labels(batch[1], ignore_index=self.ignore_index)
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -52,7 +52,7 @@ class CrossEntropy:
         return _cross_entropy_sum(model(inputs), labels, self.ignore_index)
 
     def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """The summed cross entropy, and ``accuracy`` as the number of labels that the largest logit names."""
+        """The summed cross entropy as ``loss``, and the number of correct predictions as ``accuracy``."""
         inputs, labels = batch
         logits = model(inputs)
         total = _cross_entropy_sum(logits, labels, self.ignore_index)

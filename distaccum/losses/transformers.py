@@ -1,6 +1,6 @@
-"""Losses for models as Hugging Face transformers has them: batches by name in, logits out.
+"""Losses for models like those of Hugging Face transformers, which take a batch by name and return logits.
 
-Nothing is asked of the model but its logits: no ``labels``, no ``num_items_in_batch``, no loss function of its own.
+Only the logits are used: the model gets no ``labels`` and no ``num_items_in_batch``, and its own loss is not called.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from torch import Tensor, nn
 from distaccum.errors import ConfigError, MisuseError
 
 Batch = Mapping[str, Any]
-"""Tensors by name: ``labels`` for the loss, all others for the model."""
+"""Tensors by name: ``labels`` for the loss, the others for the model."""
 
 _PROBLEMS = ("single_label", "regression", "multi_label")
 
 
 class _Adapter:
-    """What the losses share, which is all but what a label is compared with.
+    """The base of the losses, which differ only in the target of each logit.
 
     Args:
         problem: one of ``_PROBLEMS``.
         ignore_index: class labels of this value neither contribute nor count.
-        weights: name of the batch's weights of its samples, ``(B,)`` and at least 0; None: all weigh 1.
+        weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0; None: all are 1.
     """
 
     def __init__(self, *, problem: str, ignore_index: int, weights: str | None) -> None:
         self.problem, self.ignore_index, self.weights = problem, ignore_index, weights
 
     def count(self, batch: Batch) -> float:
-        """How many labels count, or the sum of their weights; read on the host."""
+        """The number of labels that count, or the sum of their weights; computed on the host."""
         counted = self._counted(self._targets(batch["labels"]))
         return float(self._total(counted.double(), batch))
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The (weighted) losses of all labels that count, summed: 0-dim, at least fp32.
+        """The sum of the (weighted) losses of all labels that count: 0-dim, at least fp32.
 
         Raises:
             MisuseError: the model's output has no logits.
@@ -46,7 +46,7 @@ class _Adapter:
         return self._total(self._losses(self._logits(model, batch), self._targets(batch["labels"])), batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """0-dim sums over the count: ``loss``; for classes also ``accuracy``, of labels that the logits name."""
+        """0-dim sums over the count: ``loss``, and for classes the (weighted) correct predictions as ``accuracy``."""
         logits, targets = self._logits(model, batch), self._targets(batch["labels"])
         found = {"loss": self._total(self._losses(logits, targets), batch)}
         if self.problem == "regression":
@@ -55,8 +55,11 @@ class _Adapter:
         return found | {"accuracy": self._total((named == targets).float(), batch)}
 
     def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """``(predictions, targets)`` of what counts: for classes logits ``(n, classes)`` and labels ``(n,)``; for
-        regression and several labels a sample both as the batch has its labels."""
+        """``(predictions, targets)`` of the labels that count.
+
+        For classes: logits ``(n, classes)`` and labels ``(n,)``. For regression and several labels per sample: both in
+        the shape of the batch's labels.
+        """
         logits, targets = self._logits(model, batch), self._targets(batch["labels"])
         if self.problem != "single_label":
             return logits.reshape(targets.shape), targets
@@ -64,7 +67,7 @@ class _Adapter:
         return logits.flatten(0, -2)[counted], targets.flatten()[counted]
 
     def _targets(self, labels: Tensor) -> Tensor:
-        """What the logits are compared with, position by position."""
+        """The target of the logits at each position."""
         return labels
 
     def _counted(self, targets: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ class _Adapter:
         return targets != self.ignore_index if classes else torch.ones_like(targets, dtype=torch.bool)
 
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each target, in its place; 0 for one that does not count."""
+        """The loss of each target, in the targets' shape; 0 where a target does not count."""
         if self.problem == "single_label":
             flat = logits.flatten(0, -2), targets.flatten()
             return F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction="none").reshape(targets.shape)
@@ -81,7 +84,7 @@ class _Adapter:
         return losses
 
     def _total(self, values: Tensor, batch: Batch) -> Tensor:
-        """The sum of values ``(B, ...)``, each times its sample's weight."""
+        """The sum of values ``(B, ...)``, each multiplied by its sample's weight."""
         if self.weights is None:
             return values.sum()
         weights: Tensor = batch[self.weights].to(values.dtype)
@@ -99,34 +102,34 @@ class _Adapter:
             raise MisuseError(
                 f"{type(model).__name__} gives no logits: use a model with a head for {type(self).__name__}"
             )
-        # At least fp32, whatever the forward computed in: a sum over thousands of tokens is beyond 16 bits.
+        # At least fp32, whatever the forward's dtype: 16 bits are too few for a sum over thousands of tokens.
         return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class CausalLM(_Adapter):
-    """Next-token cross entropy, in nats, of batches with ``input_ids`` and ``labels``, ``(B, T)`` both.
+    """Next-token cross entropy in nats, for batches with ``input_ids`` and ``labels``, both ``(B, T)``.
 
-    As everywhere in transformers, labels are the inputs themselves (ignored where padded); the loss moves them on by
-    one, so that a sample of T labels counts T - 1 at most.
+    As everywhere in transformers, labels are the inputs themselves (ignored where padded). The loss shifts them by one
+    position, so that a sample of T labels counts T - 1 at most.
 
     Args:
         ignore_index: labels of this value neither contribute nor count.
-        weights: name of the batch's weights of its samples, ``(B,)`` and at least 0, which are those of their tokens:
-            the loss is then sum(w * l) / sum(w). The model does not see them.
+        weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0, which apply to their tokens:
+            the loss is then sum(w * l) / sum(w). The model does not get them.
     """
 
     def __init__(self, *, ignore_index: int = -100, weights: str | None = None) -> None:
         super().__init__(problem="single_label", ignore_index=ignore_index, weights=weights)
 
     def _targets(self, labels: Tensor) -> Tensor:
-        # Labels move, and not logits: cutting those would copy the largest tensor of the step.
+        # The labels are shifted, not the logits: slicing those would copy the largest tensor of the step.
         return F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
 
 
 class MaskedLM(_Adapter):
-    """Cross entropy, in nats, of a label at each position: batches with ``input_ids`` and ``labels``, ``(B, T)`` both.
+    """Cross entropy in nats, one label per position: batches with ``input_ids`` and ``labels``, both ``(B, T)``.
 
-    For masked language models, for token classification, and for encoder-decoder models whose batches bring their
+    For masked language models, for token classification, and for encoder-decoder models whose batches contain
     ``decoder_input_ids``.
 
     Args:
@@ -138,17 +141,17 @@ class MaskedLM(_Adapter):
 
 
 class SequenceClassification(_Adapter):
-    """The loss of labels for whole samples, summed as transformers' heads of the same ``problem`` average it.
+    """The loss of labels for whole samples: the sum of what transformers' heads for ``problem`` average.
 
     Args:
         problem: ``single_label``: cross entropy in nats of int64 labels ``(B,)``, those of -100 not counted;
             ``regression``: squared error of ``(B,)`` or ``(B, values)``, counted in values;
             ``multi_label``: binary cross entropy of ``(B, classes)`` zeros and ones, counted in entries.
-        weights: name of the batch's weights of its samples, ``(B,)`` and at least 0: the loss is then
-            sum(w * l) / sum(w). The model does not see them.
+        weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0: the loss is then
+            sum(w * l) / sum(w). The model does not get them.
 
     Raises:
-        ConfigError: there is no such problem.
+        ConfigError: an unknown ``problem``.
     """
 
     def __init__(self, *, problem: str = "single_label", weights: str | None = None) -> None:

@@ -1,10 +1,10 @@
-"""Running distaccum inside a test process: a real gloo group of one, no launcher, no port.
+"""Runs distaccum inside a test process: a real gloo group of one, without a launcher or a port.
 
 In a ``conftest.py``::
 
     pytest_plugins = ["distaccum.testing.fixtures"]
 
-and then take the fixture ``gloo_world`` in a test, or use the context manager anywhere::
+and then use the fixture ``gloo_world`` in a test, or the context manager anywhere::
 
     with single_process_world() as world:
         engine = DDPEngine(model, optimizer, world)
@@ -24,12 +24,12 @@ from distaccum.distributed.world import World, open_world
 
 @contextmanager
 def single_process_world() -> Iterator[World]:
-    """A gloo group of one in this process, through which the same engines, ``no_sync`` and collectives run.
+    """Opens a gloo group of one in this process: engines, ``no_sync`` and collectives run as in a larger one.
 
-    Its store lives in memory, so parallel test runs cannot clash over a port. Closed on failure as well.
+    Its store is in memory, so parallel test runs cannot clash over a port. The group is closed on failure as well.
 
     Raises:
-        RuntimeError: if a process group is open already.
+        RuntimeError: a process group is open already.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group is open already: close it first, or use that one")

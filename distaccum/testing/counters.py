@@ -1,4 +1,4 @@
-"""Counting what does not vary between machines: operators, collectives and their bytes, device reads."""
+"""Counts that do not vary between machines: operators, collectives and their bytes, device reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Counts what this thread dispatches within the ``with`` block, backward passes on the CPU included.
+    """Counts the operators that this thread dispatches within the ``with`` block, CPU backward passes included.
 
     ``counts`` has ``aten ops``; ``device reads`` (``item``); ``gradient reductions`` and ``gradient bytes`` (those of
-    buckets: 1-D floating tensors); ``other reductions`` and ``other bytes`` (a window's count); ``other collectives``.
-    What never happened counts 0.
+    1-D floating tensors, as buckets are); ``other reductions`` and ``other bytes`` (such as a window's count); and
+    ``other collectives``. Kinds that did not occur are 0.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts, then runs the operator."""
+        """Counts the operator, then runs it."""
         name = str(function)
         if name.startswith("c10d.allreduce_"):
             tensor: Tensor = args[0][0]
@@ -39,15 +39,15 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Adds up what collectives this thread calls within the ``with`` block, whoever calls them, by kind.
+    """Counts the collectives that this thread calls within the ``with`` block, by kind.
 
-    ``calls`` and ``payload`` (bytes of the whole tensor: what goes into a reduction, what comes out of a gather) are
-    per kind: ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``broadcast``. Messages below ``SMALL``
-    bytes are ``control``: counts, norms and decisions. A collective of any other name is counted under its own.
+    ``calls`` and ``payload`` (bytes of the whole tensor: the input of a reduction, the output of a gather) are by kind:
+    ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``broadcast``. Messages below ``SMALL`` bytes are
+    ``control``: counts, norms and decisions. Any other collective is counted under its own name.
     """
 
     SMALL = 4096
-    # by name: the kind, and which argument holds the whole tensor
+    # by name: the kind, and the index of the argument that holds the whole tensor
     _KINDS: ClassVar = {
         "allreduce_": ("all-reduce", 0),
         "allreduce_coalesced_": ("all-reduce", 0),
@@ -67,7 +67,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         self.payload: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts, then runs the operator."""
+        """Counts the operator, then runs it."""
         namespace, name, *_ = str(function).split(".")
         if namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             kind, whole = self._KINDS.get(name, (name, 0)) if namespace == "c10d" else (name, 0)

@@ -19,7 +19,7 @@ from distaccum.config.instantiate import build
 from distaccum.config.schema import Node, RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import check_workers, make_plan
-from distaccum.data.plan.batch import Plan
+from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
 from distaccum.engines.factory import EngineContext, check_model
@@ -94,6 +94,7 @@ def build_components(
         micro_batch_size=batch.micro_size,
         world_size=world_size,
         seed=config.seed,
+        names=CONFIG_KEYS,
     )
     check_workers(source, plan, config.trainer.num_workers)
     if source.eval_dataset is not None and not len(source.eval_dataset):

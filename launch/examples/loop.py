@@ -28,7 +28,7 @@ windows = da.plan_windows(
 engine = da.create_engine(model, optimizer, world, clip_norm=1.0)
 
 for step, window in enumerate(windows(0), start=1):
-    engine.begin_window(len(window.micro_batches))  # for engines whose ranks have to run alike many
+    engine.begin_window(len(window.micro_batches))  # needed when the forward is a collective
     for i, micro in enumerate(window.micro_batches):
         with engine.micro_step(sync=i == len(window.micro_batches) - 1):
             inputs, labels = da.to_device(micro.batch, world.device)

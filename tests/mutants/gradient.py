@@ -38,17 +38,20 @@ MUTANTS = (
         "mean of means",
         (
             (
-                "window.py",
-                "weigh(total, window.counts, averages_over",
+                "accumulation/step.py",
+                "normalize_loss(total, window.counts,",
                 (
-                    "weigh(total, {n: c * (boundary + 1) * engine.averages_over"
-                    " for n, c in window.micro_batches[i].counts.items()}, averages_over"
+                    "normalize_loss(total, {n: c * (boundary + 1) * engine.gradient_divide_factor"
+                    " for n, c in window.micro_batches[i].counts.items()},"
                 ),
             ),
             (
-                "open_window.py",
-                "counts = self._agreed(count) if self.counts else self._noted(count)",
-                "counts = {n: c * len(self) * self._engine.averages_over for n, c in self._given.counts.items()}",
+                "accumulation/open_window.py",
+                "counts = self._known_counts(count) if self.counts else self._provisional_counts(count)",
+                (
+                    "counts = {n: c * len(self) * self._engine.gradient_divide_factor"
+                    " for n, c in self._current.counts.items()}"
+                ),
             ),
         ),
     ),
@@ -57,9 +60,9 @@ MUTANTS = (
         (
             (
                 "data/loader.py",
-                "counts, _ = tally.add_up(micro_batches)",
+                "counts, _ = counter.all_reduce(micro_batches)",
                 (
-                    "counts, _ = tally.add_up(micro_batches)\n"
+                    "counts, _ = counter.all_reduce(micro_batches)\n"
                     "            counts = {n: c * len(cut.window(0)) / len(cut.window(k)) for n, c in counts.items()}"
                 ),
             ),
@@ -70,16 +73,16 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "self.averages_over = world.device, 1 if scaler else world.size",
-                "self.averages_over = world.device, 1",
+                "self.gradient_divide_factor = world.device, 1 if scaler else world.size",
+                "self.gradient_divide_factor = world.device, 1",
             ),
         ),
     ),
     Mutant(
         "sync on a wrong micro-step",
         (
-            ("window.py", "sync=i == boundary", "sync=i == 0"),
-            ("open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
+            ("accumulation/step.py", "sync=i == boundary", "sync=i == 0"),
+            ("accumulation/open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
         ),
     ),
     Mutant(

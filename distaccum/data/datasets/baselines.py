@@ -1,4 +1,4 @@
-"""What simple models reach on the same split, in bits per byte: the numbers to beat."""
+"""Bits per byte of simple models on the same split: the numbers to beat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-_SMOOTHING = 0.1  # added to every pair's count, so that a pair not seen in training has a probability
+_SMOOTHING = 0.1  # added to every pair's count, so that a pair unseen in training has a probability
 
 
 def byte_baselines(train: NDArray[np.uint8], held_out: NDArray[np.uint8]) -> dict[str, float]:

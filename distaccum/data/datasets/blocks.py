@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distaccum.config.checks import require_fraction
 from distaccum.errors import ConfigError
 
 Tokens = NDArray[np.integer]
@@ -17,13 +18,13 @@ Tokens = NDArray[np.integer]
 class TokenBlocks:
     """Consecutive blocks of one or more token arrays; sample = ``(inputs, labels)``, int64 of shape ``(seq_len,)``.
 
-    Labels are the inputs moved on by one token. No block crosses from one array into the next. Arrays may be memory
-    maps: only the blocks that are asked for are read.
+    Labels are the inputs shifted by one token. No block crosses from one array into the next. Arrays may be memory
+    maps: only the requested blocks are read.
 
     Args:
         arrays: 1-D integer arrays.
-        seq_len: tokens a block.
-        vocab_size: ids must lie below it.
+        seq_len: tokens per block.
+        vocab_size: ids must be below it.
     """
 
     def __init__(self, arrays: Sequence[Tokens], *, seq_len: int, vocab_size: int) -> None:
@@ -49,18 +50,17 @@ class TokenBlocks:
 
 
 def training_size(tokens: int, held_out: float) -> int:
-    """How many of the tokens are trained on, where the share ``eval_dataset`` at their end is not."""
+    """The number of tokens to train on, without the share ``held_out`` at their end."""
     return int(tokens * (1 - held_out))
 
 
 def split(tokens: Tokens, *, held_out: float, seq_len: int, vocab_size: int) -> tuple[TokenBlocks, TokenBlocks]:
-    """Blocks of the head for training, and of the last ``eval_dataset`` share of the tokens.
+    """Blocks of the tokens to train on, and of the share ``held_out`` at their end.
 
     Raises:
-        ConfigError: if ``eval_dataset`` or ``seq_len`` is out of range, or either part is shorter than one block.
+        ConfigError: ``held_out`` or ``seq_len`` is out of range, or either part is shorter than one block.
     """
-    if not 0 < held_out < 1:
-        raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")
+    require_fraction("data.held_out", held_out)
     if seq_len < 1:
         raise ConfigError("data.seq_len", seq_len, "must be at least 1", "Give the tokens of one sample")
     cut = training_size(len(tokens), held_out)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from distaccum.config.checks import require_fraction
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -14,15 +15,14 @@ def digits(*, held_out: float) -> DataSpec:
     """Samples ``(image, label)``: fp32 of shape ``(1, 8, 8)`` in [0, 1], int64 scalar; the last part is held out.
 
     Raises:
-        ConfigError: if scikit-learn is not installed, or ``eval_dataset`` is not a share.
+        ConfigError: scikit-learn is not installed, or ``held_out`` is not between 0 and 1.
     """
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415  an optional extra
     except ImportError as error:
         remedy = "Install the extra: pip install 'distaccum[digits]'"
         raise ConfigError("data", "digits", "scikit-learn is not installed", remedy) from error
-    if not 0 < held_out < 1:
-        raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.2")
+    require_fraction("data.held_out", held_out)
     data = load_digits()
     images = torch.from_numpy((data.images / 16).astype(np.float32)).unsqueeze(1)
     labels = torch.from_numpy(data.target.astype(np.int64))

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from distaccum.config.checks import require_fraction
 from distaccum.data.collate import PadCollator
 from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
 from distaccum.data.spec import DataSpec
@@ -19,17 +20,17 @@ from distaccum.errors import ConfigError, near_misses
 
 _CSV = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_FEWEST = 3  # tokens: a text's two marks, and one of its own
+_FEWEST = 3  # tokens: the two special tokens of a text, and one more
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledText:
-    """What :func:`labelled_text` makes of a file.
+    """The samples of a file that :func:`labelled_text` has read, and how they were made.
 
     Args:
-        source: samples ``{"input_ids": (T,), "attention_mask": (T,), "labels": ()}``, int64, that are padded to the
-            longest of their micro-batch.
-        labels: the classes' names, sorted; a sample's label is its place among them.
+        source: samples ``{"input_ids": (T,), "attention_mask": (T,), "labels": ()}``, int64, padded to the longest of
+            their micro-batch.
+        labels: the classes' names, sorted; a sample's label is its index among them.
         tokenizer: a transformers tokenizer.
         pad_id: the token that ``input_ids`` are padded with.
     """
@@ -41,7 +42,7 @@ class LabelledText:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it."""
+        """Token ids are below it."""
         return len(self.tokenizer)
 
 
@@ -55,24 +56,23 @@ def labelled_text(
     max_length: int = 256,
     held_out: float = 0.1,
 ) -> LabelledText:
-    """Reads a file of texts with labels, and holds out some that are chosen at random, the same ones every time.
+    """Reads a file of texts with labels, and holds out a random share, the same one every time.
 
     Args:
         path: a ``.csv`` or ``.tsv`` file with a line of column names, or a ``.jsonl`` file of one JSON object a line;
             in UTF-8.
         text: the column of the texts.
-        label: the column of the labels, of any names.
+        label: the column of the labels, which may have any names.
         tokenizer: a pretrained tokenizer, by a model's name or folder; by default one is trained on the training part.
-        vocab_size: of that one, at most.
-        max_length: longer texts are cut to so many tokens.
+        vocab_size: the most tokens of a tokenizer that is trained.
+        max_length: the most tokens of a text; longer ones are truncated.
         held_out: the share of the texts to hold out.
 
     Raises:
         ConfigError: no such file or column, a line that cannot be read, too little to train on, a setting out of
             range, a tokenizer that cannot be loaded; or transformers is not installed.
     """
-    if not 0 < held_out < 1:
-        raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")
+    require_fraction("data.held_out", held_out)
     if max_length < _FEWEST:
         raise ConfigError("data.max_length", max_length, f"must be at least {_FEWEST}", "Give the tokens of a text")
     texts, names = _read(path, text=text, label=label)
@@ -107,7 +107,7 @@ def _classes(labels: tuple[str, ...], shown: int = 5) -> str:
 
 
 def _read(path: str, *, text: str, label: str) -> tuple[list[str], list[str]]:
-    """All texts, and all labels."""
+    """The texts, and their labels."""
     if not Path(path).is_file():
         raise ConfigError("data.path", path, "no such file", "Give the path of a CSV or JSON-lines file")
     columns: dict[str, list[str]] = {text: [], label: []}
@@ -129,12 +129,12 @@ def _read(path: str, *, text: str, label: str) -> tuple[list[str], list[str]]:
 
 
 def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The number of each line (for a text that goes over several: of its last one), and its values by column."""
+    """Each row's line number (the last, if it spans several lines), and its values by column."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*_CSV, *_JSON_LINES):
         remedy = f"Give a file whose name ends in one of {', '.join((*_CSV, *_JSON_LINES))}"
         raise ConfigError("data.path", path, "neither CSV nor JSON lines by its name", remedy)
-    # utf-8-sig: spreadsheets put a mark before the first column's name, which would be part of it
+    # utf-8-sig: spreadsheets write a byte order mark, which would become part of the first column's name
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
         try:
             yield from _csv_rows(path, file, _CSV[suffix]) if suffix in _CSV else _json_rows(path, file)
@@ -143,7 +143,7 @@ def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _csv_rows(path: str, file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    rows = csv.DictReader(file, delimiter=delimiter, strict=True)  # not strict, a stray quote swallows lines silently
+    rows = csv.DictReader(file, delimiter=delimiter, strict=True)  # strict: else a stray quote swallows lines silently
     try:
         for row in rows:
             if None in row:

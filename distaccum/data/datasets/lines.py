@@ -1,4 +1,4 @@
-"""Samples of unequal length: the lines of a text, byte by byte."""
+"""Samples of different lengths: the lines of a text, byte by byte."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distaccum.config.checks import require_fraction
 from distaccum.data.collate import PadCollator
 from distaccum.data.datasets.text import documentation
 from distaccum.data.spec import DataSpec
@@ -18,7 +19,7 @@ IGNORED = -100
 
 
 class Lines:
-    """Sample = ``(inputs, labels)``, int64 of a line's own length; labels are the inputs moved on by one byte."""
+    """Sample = ``(inputs, labels)``, int64 of shape ``(T,)``; labels are the inputs shifted by one byte."""
 
     def __init__(self, lines: list[bytes]) -> None:
         self._lines = lines
@@ -32,21 +33,20 @@ class Lines:
 
 
 def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1, vocab_size: int = _BYTES) -> DataSpec:
-    """The lines of a text file, or of CPython's documentation; every tenth or so is held out.
+    """The lines of a text file, or of CPython's documentation; every n-th line is held out.
 
-    Batches are padded to their longest line, with labels that do not count.
+    Batches are padded to their longest line; padded labels do not count.
 
     Args:
         path: of a UTF-8 text file; None for the documentation.
-        seq_len: the most bytes that are read of a line.
-        held_out: share of the lines to hold out.
-        vocab_size: always 256, for a model to be built by it.
+        seq_len: the most bytes of a line that are used.
+        held_out: share of the lines to hold out, rounded to one in n.
+        vocab_size: always 256; a setting so that models can refer to it.
 
     Raises:
         ConfigError: no such file, too few lines, or a share or length out of range.
     """
-    if not 0 < held_out < 1:
-        raise ConfigError("data.held_out", held_out, "not between 0 and 1", "Give the share to hold out, such as 0.1")
+    require_fraction("data.held_out", held_out)
     if seq_len < 1:
         raise ConfigError("data.seq_len", seq_len, "must be at least 1", "Give the bytes of a line to read")
     if vocab_size != _BYTES:

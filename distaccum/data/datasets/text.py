@@ -16,8 +16,8 @@ _BYTES = 256
 
 
 def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> DataSpec:
-    """The topics of ``pydoc_data``: some 470 kB of English that come with every CPython; the last part is held out."""
-    return _bytes_source(
+    """The topics of ``pydoc_data``, 470 kB of English that CPython contains; the last part is held out."""
+    return _bytes_spec(
         documentation(), "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size
     )
 
@@ -26,10 +26,10 @@ def documentation() -> bytes:
     """CPython's own documentation of the language, topic after topic.
 
     Raises:
-        ConfigError: this Python comes without it.
+        ConfigError: this Python does not contain it.
     """
     try:
-        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only these sources need
+        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte that only these datasets need
     except ImportError as error:
         remedy = "Use data=text data.path=..., or a complete CPython"
         raise ConfigError("data", "docs", "this Python comes without pydoc_data", remedy) from error
@@ -37,10 +37,10 @@ def documentation() -> bytes:
 
 
 def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> DataSpec:
-    """The bytes of a file, or of all files below a folder in the order of their names (hidden ones left out).
+    """The bytes of a file, or of all files below a folder, sorted by name and without hidden ones.
 
     Raises:
-        ConfigError: if there is nothing at ``path``, or nothing in it.
+        ConfigError: ``path`` does not exist, or holds no text.
     """
     root = Path(path)
     if not root.exists():
@@ -49,7 +49,7 @@ def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) 
     content = b"\n".join(file.read_bytes() for file in files)
     if not content.strip():
         raise ConfigError("data.path", path, f"holds no text ({len(files)} files)", "Give a path with text in it")
-    return _bytes_source(content, path, seq_len=seq_len, held_out=held_out, vocab_size=vocab_size)
+    return _bytes_spec(content, path, seq_len=seq_len, held_out=held_out, vocab_size=vocab_size)
 
 
 def _visible_files(root: Path) -> list[Path]:
@@ -57,7 +57,7 @@ def _visible_files(root: Path) -> list[Path]:
     return [file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts)]
 
 
-def _bytes_source(content: bytes, name: str, *, seq_len: int, held_out: float, vocab_size: int) -> DataSpec:
+def _bytes_spec(content: bytes, name: str, *, seq_len: int, held_out: float, vocab_size: int) -> DataSpec:
     if vocab_size != _BYTES:
         raise ConfigError("data.vocab_size", vocab_size, "bytes have 256 values", "Leave it at 256 for byte-level text")
     tokens = np.frombuffer(content, dtype=np.uint8)

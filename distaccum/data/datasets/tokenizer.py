@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the spot, or pretrained ones by name."""
+"""Tokenizers: trained on given texts, or pretrained ones by name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from distaccum.errors import ConfigError
 
 _PAD, _BEGIN, _END = "[PAD]", "[CLS]", "[SEP]"
-_SMALLEST = 256 + 3  # each byte, and the three marks
+_SMALLEST = 256 + 3  # each byte, and the three special tokens
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer of these texts: a transformers ``PreTrainedTokenizerFast``.
+    """Trains a byte-level BPE tokenizer on ``texts``: a transformers ``PreTrainedTokenizerFast``.
 
-    It is the same on every rank for the same texts, knows every character there is, and encloses a text in ``[CLS]``
-    and ``[SEP]``, which are also its marks of begin and end for language models.
+    The same texts give the same tokenizer on every rank. It encodes any character, and encloses a text in ``[CLS]`` and
+    ``[SEP]``, which are also its begin and end tokens for language models.
 
     Raises:
-        ConfigError: transformers is not installed, or ``vocab_size`` has no room for the bytes.
+        ConfigError: transformers is not installed, or ``vocab_size`` is too small for all bytes.
     """
     if vocab_size < _SMALLEST:
         remedy = f"Give at least {_SMALLEST}"
@@ -48,7 +48,7 @@ def load_tokenizer(name: str) -> Any:
     """The pretrained tokenizer of a model on the Hugging Face hub, or in a folder.
 
     Raises:
-        ConfigError: transformers is not installed, or there is no such tokenizer.
+        ConfigError: transformers is not installed, or the tokenizer cannot be loaded.
     """
     transformers = _import_transformers()
     try:
@@ -59,7 +59,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """What to pad inputs with; where the tokenizer has no token for that, any one will do behind an attention mask."""
+    """The token that pads inputs; any serves behind an attention mask if the tokenizer has no padding token."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(token) for token in ids if token is not None)
 

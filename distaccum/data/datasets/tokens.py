@@ -1,4 +1,4 @@
-"""Memory-mapped token shards: raw little-endian ids, no header, as nanoGPT's ``train.bin`` and Megatron's ``.bin``."""
+"""Memory-mapped token shards: raw little-endian ids, no header, like nanoGPT's ``train.bin`` and Megatron's ``.bin``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def tokens(
     held_out: float = 0.01,
     held_out_path: str | None = None,
 ) -> DataSpec:
-    """Shards matching the glob ``path``, in the order of their names; a shard is mapped, never loaded whole.
+    """The shards that match the glob ``path``, sorted by name; a shard is memory-mapped, never loaded whole.
 
     Args:
         path: glob of the training shards.
-        vocab_size: ids lie below it.
-        seq_len: tokens a sample.
+        vocab_size: ids must be below it.
+        seq_len: tokens per sample.
         dtype: ``uint16`` or ``uint32``.
-        held_out: share of the last shard's end to hold out, where there is no ``held_out_path``.
+        held_out: share of the last shard to hold out at its end, without ``held_out_path``.
         held_out_path: glob of shards to hold out.
 
     Raises:
-        ConfigError: no shard matches, a shard is empty or its size is no multiple of the id's, or it is too short.
+        ConfigError: no shard matches, or a shard is empty, too short, or no whole number of ids long.
     """
     if dtype not in _DTYPES:
         raise ConfigError("data.dtype", dtype, "no such id format", f"Use one of {', '.join(_DTYPES)}")

@@ -1,1 +1,1 @@
-"""Which sample belongs to which window, rank and micro-batch: pure arithmetic, no torch."""
+"""Divides samples into windows, ranks and micro-batches: pure arithmetic, no torch."""

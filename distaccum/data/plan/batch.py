@@ -1,14 +1,14 @@
-"""Which samples make up which micro-batch: pure arithmetic, no torch, no state.
+"""Divides samples into windows, rank shares and micro-batches: pure arithmetic, no torch, no state.
 
 Window ``k`` of an epoch covers the positions ``[k*G, min((k+1)*G, N))`` of that epoch's order, whatever the world size.
-Ranks slice the window, micro-steps slice the rank's share. So a position is a function of ``(seed, epoch, window)``
-alone, and both resuming and changing the world size are arithmetic.
+Ranks slice the window, micro-steps slice the rank's share. A position is a function of ``(seed, epoch, window)`` alone,
+so resuming and changing the world size are arithmetic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import InitVar, dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,24 @@ from distaccum.errors import ConfigError
 Ids = NDArray[np.int64]
 
 
+class SizeNames(NamedTuple):
+    """What the user calls the sizes, so that an error names what was typed."""
+
+    global_batch_size: str
+    micro_batch_size: str
+    tokens: str
+
+
+KEYWORDS = SizeNames("global_batch_size", "micro_batch_size", "tokens")
+CONFIG_KEYS = SizeNames("batch.global_size", "batch.micro_size", "batch.tokens")
+
+
 class Epoch(Protocol):
-    """One epoch, cut into windows."""
+    """One epoch, divided into windows."""
 
     @property
     def windows_per_epoch(self) -> int:
-        """How many windows it has; the last one may be ragged."""
+        """Number of windows; the last one may be ragged."""
 
     def window(self, k: int) -> range:
         """Positions of window ``k`` in the epoch's order, over all ranks."""
@@ -34,7 +46,7 @@ class Epoch(Protocol):
 
 
 class Plan(Protocol):
-    """How a map-style dataset is cut: in samples (:class:`BatchPlan`) or in tokens (``TokenPlan``)."""
+    """The division of a map-style dataset: by samples (:class:`BatchPlan`) or by tokens (``TokenPlan``)."""
 
     @property
     def samples(self) -> int:
@@ -50,17 +62,17 @@ class Plan(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """Of the order of samples; None for the dataset's own order."""
+        """Seed of the order of samples; None for the dataset's own order."""
 
     @property
     def position(self) -> dict[str, int]:
-        """What gives a window's number its meaning."""
+        """The numbers that give a window's index its meaning."""
 
     def epoch(self, epoch: int, /) -> Epoch:
         """One epoch's windows."""
 
     def updates(self, epochs: int) -> int:
-        """Windows in so many epochs."""
+        """Windows in the first ``epochs`` epochs."""
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
         """The samples at these positions of an epoch's order."""
@@ -69,22 +81,23 @@ class Plan(Protocol):
         """The plan as written to ``plan.json``."""
 
     def describe(self) -> list[str]:
-        """The plan in words, a line a thought."""
+        """The plan in words, one line per fact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The slicing of one epoch of ``samples`` into windows, rank shares and micro-batches.
+    """The division of each epoch's samples into windows, rank shares and micro-batches.
 
     Args:
         samples: N, samples per epoch over all ranks.
         global_batch_size: G, samples per optimizer step over all ranks. N need not be a multiple of it.
         micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks. G need not be a multiple of it.
-        seed: of the order of samples, another one every epoch; None for the dataset's own order.
+        seed: for the order of samples, which differs every epoch; None for the dataset's own order.
+        names: what an error calls the sizes.
 
     Raises:
-        ConfigError: if any of them is below 1, or the micro-batch is larger than the global batch.
+        ConfigError: a size is below 1, the micro-batch is larger than the global batch, or there are no samples.
     """
 
     samples: int
@@ -92,9 +105,10 @@ class BatchPlan:
     micro_batch_size: int
     world_size: int
     seed: int | None = None
+    names: InitVar[SizeNames] = KEYWORDS
 
-    def __post_init__(self) -> None:
-        check_sizes(self.global_batch_size, self.micro_batch_size)
+    def __post_init__(self, names: SizeNames) -> None:
+        check_sizes(self.global_batch_size, self.micro_batch_size, names)
         check_samples(self.samples)
         assert self.world_size >= 1
 
@@ -109,11 +123,11 @@ class BatchPlan:
         return self.micro_steps(0)
 
     def epoch(self, _: int) -> Epoch:
-        """All epochs are cut alike."""
+        """The plan itself: every epoch has the same windows."""
         return self
 
     def updates(self, epochs: int) -> int:
-        """Windows in so many epochs."""
+        """Windows in the first ``epochs`` epochs."""
         return epochs * self.windows_per_epoch
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
@@ -131,7 +145,7 @@ class BatchPlan:
         return share_of(self.window(k), rank, self.world_size)
 
     def micro_steps(self, k: int) -> int:
-        """The most micro-steps that a rank makes of window ``k``."""
+        """Micro-steps of the rank with the largest share of window ``k``."""
         return micro_steps_of(self.window(k), self.world_size, self.micro_batch_size)
 
     def micro_batches(self, k: int, rank: int) -> list[range]:
@@ -140,7 +154,7 @@ class BatchPlan:
 
     @property
     def position(self) -> dict[str, int]:
-        """What gives a window's number its meaning."""
+        """The numbers that give a window's index its meaning."""
         return {"batch.global_size": self.global_batch_size, "samples": self.samples, "seed": seed_number(self.seed)}
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,14 +171,14 @@ class BatchPlan:
         }
 
     def describe(self) -> list[str]:
-        """The plan in words, a line a thought."""
+        """The plan in words, one line per fact."""
         tail = len(self.window(self.windows_per_epoch - 1))
         update = f"global batch {self.global_batch_size} samples = {describe_steps(self, self.accumulation_steps)}"
         return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
 
 
 def ids_in_order(samples: int, seed: int | None, epoch: int, positions: Ids) -> Ids:
-    """The samples at these positions of an epoch's order; without a seed, of the dataset's own."""
+    """The samples at these positions of an epoch's order; without a seed, of the dataset's own order."""
     return positions if seed is None else Shuffle(samples, seed=seed, epoch=epoch)(positions)
 
 
@@ -175,7 +189,7 @@ def share_of(window: range, rank: int, world_size: int) -> range:
 
 
 def micro_steps_of(window: range, world_size: int, micro_batch_size: int) -> int:
-    """The most micro-steps that a rank makes of a window."""
+    """Micro-steps of the rank with the largest share of a window."""
     largest_share = -(-len(window) // world_size)
     return -(-largest_share // micro_batch_size)
 
@@ -194,22 +208,22 @@ def seed_number(seed: int | None) -> int:
     return -1 if seed is None else seed
 
 
-def check_sizes(global_batch_size: int | None, micro_batch_size: int) -> None:
-    """Raises ConfigError for sizes that cannot work."""
-    for key, value in (("batch.global_size", global_batch_size), ("batch.micro_size", micro_batch_size)):
+def check_sizes(global_batch_size: int | None, micro_batch_size: int, names: SizeNames = KEYWORDS) -> None:
+    """Raises ConfigError if a size is below 1, or the micro-batch is larger than the global batch."""
+    for key, value in ((names.global_batch_size, global_batch_size), (names.micro_batch_size, micro_batch_size)):
         if value is not None and value < 1:
             raise ConfigError(key, value, "must be at least 1", "State a positive number of samples")
     if global_batch_size is not None and micro_batch_size > global_batch_size:
         raise ConfigError(
-            "batch.micro_size",
+            names.micro_batch_size,
             micro_batch_size,
-            f"larger than batch.global_size={global_batch_size}",
+            f"larger than {names.global_batch_size}={global_batch_size}",
             "One micro-batch cannot exceed the optimizer step it is part of: lower the one or raise the other",
         )
 
 
 def check_samples(samples: int) -> None:
-    """Raises ConfigError where there is nothing to train on."""
+    """Raises ConfigError if the training set is empty."""
     if samples < 1:
         raise ConfigError("data", None, "the training set holds no samples", "Point it at data with some")
 
@@ -223,5 +237,5 @@ class _Sizes(Protocol):
 
 
 def describe_steps(plan: _Sizes, steps: int) -> str:
-    """How an update is made, in words."""
+    """Ranks and micro-steps of one update, in words."""
     return f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_batch_size}"

@@ -1,8 +1,8 @@
-"""An epoch's order as a function of ``(seed, epoch)``, looked up without ever holding it.
+"""An epoch's order as a function of ``(seed, epoch)``, computed position by position.
 
-A permutation array would cost 8 bytes a sample on every rank (8 GB for a billion samples) and its construction at every
-epoch and resume. A Feistel network is a keyed bijection that answers any position in O(1) memory. No maintained Python
-package offers one apart from whole other frameworks (it is there in TensorFlow and in Rust), hence these forty lines.
+A permutation array would cost 8 bytes per sample on every rank (8 GB for a billion samples), and its construction at
+every epoch and resume. A Feistel network is a keyed bijection that answers any position in O(1) memory. No maintained
+Python package offers one outside whole frameworks (TensorFlow has it), hence these forty lines.
 
 Source: M. Luby and C. Rackoff, "How to construct pseudorandom permutations" (1988), for the network; J. Black and
 P. Rogaway, "Ciphers with arbitrary finite domains" (2002), for cycle walking; the round function is the finaliser of
@@ -20,7 +20,7 @@ _ROUNDS = 8
 
 
 class Shuffle:
-    """The permutation of ``range(samples)`` that belongs to ``(seed, epoch)``; O(1) memory.
+    """The permutation of ``range(samples)`` for ``(seed, epoch)``, in O(1) memory.
 
     Example:
         ``Shuffle(10, seed=0, epoch=0)(np.arange(3))`` gives the ids of the epoch's first three samples.
@@ -49,7 +49,7 @@ class Shuffle:
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser; array arithmetic wraps modulo 2**64, as it must."""
+    """SplitMix64's finaliser, which needs arithmetic modulo 2**64: NumPy's arrays wrap."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -1,51 +1,54 @@
-"""Windows over streams, which have no positions: what is left is taken from the ranks that still have some."""
+"""Divides windows over streams: ranks whose stream has ended leave their part to the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
-from distaccum.data.plan.batch import check_sizes, describe_steps, micro_steps_of
+from distaccum.data.plan.batch import KEYWORDS, SizeNames, check_sizes, describe_steps, micro_steps_of
 from distaccum.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
-    """Windows over streams of unknown length, one stream a rank.
+    """Windows over streams of unknown length, one stream per rank.
 
     Args:
         global_batch_size: samples per optimizer step over all ranks.
         micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks.
-        batched: the streams give micro-batches, not samples; they are taken whole.
+        batched: whether the streams yield micro-batches, which are taken whole, instead of samples.
+        names: what an error calls the sizes.
 
     Raises:
-        ConfigError: if a size is below 1, or the micro-batch is larger than the global batch.
+        ConfigError: a size is below 1, the micro-batch is larger than the global batch, or, with ``batched``, the
+            global batch is no multiple of it.
     """
 
     global_batch_size: int
     micro_batch_size: int
     world_size: int
     batched: bool = False
+    names: InitVar[SizeNames] = KEYWORDS
 
-    def __post_init__(self) -> None:
-        check_sizes(self.global_batch_size, self.micro_batch_size)
-        if self.batched and self.global_batch_size % self.micro_batch_size:
-            problem = f"no multiple of micro_size={self.micro_batch_size}, and the stream's batches are taken whole"
-            remedy = (
-                f"Use {self.global_batch_size // self.micro_batch_size * self.micro_batch_size}, or a stream of samples"
-            )
-            raise ConfigError("batch.global_size", self.global_batch_size, problem, remedy)
+    def __post_init__(self, names: SizeNames) -> None:
+        check_sizes(self.global_batch_size, self.micro_batch_size, names)
+        left_over = self.global_batch_size % self.micro_batch_size
+        if self.batched and left_over:
+            multiple_of = f"{names.micro_batch_size}={self.micro_batch_size}"
+            problem = f"no multiple of {multiple_of}, and the stream's batches are taken whole"
+            remedy = f"Use {self.global_batch_size - left_over}, or a stream of samples"
+            raise ConfigError(names.global_batch_size, self.global_batch_size, problem, remedy)
 
     def wanted(self, samples: int) -> int:
-        """Items that a window with so many samples still wants: samples, or whole micro-batches that surely fit."""
+        """Items that a window of ``samples`` still wants: samples, or micro-batches that fit whatever their size."""
         return (self.global_batch_size - samples) // (self.micro_batch_size if self.batched else 1)
 
     def quota(self, wanted: int, alive: Sequence[bool], rank: int, *, turn: int = 0) -> int:
-        """How many of the wanted items ``rank`` fetches, where only the ranks ``alive`` have any left.
+        """How many of the ``wanted`` items ``rank`` fetches, where only the ranks ``alive`` have items left.
 
-        What does not divide evenly goes to other ranks every ``turn``, so that streams are used up at one pace.
+        A remainder goes to other ranks every ``turn``, so that all streams shrink at the same rate.
         """
         if not alive[rank]:
             return 0
@@ -55,7 +58,7 @@ class StreamPlan:
 
     @property
     def position(self) -> dict[str, int]:
-        """What gives a window's number its meaning: the stream's own state, at the same world size."""
+        """The numbers that give a window's index its meaning; a stream's state fits only the same world size."""
         return {
             "batch.global_size": self.global_batch_size,
             "batch.micro_size": self.micro_batch_size,
@@ -76,7 +79,7 @@ class StreamPlan:
         }
 
     def describe(self) -> list[str]:
-        """The plan in words, a line a thought."""
+        """The plan in words, one line per fact."""
         steps = self.as_dict()["accumulation_steps"]
         update = f"global batch {self.global_batch_size} samples = {describe_steps(self, steps)}"
         return [update, "what the ranks' streams hold"]

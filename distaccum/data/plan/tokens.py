@@ -1,17 +1,19 @@
-"""Windows that hold a budget of tokens: pure arithmetic, no torch, no state."""
+"""Divides samples into windows of at most a number of tokens: pure arithmetic, no torch, no state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from distaccum.data.plan.batch import (
+    KEYWORDS,
     Epoch,
     Ids,
+    SizeNames,
     check_samples,
     check_sizes,
     describe_steps,
@@ -24,20 +26,21 @@ from distaccum.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPlan:
-    """As :class:`BatchPlan`, with windows that hold as many samples as fit into a budget of tokens.
+    """A plan like :class:`BatchPlan` whose windows hold as many samples as fit into a budget of tokens.
 
-    A window takes the next samples of the epoch's order while their tokens stay within the budget, and always one, so
-    which samples it holds depends on neither world size nor micro-batch.
+    A window takes the next samples of the epoch's order while their tokens stay within the budget, and at least one.
+    So its samples depend on neither the world size nor the micro-batch size.
 
     Args:
-        lengths: tokens of each sample.
-        tokens: the budget of one optimizer step over all ranks.
+        lengths: tokens of each sample, shape ``(samples,)``.
+        tokens: the most tokens of one optimizer step over all ranks.
         micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks.
-        seed: of the order of samples, another one every epoch; None for the dataset's own order.
+        seed: for the order of samples, which differs every epoch; None for the dataset's own order.
+        names: what an error calls the sizes.
 
     Raises:
-        ConfigError: if a size is below 1, or there are no samples.
+        ConfigError: a size is below 1, or there are no samples.
     """
 
     lengths: Ids
@@ -45,11 +48,12 @@ class TokenPlan:
     micro_batch_size: int
     world_size: int
     seed: int | None = None
+    names: InitVar[SizeNames] = KEYWORDS
 
-    def __post_init__(self) -> None:
-        check_sizes(None, self.micro_batch_size)
+    def __post_init__(self, names: SizeNames) -> None:
+        check_sizes(None, self.micro_batch_size, names)
         if self.tokens < 1:
-            raise ConfigError("batch.tokens", self.tokens, "must be at least 1", "State a positive number of tokens")
+            raise ConfigError(names.tokens, self.tokens, "must be at least 1", "State a positive number of tokens")
         check_samples(len(self.lengths))
 
     @property
@@ -58,17 +62,17 @@ class TokenPlan:
         return len(self.lengths)
 
     def epoch(self, epoch: int) -> Epoch:
-        """The epoch's windows: O(samples), once an epoch."""
+        """The epoch's windows; O(samples)."""
         filled = np.cumsum(self.lengths[self.ids(epoch, np.arange(self.samples))])
         ends: list[int] = []
         while not ends or ends[-1] < self.samples:
             begin = ends[-1] if ends else 0
             before = filled[begin - 1] if begin else 0
             ends.append(max(begin + 1, int(np.searchsorted(filled, before + self.tokens, side="right"))))
-        return _Cut(ends=ends, micro_batch_size=self.micro_batch_size, world_size=self.world_size)
+        return _TokenEpoch(ends=ends, micro_batch_size=self.micro_batch_size, world_size=self.world_size)
 
     def updates(self, epochs: int) -> int:
-        """Windows in so many epochs."""
+        """Windows in the first ``epochs`` epochs."""
         return sum(self.epoch(epoch).windows_per_epoch for epoch in range(epochs))
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
@@ -77,7 +81,7 @@ class TokenPlan:
 
     @property
     def position(self) -> dict[str, int]:
-        """What gives a window's number its meaning."""
+        """The numbers that give a window's index its meaning."""
         total = int(self.lengths.sum())
         samples = {"samples": self.samples, "tokens in all samples": total}
         return {"batch.tokens": self.tokens, **samples, "seed": seed_number(self.seed)}
@@ -101,14 +105,14 @@ class TokenPlan:
         }
 
     def describe(self) -> list[str]:
-        """The plan in words, a line a thought."""
+        """The plan in words, one line per fact."""
         plan = self.as_dict()
         update = f"global batch {self.tokens:,} tokens = up to {describe_steps(self, plan['accumulation_steps'])}"
         return [update, f"{self.samples:,} samples in {plan['windows_per_epoch']} windows (the first one)"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
+class _TokenEpoch:
     """An epoch whose windows end at ``ends``."""
 
     ends: Sequence[int]

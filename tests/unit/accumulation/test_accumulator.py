@@ -368,7 +368,7 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
     with pytest.raises(ConfigError, match="2 of its parameters are not the model's"):
         Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
     acc, _ = _make(gloo_world)
-    with pytest.raises(ConfigError, match="micro_size=2: the loader's batch_size is 3"):
+    with pytest.raises(ConfigError, match="micro_batch_size=2: the loader's batch_size is 3"):
         _epoch(acc, DataLoader(DATA, batch_size=3))
     with pytest.raises(ConfigError, match="prefetch=1: must be at least 2"):
         _make(gloo_world, prefetch=1)
@@ -384,7 +384,7 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
     twice = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(ConfigError, match="2 of its parameters are not the model's, or another optimizer's too"):
         Accumulator(model, twice, global_batch_size=4, micro_batch_size=2, world=gloo_world)
-    with pytest.raises(ConfigError, match="global_size: is not given"):
+    with pytest.raises(ConfigError, match="global_batch_size: is not given, and tokens neither"):
         _epoch(_make(gloo_world, global_batch_size=None)[0], DATA)
 
 

@@ -68,9 +68,9 @@ def test_the_plan_that_is_written_down() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"global_batch_size": 0}, "batch.global_size"),
-        ({"micro_batch_size": -1}, "batch.micro_size"),
-        ({"micro_batch_size": 9}, "batch.micro_size"),
+        ({"global_batch_size": 0}, "global_batch_size"),
+        ({"micro_batch_size": -1}, "micro_batch_size"),
+        ({"micro_batch_size": 9}, "micro_batch_size"),
         ({"samples": 0}, "data"),
     ],
 )

@@ -1,7 +1,8 @@
-"""What a source's feed gives: grouped, budgeted, counted."""
+"""Plans and window loaders of given data: grouped, by tokens, counted."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.datasets.lines import lines
 from distaccum.data.factory import build_loader, make_plan
 from distaccum.data.loader import MicroBatchIds, padding_share
+from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, SizeNames
 from distaccum.data.spec import DataSpec
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
@@ -54,8 +56,8 @@ def test_grouping_moves_samples_within_their_window_only(world: int, sizes: dict
 
 
 def test_batches_are_padded_to_the_longest_of_the_micro_batch(gloo_world: World) -> None:
-    feed = build_loader(SOURCE, _plan(1), gloo_world, group_by_length=True)
-    for window in feed.windows(0, 0, GlobalCounter(gloo_world, lambda batch: int((batch >= 0).sum()))):
+    loader = build_loader(SOURCE, _plan(1), gloo_world, group_by_length=True)
+    for window in loader.windows(0, 0, GlobalCounter(gloo_world, lambda batch: int((batch >= 0).sum()))):
         assert window.counts["loss"] == sum(LENGTHS[i] for m in window.micro_batches for i in m.batch[:, 0].tolist())
         assert all(int((m.batch >= 0).sum(1).max()) == m.batch.shape[1] for m in window.micro_batches)
 
@@ -70,40 +72,50 @@ def test_one_small_all_reduce_a_window(gloo_world: World, monkeypatch: pytest.Mo
     assert calls == [2] * len(windows)
 
 
-@pytest.mark.parametrize(
-    ("source", "sizes", "message"),
-    [
-        (SOURCE, {"global_batch_size": None}, r"batch\.global_size: is not given, and batch\.tokens neither"),
-        (SOURCE, {"tokens": 7}, r"batch\.tokens=7: and batch\.global_size=16 is given too"),
-        (
-            DataSpec(train=DATA, eval_dataset=None, description=""),
-            {"global_batch_size": None, "tokens": 7},
-            "does not say how long",
-        ),
-        (
-            DataSpec(train=iter(DATA), eval_dataset=None, description=""),
-            {"global_batch_size": None, "tokens": 7},
-            "is a stream",
-        ),
-        (SOURCE, {"micro_batch_size": 17}, r"batch\.micro_size=17: larger than batch\.global_size=16"),
-    ],
-)
-def test_what_cannot_work_is_refused(source: DataSpec, sizes: dict[str, Any], message: str) -> None:
+UNWORKABLE: list[tuple[DataSpec, dict[str, Any], str]] = [
+    (SOURCE, {"global_batch_size": None}, "{G}: is not given, and {T} neither"),
+    (SOURCE, {"tokens": 7}, "{T}=7: and {G}=16 is given too"),
+    (
+        DataSpec(train=DATA, eval_dataset=None, description=""),
+        {"global_batch_size": None, "tokens": 7},
+        "{T}=7: the data does not say how long",
+    ),
+    (
+        DataSpec(train=iter(DATA), eval_dataset=None, description=""),
+        {"global_batch_size": None, "tokens": 7},
+        "{T}=7: the data is a stream",
+    ),
+    (SOURCE, {"micro_batch_size": 17}, "{M}=17: larger than {G}=16"),
+    (SOURCE, {"global_batch_size": None, "tokens": 0}, "{T}=0: must be at least 1"),
+    (
+        DataSpec(train=iter(DATA), eval_dataset=None, description=""),
+        {"micro_batch_size": 3, "batched": True},
+        "{G}=16: no multiple of {M}=3",
+    ),
+]
+
+
+@pytest.mark.parametrize("names", [KEYWORDS, CONFIG_KEYS], ids=["Python", "command line"])
+@pytest.mark.parametrize(("source", "sizes", "message"), UNWORKABLE)
+def test_what_cannot_work_is_refused_by_the_name_that_was_typed(
+    source: DataSpec, sizes: dict[str, Any], message: str, names: SizeNames
+) -> None:
     given: dict[str, Any] = {"global_batch_size": 16, "tokens": None, "micro_batch_size": 4, "seed": 0, "world_size": 1}
-    with pytest.raises(ConfigError, match=message):
-        make_plan(source, **(given | sizes))
+    expected = message.format(G=names.global_batch_size, M=names.micro_batch_size, T=names.tokens)
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
+        make_plan(source, names=names, **(given | sizes))
 
 
 def test_counts(gloo_world: World) -> None:
-    tally = GlobalCounter(gloo_world, lambda batch: batch)
-    first = [tally.micro_batch({"a": 1.5, "b": 0}), tally.micro_batch({"a": 2})]
-    assert tally.all_reduce(first) == ({"a": 3.5, "b": 0.0}, [])
+    counter = GlobalCounter(gloo_world, lambda batch: batch)
+    first = [counter.micro_batch({"a": 1.5, "b": 0}), counter.micro_batch({"a": 2})]
+    assert counter.all_reduce(first) == ({"a": 3.5, "b": 0.0}, [])
     with pytest.raises(MisuseError, match="a batch counts 'c', and the first window only"):
-        tally.all_reduce([tally.micro_batch({"c": 1})])
+        counter.all_reduce([counter.micro_batch({"c": 1})])
     with pytest.raises(MisuseError, match="the count of 'loss' is -1"):
-        tally.micro_batch(-1)
+        counter.micro_batch(-1)
     with pytest.raises(MisuseError, match="give a number that is at least 0, read on the host"):
-        tally.micro_batch(torch.tensor(3))
+        counter.micro_batch(torch.tensor(3))
 
 
 def test_a_loss_that_counts_nothing_in_a_window_weighs_nothing() -> None:
@@ -125,3 +137,14 @@ def test_lines_are_samples_of_their_own_length() -> None:
     assert int((ignored != -100).sum()) == source.lengths[:8].sum()
     with pytest.raises(ConfigError, match=r"data\.path=/nowhere: no such file"):
         lines(path="/nowhere")
+
+
+def test_a_request_to_stop_is_seen_after_the_next_all_reduce_and_can_be_forgotten(gloo_world: World) -> None:
+    counter = GlobalCounter(gloo_world, len)
+    counter.request_stop()
+    assert not counter.stopping  # the other ranks do not know yet
+    counter.all_reduce([])
+    assert counter.stopping
+    counter.clear_stop()
+    counter.all_reduce([])
+    assert not counter.stopping

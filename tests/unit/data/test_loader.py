@@ -120,13 +120,13 @@ def test_windows_continue_from_any_window_in_the_same_order(gloo_world: World) -
     plan = BatchPlan(samples=10, global_batch_size=4, micro_batch_size=3, world_size=1, seed=7)
 
     def ids(start: int, workers: int = 0) -> list[tuple[int, float, list[int]]]:
-        feed = MapWindowLoader(Recorded(), plan, gloo_world, num_workers=workers)
-        tally = GlobalCounter(gloo_world, CrossEntropy().count)
+        loader = MapWindowLoader(Recorded(), plan, gloo_world, num_workers=workers)
+        counter = GlobalCounter(gloo_world, CrossEntropy().count)
         first, within = divmod(start, plan.windows_per_epoch)
         return [
             (window.epoch, window.counts["loss"], [int(i) for micro in window.micro_batches for i in micro.batch[0]])
             for epoch in range(first, 3)
-            for window in feed.windows(epoch, within if epoch == first else 0, tally)
+            for window in loader.windows(epoch, within if epoch == first else 0, counter)
         ]
 
     whole = ids(0)
@@ -140,8 +140,8 @@ def test_windows_continue_from_any_window_in_the_same_order(gloo_world: World) -
 def test_loading_leaves_the_models_random_numbers_alone(gloo_world: World) -> None:
     plan = BatchPlan(samples=10, global_batch_size=4, micro_batch_size=3, world_size=1, seed=0)
     before = torch.get_rng_state()
-    feed, tally = MapWindowLoader(Recorded(), plan, gloo_world), GlobalCounter(gloo_world, CrossEntropy().count)
-    assert sum(len(list(feed.windows(epoch, 0, tally))) for epoch in range(2)) == 6
+    loader, counter = MapWindowLoader(Recorded(), plan, gloo_world), GlobalCounter(gloo_world, CrossEntropy().count)
+    assert sum(len(list(loader.windows(epoch, 0, counter))) for epoch in range(2)) == 6
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -163,8 +163,8 @@ def test_a_rank_takes_what_is_its_own_and_nothing_in_place_of_the_rest(
     taken: list[list[int]] = []
     for rank in range(world_size):
         world = Alone(rank=rank, size=world_size, device=torch.device("cpu"))
-        feed, tally = MapWindowLoader(Recorded(), plan, world), GlobalCounter(world, CrossEntropy().count)
-        for k, window in enumerate(feed.windows(0, 0, tally)):
+        loader, counter = MapWindowLoader(Recorded(), plan, world), GlobalCounter(world, CrossEntropy().count)
+        for k, window in enumerate(loader.windows(0, 0, counter)):
             own = [int(micro.batch[0]) for micro in window.micro_batches]
             assert own == list(plan.share(k, rank))
             assert [micro.count for micro in window.micro_batches] == [1] * len(own)

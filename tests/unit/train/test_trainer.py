@@ -267,7 +267,7 @@ def test_streams_that_would_be_used_wrongly_are_refused() -> None:
     loader = DataLoader(Stream(), batch_size=2)
     with pytest.raises(ConfigError, match="micro_size=3: the loader's batch_size is 2"):
         Trainer(_model(), CrossEntropy(), loader, _config())
-    with pytest.raises(ConfigError, match=r"batch\.global_size=8: no multiple of micro_size=3, .* Use 6"):
+    with pytest.raises(ConfigError, match=r"batch\.global_size=8: no multiple of batch\.micro_size=3, .* Use 6"):
         Trainer(_model(), CrossEntropy(), DataLoader(Stream(), batch_size=3), _config())
     with pytest.raises(ConfigError, match="run_dir: is not given, and resume=auto"):
         Trainer(_model(), CrossEntropy(), SOURCE, {"resume": "auto"})
