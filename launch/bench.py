@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config.schema import RunConfig, conf_dir, from_node, plain
+from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.data.factory import build_loader
 from distaccum.data.loader import MicroBatchIds
 from distaccum.data.prefetch import to_device
@@ -48,7 +48,7 @@ from distaccum.testing.counters import OperationCounter
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.loop import Loop
 from distaccum.train.run_dir import RunDir
-from distaccum.train.time_limit import Deadline
+from distaccum.train.time_limit import TimeLimit
 
 Step = Callable[[], None]
 
@@ -60,7 +60,7 @@ def handwritten(parts: TrainingComponents, world: World) -> Step:
     scaler = torch.amp.GradScaler(world.device.type, enabled=parts.policy.scales_loss)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.schedule)
     ids = MicroBatchIds(parts.plan, world.rank)
-    loader = DataLoader(parts.source.train, batch_sampler=ids)
+    loader = DataLoader(parts.data.train, batch_sampler=ids)
     accumulation, clip_norm = parts.plan.accumulation_steps, parts.config.optim.clip_norm
     log_every, windows = parts.config.trainer.log_every, 0
 
@@ -97,7 +97,7 @@ def handwritten(parts: TrainingComponents, world: World) -> Step:
 def with_accumulate(parts: TrainingComponents, world: World) -> Step:
     """The same window in a loop of one's own with ``accumulate()``; logs as often."""
     accumulator, log_every = accumulator_of(parts, world), parts.config.trainer.log_every
-    feed = build_loader(parts.source, parts.plan, world)
+    feed = build_loader(parts.data, parts.plan, world)
     windows = enumerate(chain.from_iterable(accumulator.windows(feed) for _ in count()), 1)
 
     def window() -> None:
@@ -137,7 +137,7 @@ def accumulator_of(parts: TrainingComponents, world: World) -> Accumulator:
 
 def with_trainer(parts: TrainingComponents, world: World) -> Step:
     """One window of the loop of ``distaccum-train``: its own code, status file included, without sinks."""
-    accumulator, feed = accumulator_of(parts, world), build_loader(parts.source, parts.plan, world)
+    accumulator, feed = accumulator_of(parts, world), build_loader(parts.data, parts.plan, world)
     run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir) / "trainer")
     if world.is_main:
         run_dir.make()
@@ -149,14 +149,14 @@ def with_trainer(parts: TrainingComponents, world: World) -> Step:
         store=CheckpointStore(run_dir.checkpoints, keep=0),
         loggers=(),
         wandb_id="",
-        deadline=Deadline(None, began=0.0, parameters=parts.parameters),
+        time_limit=TimeLimit(None, began=0.0, parameters=parts.parameters),
     )
     windows = chain.from_iterable(accumulator.windows(feed) for _ in count())
 
     def window() -> None:  # what Loop.fit does with each of them
         taken = next(windows)
-        loop._after_attempt(taken.plain, accumulator.step(taken, parts.loss))
-        assert not loop._at_end
+        loop.step_window(taken)
+        assert not loop.at_end
 
     return window
 
@@ -291,7 +291,7 @@ def run(node: DictConfig) -> None:
     options, compares, at_boundary = values.pop("bench"), values.pop("exactness"), values.pop("boundary")
     all_engines = values.pop("engines")
     sizes = options.pop("boundary_sizes")
-    config, ranks = from_node(values), LaunchEnvironment.from_environment()
+    config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         if compares:
             figures = exactness.compare(world)

@@ -111,7 +111,7 @@ class Rig:
             global_batch_size=config.batch.global_size,
             micro_batch_size=config.batch.micro_size,
         )
-        feed = build_loader(parts.source, parts.plan, world)
+        feed = build_loader(parts.data, parts.plan, world)
         self._windows = feed.windows(0, 0, GlobalCounter(world, parts.loss.count))
 
     def run(self, before_boundary: Callable[[], None] = nothing, before_step: Callable[[], None] = nothing) -> Window:

@@ -30,7 +30,7 @@ from link_worker import WAYS
 from distaccum.config.checks import require, require_count, require_positive
 from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
@@ -80,7 +80,7 @@ def summary(name: str, values: dict[str, Any], mbit: float, ranks: Sequence[Figu
 
 def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, latency_us: float) -> float:
     """Seconds of a window, by the forecast."""
-    way, config = WAYS[name], from_node(values)
+    way, config = WAYS[name], RunConfig.from_dict(values)
     precision = way.config(config).precision
     job = Job(
         sizes=Sizes(tensors=tuple(row["parameters"])),
@@ -109,7 +109,7 @@ def engine_of(name: str, engine: DDPConfig, precision: PrecisionConfig) -> dict[
 
 def check(values: dict[str, Any], options: dict[str, Any]) -> None:
     """Raises ConfigError for what cannot be measured."""
-    config = from_node(values)
+    config = RunConfig.from_dict(values)
     is_ddp = type(config.engine) is DDPConfig
     require(is_ddp, "engine", config.engine.name, "not one that is compared here", "Use engine=ddp")
     if config.batch.global_size is None:
@@ -127,7 +127,7 @@ def check(values: dict[str, Any], options: dict[str, Any]) -> None:
 def compare(values: dict[str, Any], options: dict[str, Any], folder: Path) -> Figures:
     """All ways at one rate."""
     figures = at_rate(values, list(WAYS), **{key: options[key] for key in ("mbit", "mtu", "windows")})
-    batch = from_node(values).batch
+    batch = RunConfig.from_dict(values).batch
     figures["accumulation"] = micro_steps_of(range(batch.global_size or 0), RANKS, batch.micro_size)
     link_tables.show(link_tables.window_rows(figures), link_tables.title(figures), folder / "link.md")
     link_tables.draw(figures, Path(options["plot"] or folder / "link.png"))

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.accumulation.step import run_window
-from distaccum.config.schema import RunConfig, from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.data.window import Window
@@ -103,7 +103,7 @@ def interface_bytes() -> int:
 
 def windows_of(parts: TrainingComponents, world: World) -> Iterator[Window]:
     """Without an end."""
-    feed, tally = build_loader(parts.source, parts.plan, world), GlobalCounter(world, parts.loss.count)
+    feed, tally = build_loader(parts.data, parts.plan, world), GlobalCounter(world, parts.loss.count)
     full = parts.plan.accumulation_steps
     every = chain.from_iterable(feed.windows(epoch, 0, tally) for epoch in count())
     return (window for window in every if len(window.micro_batches) == full)
@@ -162,7 +162,7 @@ def latency_us(world: World) -> float:
 def main() -> None:
     """All that was asked for."""
     asked = json.loads(Path(sys.argv[1]).read_text())
-    config, ranks = from_node(asked["config"]), LaunchEnvironment.from_environment()
+    config, ranks = RunConfig.from_dict(asked["config"]), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         found: dict[str, Any] = {"latency_us": latency_us(world)}
         rigs = {name: Rig(WAYS[name], config, world) for name in asked["ways"]}

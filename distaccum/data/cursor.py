@@ -9,6 +9,16 @@ from distaccum.data.loader import WindowLoader
 from distaccum.errors import CheckpointError
 
 
+def find_mismatch(position: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Compares a plan's position with a saved one, whose windows must mean the same.
+
+    Returns:
+        The first key whose values differ, the value in ``position`` and the one in ``saved``; None if all are the same.
+    """
+    different = (key for key, value in position.items() if saved.get(key) != value)
+    return next(((key, position[key], saved.get(key)) for key in different), None)
+
+
 class DataCursor:
     """The feed of the data that a loop names, kept from epoch to epoch.
 
@@ -30,10 +40,11 @@ class DataCursor:
         if self._current is None or self._current[0] is not data:
             feed = data if isinstance(data, WindowLoader) else self._planned(data)
             if self._resumed is not None and self._resumed["position"]:
-                for key, value in feed.position.items():
-                    if self._resumed["position"].get(key) != value:
-                        problem = f"the state was saved with {key}={self._resumed['position'].get(key)}"
-                        raise CheckpointError(f"{problem}, and this loop has {key}={value}: its data position is void")
+                mismatch = find_mismatch(feed.position, self._resumed["position"])
+                if mismatch is not None:
+                    key, value, saved = mismatch
+                    problem = f"the state was saved with {key}={saved}"
+                    raise CheckpointError(f"{problem}, and this loop has {key}={value}: its data position is void")
                 feed.load_state(self._resumed["data"])
             self._current, self._resumed = (data, feed), None
         return self._current[1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 
 
@@ -16,13 +16,13 @@ def test_what_is_no_engine_is_refused(engine: Any) -> None:
         engine_config(engine)
     if not isinstance(engine, dict):
         with pytest.raises(ConfigError, match=r"^engine.*Use one of ddp, zero1, fsdp2, deepspeed"):
-            from_node({"engine": engine})
+            RunConfig.from_dict({"engine": engine})
 
 
 @pytest.mark.parametrize("engine", [FSDP2Config(sync="every"), Zero1Config(), DeepSpeedConfig(stage=3, json={"a": 1})])
 def test_settings_are_taken_as_they_are(engine: Any) -> None:
     assert engine_config(engine) is engine
-    assert from_node({"engine": engine}).engine == engine
+    assert RunConfig.from_dict({"engine": engine}).engine == engine
 
 
 @pytest.mark.parametrize(
