@@ -1,4 +1,4 @@
-"""``distaccum-export CHECKPOINT FILE``: a checkpoint's weights, of whatever engine, in one safetensors file.
+"""``distaccum-export CHECKPOINT FILE``: a checkpoint's weights, of any engine, in one safetensors file.
 
 The file loads with ``model.load_state_dict(safetensors.torch.load_file(FILE))``, and with ``init_from=FILE``. Exit
 codes: 0 done, 2 no such checkpoint, or nowhere to write to.
@@ -37,9 +37,8 @@ def main() -> None:
     try:
         count = export(given.checkpoint, given.file)
     except (CheckpointError, OSError) as error:
-        print(f"distaccum: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
-    print(f"{given.file}: {count} tensors of {given.checkpoint}")  # noqa: T201
+        parser.exit(2, f"distaccum: {error}\n")
+    sys.stdout.write(f"{given.file}: {count} tensors of {given.checkpoint}\n")
 
 
 if __name__ == "__main__":

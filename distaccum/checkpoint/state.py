@@ -1,16 +1,16 @@
-"""What a checkpoint holds: tensors as safetensors, everything else as JSON. Loading these executes no code.
+"""The content of a checkpoint: tensors as safetensors, everything else as JSON. Loading these executes no code.
 
 Tensors are whole, whatever engine held them, and each is in one file: any engine on any number of ranks reads what it
-needs. An engine whose optimizer state is in a format of its own keeps that beside, for itself alone.
+needs. An engine whose optimizer state has a format of its own adds its files, which it alone reads.
 
 ::
 
     model.safetensors       parameters and buffers by name; model-R.safetensors where several ranks write some each
     optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors
-    state.json              version, clocks, position, optimizer values, scaler, W&B run, config, callbacks, world size,
-                            and in what format the optimizer state is
+    state.json              version, progress (as "clocks"), position, optimizer values, scaler, W&B run, config,
+                            callbacks, world size, and the format of the optimizer state
     random-R.json           random number generators of rank R
-    data-R.pt               where rank R's stream stands, if its data is one; read with ``weights_only``
+    data-R.pt               the position in rank R's stream, if its data is one; read with ``weights_only``
     manifest.json           SHA-256 of the files above
 """
 
@@ -41,8 +41,8 @@ _READ = (2, 3)  # 2 had one file of each kind, written by rank 0
 class RunState:
     """The part of a checkpoint that is not the engine's.
 
-    ``position`` are the plan's numbers that give ``progress.window`` its meaning: a checkpoint is only good for a run
-    in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
+    ``position`` holds the plan's numbers that give ``progress.window`` its meaning: a run can only resume from a
+    checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
     """
 
     progress: Progress
@@ -57,10 +57,10 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
     """Writes this rank's part of a checkpoint into ``folder``; all ranks call it.
 
     Args:
-        folder: there already.
-        engine: whose state is saved.
+        folder: exists already.
+        engine: gives its state.
         run: the rest.
-        data: the state of this rank's feed; None for data whose position says it all.
+        data: the state of this rank's loader; None for data whose position says it all.
         world: this rank.
     """
     state = engine.state()
@@ -84,40 +84,72 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         torch.save(data, folder / f"data-{world.rank}.pt")
 
 
-def read(folder: Path) -> RunState:
-    """The run's part of a verified checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A checkpoint's ``state.json``, read once and handed on. The tensors are still in ``folder``."""
+
+    folder: Path
+    run: RunState
+    world_size: int
+    scaler: Mapping[str, Any]
+    optimizer_values: Mapping[str, Any]
+
+
+def read(folder: Path) -> SavedState:
+    """Reads the ``state.json`` of a verified checkpoint.
 
     Raises:
         CheckpointError: it is of another version, or a part is missing.
     """
-    record = _record(folder)
-    fields = ("position", "wandb_id", "config", "callbacks", "optimizer_format")
-    return RunState(progress=Progress(**record["clocks"]), **{name: record[name] for name in fields})
+    try:
+        record: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
+    if record.get("version") not in _READ:
+        raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
+    return SavedState(
+        folder=folder,
+        run=RunState(
+            progress=Progress(**record["clocks"]),
+            position=record["position"],
+            wandb_id=record["wandb_id"],
+            config=record["config"],
+            callbacks=record["callbacks"],
+            optimizer_format=record.get("optimizer_format", BY_PARAMETER),
+        ),
+        world_size=record["world_size"],
+        scaler=record["scaler"] or {},
+        optimizer_values=record["optimizer_values"],
+    )
 
 
-def load(
-    folder: Path, engine: Engine, world: World, *, with_model: bool = True, with_optimizer: bool = True
+def restore(
+    saved: SavedState, engine: Engine, world: World, *, with_model: bool = True, with_optimizer: bool = True
 ) -> tuple[bool, Any]:
-    """Takes up a verified checkpoint; returns whether the random number generators continue too, and the feed's state.
+    """Restores the engine's state and this rank's random number generators.
 
-    They do at the same world size. At another one there is no state to continue, and they keep the run's fresh seeds.
+    The generators are restored at the world size that saved them. At another one there is no state for each rank, and
+    they keep the run's fresh seeds.
 
     Args:
-        folder: of the checkpoint.
-        engine: takes up its state.
+        saved: of a verified checkpoint.
+        engine: loads its state.
         world: this rank.
         with_model: False where the engine has the weights already.
-        with_optimizer: False where its optimizer state is in a format that the engine cannot read; without it the loss
-            scale begins anew as well.
+        with_optimizer: False where the optimizer state is in a format that the engine cannot read; the loss scale then
+            starts from its initial value as well.
+
+    Returns:
+        Whether the generators were restored, and the state of this rank's loader.
 
     Raises:
-        CheckpointError: it belongs to another model or optimizer.
+        CheckpointError: the checkpoint belongs to another model or optimizer.
     """
-    record = _record(folder)
+    folder = saved.folder
     state = EngineState(model=tensors.TensorFiles(folder, "model"), optimizer={}, optimizer_values={})
     if with_optimizer:
-        optimizer, values = tensors.TensorFiles(folder, "optimizer"), record["optimizer_values"]
-        state = replace(state, optimizer=optimizer, optimizer_values=values, scaler=record["scaler"] or {})
+        optimizer = tensors.TensorFiles(folder, "optimizer")
+        state = replace(state, optimizer=optimizer, optimizer_values=saved.optimizer_values, scaler=dict(saved.scaler))
     try:
         if with_model:
             engine.load_state(state)
@@ -125,19 +157,9 @@ def load(
             engine.load_files(folder)
     except (RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
-    if record["world_size"] != world.size:
+    if saved.world_size != world.size:
         return False, None
     generators = json.loads((folder / f"random-{world.rank}.json").read_text())
     RNGState.from_json(generators, world.device).restore()
     data = folder / f"data-{world.rank}.pt"
     return True, torch.load(data, weights_only=True) if data.exists() else None
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
-    if record.get("version") not in _READ:
-        raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
-    return {"optimizer_format": BY_PARAMETER} | record

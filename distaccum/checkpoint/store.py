@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from distaccum.checkpoint.files import sync, write_json, write_text
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _LATEST = "latest"
@@ -50,12 +52,12 @@ class CheckpointStore:
         return final
 
     def newest_valid(self) -> Path | None:
-        """The newest checkpoint that verifies; damaged ones are named on stderr and passed over."""
+        """The newest checkpoint that verifies; the log warns of damaged ones, which are passed over."""
         for path in reversed(self._steps()):
             try:
                 verify(path)
             except CheckpointError as error:
-                print(f"distaccum: passing over a damaged checkpoint: {error}", file=sys.stderr)  # noqa: T201
+                _log.warning("passing over a damaged checkpoint: %s", error)
             else:
                 return path
         return None

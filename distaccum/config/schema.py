@@ -177,8 +177,19 @@ class RunConfig:
             problem = f"and resume={self.resume} has weights too"
             require(self.init_from is None, "init_from", self.init_from, problem, "Leave one of them out")
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The configuration of nested plain values, by the keys of ``conf/``; what is left out has its default.
+
+        An engine or a precision may be given by its name alone.
+
+        Raises:
+            ConfigError: an unknown key, or a value of the wrong type or out of range.
+        """
+        return _from_plain(values)
+
     def optimizer_format(self, world_size: int) -> str:
-        """Which checkpoints' optimizer state this run's engine can go on from."""
+        """The format of the optimizer state that this run's engine saves and loads, on ``world_size`` ranks."""
         return str(self.engine.optimizer_format(world_size, self.precision.name))
 
 
@@ -213,12 +224,7 @@ def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> 
     return schema
 
 
-def from_node(node: Mapping[str, Any]) -> RunConfig:
-    """The typed configuration of plain values; an engine or a precision may be given by its name alone.
-
-    Raises:
-        ConfigError: an unknown key, or a value of the wrong type or out of range.
-    """
+def _from_plain(node: Mapping[str, Any]) -> RunConfig:
     named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
     node = {**node, **named}
     if is_dataclass(node.get("engine", "")) and not isinstance(node["engine"], type):

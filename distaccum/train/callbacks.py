@@ -1,4 +1,4 @@
-"""Hooks into a Trainer's run: a small protocol, and the early stop."""
+"""Callbacks of a run: the base, and early stopping."""
 
 from __future__ import annotations
 
@@ -16,47 +16,49 @@ class Run(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """The run's progress."""
 
     def stop(self, reason: str) -> None:
-        """Asks all ranks to stop; one that asks is enough. After an evaluation the run ends at once, else before the
-        next window, or after it where the data is a stream."""
+        """Asks all ranks to stop; one rank that asks is enough.
+
+        After an evaluation the run ends at once, else before the next window, or after it where the data is a stream.
+        """
 
 
-class Callback(Protocol):
+class Callback:
     """Inherit from it, and write the methods you want; every rank calls them, in the order of the callbacks."""
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
-        """After an applied update. A callback that has this or :meth:`on_skip` makes the host wait for each window."""
+        """Called after an applied update. With this or :meth:`on_skip` the host waits for each window."""
 
     def on_skip(self, run: Run, outcome: Outcome) -> None:
-        """After a window that was not applied, since its gradient was NaN or infinite."""
+        """Called after a window that was not applied, since its gradient was NaN or infinite."""
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
-        """After an evaluation; the results are the same on every rank."""
+        """Called after an evaluation; the results are the same on every rank."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """After a checkpoint is complete at ``path``."""
+        """Called after a checkpoint is complete at ``path``."""
 
     def on_end(self, run: Run, results: Mapping[str, float]) -> None:
-        """At the end of a run that did not fail, and was not preempted, with the last evaluation's results."""
+        """Called with the last evaluation's results at the end of a run that neither failed nor was preempted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the callback: values that JSON can hold."""
+        """The state that a checkpoint keeps, as values that JSON can hold."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up :meth:`state_dict`, before the first update."""
+        """Restores :meth:`state_dict`, before the first update."""
 
 
 def watches_updates(callback: Callback) -> bool:
-    """Whether it wants to know of every window what became of it."""
+    """Whether the callback has to know of every window whether it was applied."""
     kind = type(callback)
     return kind.on_update is not Callback.on_update or kind.on_skip is not Callback.on_skip
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """By class, and a number where there are several of one."""
+    """The callbacks by the name of their class and a number, which checkpoints keep their state under."""
     found: dict[str, Callback] = {}
     for callback in callbacks:
         kind = type(callback).__name__
@@ -105,5 +107,5 @@ class EarlyStopping(Callback):
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting."""
+        """Restores the best value and the count."""
         self._best, self._waited = state["best"], state["waited"]

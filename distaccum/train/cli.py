@@ -1,13 +1,16 @@
 """The main entry point: ``distaccum-train``, or ``torchrun ... -m distaccum.train``, with Hydra overrides.
 
-Exit codes: 0 done, 2 bad configuration (one message on stderr), 1 anything else.
+``--check`` or ``--check=N`` builds everything for this launch, or for N processes, and starts nothing; ``-v`` logs what
+rank 0 does. Exit codes: 0 done, 2 bad configuration (one message on stderr), 1 anything else.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
 from datetime import datetime
 from functools import partial
@@ -15,42 +18,44 @@ from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
+from time import monotonic
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
+from distaccum.config.command_line import resolve_aliases, take_flag
 from distaccum.config.hydra_errors import check_overrides, from_hydra
-from distaccum.config.schema import conf_dir, plain
+from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
+from distaccum.distributed.world import open_world
 from distaccum.errors import ConfigError, DistaccumError
+from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
+from distaccum.train.log_handler import log_to_stderr
 from distaccum.train.metrics.wandb import is_left_behind
+from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
-from distaccum.train.run_job import check_job, run_job
 from distaccum.train.submitit import SubmititJob
 
 _BAD_CONFIGURATION = 2
+_log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Runs the job (or the sweep of jobs) that the command line describes, on this rank."""
-    try:
-        ranks = LaunchEnvironment.from_environment()
-    except ConfigError as error:
-        sys.exit(_print_config_error(error))
-    with StopSignals() as signals:
-        if ranks.launched:
-            die_with_parent()
-        agreement = JobCoordinator(ranks, ranks.store())
-        exit_code = (
-            _run_main_rank(ranks, agreement, signals)
-            if ranks.rank == 0
-            else _run_worker_rank(ranks, agreement, signals)
-        )
-        signals.ignore()
+    arguments, verbose = take_flag(sys.argv[1:], "-v")
+    sys.argv[1:] = resolve_aliases(arguments)
+    with ExitStack() as log:
+        try:
+            environment = LaunchEnvironment.from_environment()
+        except ConfigError as error:
+            log.enter_context(log_to_stderr(0, verbose=False))
+            sys.exit(_print_config_error(error))
+        log.enter_context(log_to_stderr(environment.rank, verbose=verbose is not None))
+        exit_code = _run_rank(environment)
     if is_left_behind():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -58,28 +63,79 @@ def main() -> None:
     sys.exit(exit_code)
 
 
-class _Jobs:
-    """What Hydra calls back for every job that it has composed, on rank 0."""
+def _run_rank(environment: LaunchEnvironment) -> int:
+    with StopSignals() as signals:
+        if environment.launched:
+            die_with_parent()
+        coordinator = JobCoordinator(environment, environment.store())
+        run_jobs = _run_main_rank if environment.rank == 0 else _run_worker_rank
+        exit_code = run_jobs(environment, coordinator, signals)
+        signals.ignore()
+    return exit_code
 
-    def __init__(self, ranks: LaunchEnvironment, agreement: JobCoordinator, signals: StopSignals) -> None:
-        self._ranks, self._agreement, self._signals = ranks, agreement, signals
-        self._planned = _take_check(ranks)
-        self.announced, self.composed, self.preempted = 0, False, False
-        # Hydra prints its own errors and exits with 1. Kept until it has composed a job, they are said in our words.
-        self._hydra_says, self._composing = io.StringIO(), ExitStack()
-        self._composing.enter_context(redirect_stderr(self._hydra_says))
+
+def _nothing() -> None:
+    pass
+
+
+def _run_job(
+    job: Job,
+    environment: LaunchEnvironment,
+    coordinator: JobCoordinator,
+    signals: StopSignals,
+    *,
+    accepted: Callable[[], None] = _nothing,
+) -> RunResult:
+    """Runs one job on this rank, and calls ``accepted`` once all ranks can run it.
+
+    Raises:
+        JobRejectedError: on all ranks, before the process group, if the configuration cannot run on one of them.
+    """
+
+    def agree(rejection: str | None) -> None:
+        coordinator.agree(job, rejection)
+        accepted()
+
+    return run(
+        partial(_make_components, job, environment),
+        RunDir(Path(job.run_dir)),
+        environment,
+        began=monotonic(),
+        signals=signals,
+        agree=agree,
+        open_group=partial(open_world, environment, coordinator.store_for(job)),
+    )
+
+
+def _make_components(job: Job, environment: LaunchEnvironment) -> TrainingComponents:
+    config = RunConfig.from_dict(job.config)
+    return components_from_config(
+        config, world_size=environment.size, device=environment.device(), planned=environment.planned
+    )
+
+
+class _Jobs:
+    """Called by Hydra on rank 0 for every job that it has composed."""
+
+    def __init__(self, environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> None:
+        self._environment, self._coordinator, self._signals = environment, coordinator, signals
+        self._planned = _take_check(environment)
+        self.published, self.composed, self.preempted = 0, False, False
+        # Hydra prints its own errors and exits with 1. They are kept until it has composed a job, and then reworded.
+        self._captured, self._composing = io.StringIO(), ExitStack()
+        self._composing.enter_context(redirect_stderr(self._captured))
 
     def __reduce__(self) -> tuple[type[SubmititJob], tuple[()]]:
-        """What a launcher of Hydra's takes to another machine."""
+        """Pickles as a :class:`SubmititJob`, which a launcher of Hydra's calls on another machine."""
         return SubmititJob, ()
 
     def stop_capturing(self) -> None:
-        """From here on what is printed is shown."""
+        """Lets stderr through from here on."""
         self._composing.close()
 
     def __call__(self, node: DictConfig) -> None:
         self.stop_capturing()
-        sys.stderr.write(self._hydra_says.getvalue())  # its warnings
+        sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
         self.composed = True
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
         try:
@@ -88,27 +144,28 @@ class _Jobs:
             run_dir.write_refusal(str(error))
             sys.exit(_print_config_error(error))
         except DistaccumError as error:
-            print(f"distaccum: {error}", file=sys.stderr)  # noqa: T201
+            _log.error("%s", error)
             sys.exit(1)
         if self.preempted:
-            sys.exit(0)  # the rest of a sweep is for the next time
+            sys.exit(0)  # the same command with resume=auto runs the rest of a sweep
 
     def _run(self, node: DictConfig, run_dir: RunDir) -> None:
         check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-        job = Job(number=self.announced, run_dir=str(run_dir.path), config=plain(node))
+        job = Job(number=self.published, run_dir=str(run_dir.path), config=plain(node))
         if self._planned is not None:
-            check_job(job, self._planned)
+            prepare(_make_components(job, self._planned), run_dir, self._planned)
             run_dir.remove_if_empty()
             return
-        self.announced += 1
-        self._agreement.publish(job)
-        accepted = partial(_keep_hydra_files, run_dir, node)
-        self.preempted = run_job(job, self._ranks, self._agreement, self._signals, accepted=accepted).preempted
+        self.published += 1
+        self._coordinator.publish(job)
+        keep = partial(_keep_hydra_files, run_dir, node)
+        result = _run_job(job, self._environment, self._coordinator, self._signals, accepted=keep)
+        self.preempted = result.preempted
 
 
-def _run_main_rank(ranks: LaunchEnvironment, agreement: JobCoordinator, signals: StopSignals) -> int:
-    """Rank 0: Hydra reads the command line and calls back for every job."""
-    jobs = _Jobs(ranks, agreement, signals)
+def _run_main_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
+    """Rank 0: Hydra reads the command line and calls ``_Jobs`` for every job."""
+    jobs = _Jobs(environment, coordinator, signals)
     exit_code = 1
     OmegaConf.register_new_resolver("distaccum.run_name", _run_name, use_cache=True, replace=True)
     try:
@@ -126,20 +183,18 @@ def _run_main_rank(ranks: LaunchEnvironment, agreement: JobCoordinator, signals:
         exit_code = _refuse_command_line(error)
     finally:
         jobs.stop_capturing()
-        if not jobs.preempted:  # else the others know
-            agreement.shutdown(jobs.announced, exit_code)
+        if not jobs.preempted:  # else the other ranks left by themselves
+            coordinator.shutdown(jobs.published, exit_code)
     return exit_code
 
 
-def _take_check(ranks: LaunchEnvironment) -> LaunchEnvironment | None:
+def _take_check(environment: LaunchEnvironment) -> LaunchEnvironment | None:
     """Takes ``--check``, or ``--check=N`` for N processes that torchrun is to start, off the command line."""
-    asked = [argument for argument in sys.argv[1:] if argument.partition("=")[0] == "--check"]
-    if not asked:
+    sys.argv[1:], processes = take_flag(sys.argv[1:], "--check")
+    if processes is None:
         return None
-    sys.argv = [argument for argument in sys.argv if argument not in asked]
-    processes = asked[-1].partition("=")[2]
     if not processes:
-        return ranks
+        return environment
     if not processes.isdecimal() or processes == "0":
         error = ConfigError("--check", processes, "not a number of processes", "Use --check, or --check=2 for two")
         sys.exit(_print_config_error(error))
@@ -147,18 +202,16 @@ def _take_check(ranks: LaunchEnvironment) -> LaunchEnvironment | None:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """What the interpreter would exit with; a text is printed, as it would be."""
+    """The code that the interpreter would exit with; a text goes to stderr, as the interpreter does it."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
-    print(stop.code, file=sys.stderr)  # noqa: T201
+    sys.stderr.write(f"{stop.code}\n")
     return 1
 
 
 def _refuse_command_line(cause: BaseException) -> int:
-    if isinstance(cause, DistaccumError) and not isinstance(
-        cause, ConfigError
-    ):  # of a job that a launcher took elsewhere
-        print(f"distaccum: {cause}", file=sys.stderr)  # noqa: T201
+    if isinstance(cause, DistaccumError) and not isinstance(cause, ConfigError):  # a job on another machine failed
+        _log.error("%s", cause)
         return 1
     error = from_hydra(cause, sys.argv[1:])
     for argument in sys.argv:
@@ -182,14 +235,14 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
         write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
 
 
-def _run_worker_rank(ranks: LaunchEnvironment, agreement: JobCoordinator, signals: StopSignals) -> int:
-    """Every other rank: runs the jobs that rank 0 announces, and is silent about what rank 0 reports."""
+def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
+    """Every other rank: runs the jobs that rank 0 publishes, and leaves their errors to rank 0 to report."""
     for number in count():
-        job = agreement.await_job(number)
+        job = coordinator.await_job(number)
         if isinstance(job, int):
             return job
         try:
-            if run_job(job, ranks, agreement, signals).preempted:
+            if _run_job(job, environment, coordinator, signals).preempted:
                 return 0
         except JobRejectedError:
             return _BAD_CONFIGURATION
@@ -199,7 +252,7 @@ def _run_worker_rank(ranks: LaunchEnvironment, agreement: JobCoordinator, signal
 
 
 def _print_config_error(error: DistaccumError) -> int:
-    print(f"distaccum: configuration error: {error}", file=sys.stderr)  # noqa: T201
+    _log.error("configuration error: %s", error)
     return _BAD_CONFIGURATION
 
 

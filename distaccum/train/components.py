@@ -1,4 +1,4 @@
-"""Composition root: the only file that turns names in the configuration into engines, models, sources and sinks."""
+"""Composition root: turns the names in the configuration into model, data, loss, optimizer, schedule and loggers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,21 +27,28 @@ from distaccum.losses.base import Loss
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train.callbacks import Callback
 from distaccum.train.evaluate import EvaluationMetric
-from distaccum.train.metrics.loggers import ConsoleLogger, JsonlLogger, Logger
-from distaccum.train.metrics.wandb import WandbLogger
+from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.optimizer import build_optimizer
 from distaccum.train.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingComponents:
-    """All that can be built, and can fail for the user's reasons, before there is a process group."""
+    """All that can be built, and can fail for the user's reasons, before there is a process group.
+
+    ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train. ``parameters`` is
+    the number of elements, counted before an engine shards them.
+    """
 
     config: RunConfig
-    source: DataSpec
+    record: Mapping[str, Any]
+    data: DataSpec
     plan: Plan | StreamPlan
     model: nn.Module
-    parameters: int  # of the model as it was before an engine took it
+    parameters: int
     loss: Loss
     optimizers: Sequence[Optimizer]
     schedule: Schedule
@@ -56,21 +62,28 @@ class TrainingComponents:
 def components_from_config(
     config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False
 ) -> TrainingComponents:
-    """Raises ConfigError for whatever in the configuration cannot be built on this machine.
+    """Builds every component that the configuration names.
 
-    ``planned``: the processes are yet to be launched.
+    Args:
+        config: names model, data and loss too.
+        world_size: number of ranks.
+        device: of this rank.
+        planned: True where the processes are not launched yet.
+
+    Raises:
+        ConfigError: something cannot be built on this machine.
     """
-    source = as_source_node(config.data)
+    data = build_data(config.data)
     torch.manual_seed(config.seed)
     with torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext():
         model = build("model", config.model)
     loss = build("loss", config.loss)
-    return build_components(config, source, model, loss, world_size=world_size, device=device, planned=planned)
+    return build_components(config, data, model, loss, world_size=world_size, device=device, planned=planned)
 
 
 def build_components(
     config: RunConfig,
-    source: DataSpec,
+    data: DataSpec,
     model: nn.Module,
     loss: Loss,
     *,
@@ -79,16 +92,30 @@ def build_components(
     optimizers: Sequence[Optimizer] = (),
     callbacks: Sequence[Callback] = (),
     metrics: Mapping[str, EvaluationMetric] | None = None,
+    record: Mapping[str, Any] | None = None,
     planned: bool = False,
 ) -> TrainingComponents:
-    """The parts around a model, a loss and data that are there already; the rest is the configuration's.
+    """Builds the components around a model, a loss and data that exist; the rest is the configuration's.
+
+    Args:
+        config: its ``model``, ``data`` and ``loss`` are not used, nor its optimizer where ``optimizers`` are given.
+        data: training and held-out samples.
+        model: not wrapped yet.
+        loss: sums and counts.
+        world_size: number of ranks.
+        device: of this rank.
+        optimizers: over the model's parameters; by default the configuration's.
+        callbacks: called before those of the configuration.
+        metrics: further results of an evaluation, by name.
+        record: the configuration to keep in checkpoints; by default ``config``.
+        planned: True where the processes are not launched yet.
 
     Raises:
         ConfigError: as :func:`components_from_config`.
     """
     batch = config.batch
     plan = make_plan(
-        source,
+        data,
         global_batch_size=batch.global_size,
         tokens=batch.tokens,
         micro_batch_size=batch.micro_size,
@@ -96,16 +123,14 @@ def build_components(
         seed=config.seed,
         names=CONFIG_KEYS,
     )
-    check_workers(source, plan, config.trainer.num_workers)
-    if source.eval_dataset is not None and not len(source.eval_dataset):
-        raise ConfigError("data", source.description, "holds out an empty set", "Hold out more, or nothing")
-    if metrics and source.eval_dataset is not None and len(source.eval_dataset) < world_size:
-        problem = (
-            f"holds out {len(source.eval_dataset)} samples for {world_size} ranks: a metric needs one on every rank"
-        )
-        raise ConfigError("data", source.description, problem, "Hold out more samples, or leave metrics out")
-    if batch.group_by_length and source.lengths is None:
-        remedy = "Give lengths to its Source: the tokens of each training sample"
+    check_workers(data, plan, config.trainer.num_workers)
+    if data.eval_dataset is not None and not len(data.eval_dataset):
+        raise ConfigError("data", data.description, "holds out an empty set", "Hold out more, or nothing")
+    if metrics and data.eval_dataset is not None and len(data.eval_dataset) < world_size:
+        problem = f"holds out {len(data.eval_dataset)} samples for {world_size} ranks: a metric needs one on every rank"
+        raise ConfigError("data", data.description, problem, "Hold out more samples, or leave metrics out")
+    if batch.group_by_length and data.lengths is None:
+        remedy = "Give lengths to its DataSpec: the tokens of each training sample"
         raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
@@ -129,7 +154,8 @@ def build_components(
     total_steps = _total_steps(config, plan)
     return TrainingComponents(
         config=config,
-        source=source,
+        record=asdict(config) if record is None else record,
+        data=data,
         plan=plan,
         model=model,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -145,20 +171,24 @@ def build_components(
 
 
 def build_loggers(
-    parts: TrainingComponents, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
+    components: TrainingComponents, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
 ) -> list[Logger]:
-    """The sinks of rank 0; ``about`` is shown with the W&B run."""
-    metrics = parts.config.metrics
+    """The loggers of rank 0, each imported only where it is on; ``about`` is shown with the W&B run."""
+    metrics = components.config.metrics
     loggers: list[Logger] = [JsonlLogger(run_dir.metrics)]
     if metrics.console:
-        loggers.append(ConsoleLogger(parts.total_steps, console))
+        from distaccum.train.metrics.console import ConsoleLogger  # noqa: PLC0415
+
+        loggers.append(ConsoleLogger(components.total_steps, console))
     if metrics.wandb.mode != "disabled":
+        from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
+
         loggers.append(WandbLogger(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
     return loggers
 
 
-def as_source_node(node: Node) -> DataSpec:
-    """Builds ``data``: a Source, or any map-style dataset."""
+def build_data(node: Node) -> DataSpec:
+    """Builds ``data``: whatever :func:`to_data_spec` takes."""
     data = build("data", node)
     try:
         return to_data_spec(data)

@@ -1,7 +1,7 @@
-"""What ranks settle over the launcher's key-value store before any process group exists.
+"""Coordination of the ranks over the launcher's key-value store, before any process group exists.
 
-Rank 0 alone reads the command line; the others are handed each job as it resolved it, so all run one configuration and
-one run directory, and a mistake is found and reported once.
+Rank 0 alone reads the command line and publishes each job with its resolved configuration. So all ranks run one
+configuration in one run directory, and a mistake is reported once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.errors import DistaccumError
 
-_FAREWELL_S = 10.0
+_SHUTDOWN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,48 +34,48 @@ class JobRejectedError(DistaccumError):
 
 
 class JobCoordinator:
-    """The ranks' shared notes. Reading waits until they are written."""
+    """Passes jobs, and whether ranks can run them, through the store. Reading waits until a value is written."""
 
-    def __init__(self, ranks: LaunchEnvironment, store: Store) -> None:
-        self._ranks, self._store = ranks, store
+    def __init__(self, environment: LaunchEnvironment, store: Store) -> None:
+        self._environment, self._store = environment, store
 
     def publish(self, job: Job) -> None:
-        """Rank 0 hands a job to the others."""
+        """Hands a job to the other ranks; called by rank 0."""
         self._store.set(f"job/{job.number}", json.dumps(asdict(job)))
 
     def shutdown(self, number: int, exit_code: int) -> None:
-        """Rank 0 says that there is no job of this number: the others leave with ``exit_code``.
+        """Publishes ``exit_code`` in place of job ``number``: the other ranks leave with it; called by rank 0.
 
-        After a success it waits a little until they have read it, for the store may live in this very process.
+        After a success it waits a few seconds until they have read it, since the store may live in this process.
         """
         self._store.set(f"job/{number}", json.dumps(exit_code))
-        deadline = monotonic() + _FAREWELL_S
-        while exit_code == 0 and self._store.add("left", 0) < self._ranks.size - 1 and monotonic() < deadline:
+        latest = monotonic() + _SHUTDOWN_S
+        while exit_code == 0 and self._store.add("left", 0) < self._environment.size - 1 and monotonic() < latest:
             sleep(0.01)
 
     def await_job(self, number: int) -> Job | int:
         """The job of this number, or the exit code to leave with."""
-        note = json.loads(self._store.get(f"job/{number}"))
-        if isinstance(note, int):
+        published = json.loads(self._store.get(f"job/{number}"))
+        if isinstance(published, int):
             self._store.add("left", 1)
-            return note
-        return Job(**note)
+            return published
+        return Job(**published)
 
     def store_for(self, job: Job) -> Store:
         """The part of the store in which a job's process group may write."""
         return PrefixStore(f"job-{job.number}", self._store)
 
     def agree(self, job: Job, rejection: str | None) -> None:
-        """Every rank says whether it can run the job, and if not, why.
+        """Collects from every rank why it cannot run the job, or None.
 
         Raises:
-            RefusedError: on all ranks, with the first complaint, if any rank cannot.
+            JobRejectedError: on all ranks, with the first rank's rejection, if any rank cannot run it.
         """
-        notes = self.store_for(job)
-        notes.set(f"verdict/{self._ranks.rank}", json.dumps(rejection))
-        if self._ranks.rank == 0:
-            verdicts = [json.loads(notes.get(f"verdict/{rank}")) for rank in range(self._ranks.size)]
-            notes.set("verdict", json.dumps(next((verdict for verdict in verdicts if verdict), None)))
-        first = json.loads(notes.get("verdict"))
+        store = self.store_for(job)
+        store.set(f"verdict/{self._environment.rank}", json.dumps(rejection))
+        if self._environment.rank == 0:
+            verdicts = [json.loads(store.get(f"verdict/{rank}")) for rank in range(self._environment.size)]
+            store.set("verdict", json.dumps(next((verdict for verdict in verdicts if verdict), None)))
+        first = json.loads(store.get("verdict"))
         if first:
             raise JobRejectedError(first)

@@ -1,12 +1,13 @@
-"""The run from the first window to the last: orchestration, no arithmetic."""
+"""The loop over windows: what follows each of them, in order. No arithmetic."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.open_window import OpenWindow
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint import state as checkpoint
@@ -20,55 +21,68 @@ from distaccum.train.evaluate import evaluate
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.run_dir import RunDir, State
-from distaccum.train.time_limit import Deadline
+from distaccum.train.time_limit import TimeLimit
+
+_log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Trains what ``parts`` describe until ``total_steps`` updates are applied, or until it is stopped: by a callback,
-    which is an end too, or by :meth:`preempt` or the deadline, after which another process is to go on.
+    """Trains until ``total_steps`` updates are applied, or until it is stopped.
+
+    A callback that stops it ends the run. :meth:`preempt` and the time limit stop it for another process to continue.
 
     Args:
-        parts: data, loss, schedule, callbacks, metrics.
-        accumulator: has the model and the optimizer, and the clocks to start from.
-        feed: of the training data.
-        run_dir: where status and checkpoints go.
-        store: of the checkpoints.
-        sinks: of the records; empty on all ranks but 0.
+        components: data, loss, schedule, callbacks, metrics.
+        accumulator: has the model, the optimizer and the progress to start from.
+        loader: of the training data.
+        run_dir: for the status.
+        store: for the checkpoints.
+        loggers: take the records; empty on all ranks but 0.
         wandb_id: kept in every checkpoint.
-        deadline: by when to have saved.
+        time_limit: says when the run has to save.
     """
 
     def __init__(
         self,
-        parts: TrainingComponents,
+        components: TrainingComponents,
         accumulator: Accumulator,
-        feed: WindowLoader,
+        loader: WindowLoader,
         *,
         run_dir: RunDir,
         store: CheckpointStore,
         loggers: Sequence[Logger],
         wandb_id: str,
-        deadline: Deadline,
+        time_limit: TimeLimit,
     ) -> None:
-        self._parts, self._accumulator, self._feed = parts, accumulator, feed
-        self._run_dir, self._store, self._sinks, self._wandb_id = run_dir, store, loggers, wandb_id
-        self._deadline = deadline
-        self._world, self._tracker = accumulator.world, accumulator.tracker
+        self._components = components
+        self._accumulator = accumulator
+        self._loader = loader
+        self._run_dir = run_dir
+        self._store = store
+        self._loggers = loggers
+        self._wandb_id = wandb_id
+        self._time_limit = time_limit
+        self._world = accumulator.world
+        self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress)
         self._evaluation: tuple[int, dict[str, float]] | None = None
-        # A run from another's checkpoint has none of its own yet.
-        self._saved_step = self.progress.step if parts.config.resume == "auto" else 0
-        self._attempt: tuple[Window, Outcome] | None = None  # not looked at yet
+        # A run from another run's checkpoint has saved none itself.
+        self._saved_step = self.progress.step if components.config.resume == "auto" else 0
+        self._last: tuple[Window, Outcome] | None = None  # of which nobody has asked yet whether it was applied
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
-        self._watched = any(map(watches_updates, parts.callbacks))
+        self._watched = any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
-        self._reason, self._preempted_by, self._ended = "", "", False
-        self.stop_reason = ""  # of all ranks that asked to stop, or to be preempted: known at the end
-        self.preempted = False  # whether it is to be continued: all ranks', known at the end
+        self._reason = ""
+        self._preempted_by = ""
+        self._ended = False
+        self.stop_reason = ""
+        """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
+        self.preempted = False
+        """Whether another process is to continue the run: the same on every rank, known at the end."""
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come; waits for the last window's end."""
+        """The run's progress, the last window included, for whose end this waits."""
         return self._tracker.progress
 
     def stop(self, reason: str) -> None:
@@ -80,6 +94,12 @@ class Loop:
         self._preempted_by = reason
         self._accumulator.stop()
 
+    @property
+    def at_end(self) -> bool:
+        """Whether no further window is to be trained on; the same on every rank, and nothing waits."""
+        steps = self._tracker.known_progress.step
+        return self._ended or self._accumulator.stopping or steps >= self._components.total_steps
+
     def fit(self) -> dict[str, float]:
         """Trains to the end; returns the last evaluation, empty without one.
 
@@ -88,56 +108,58 @@ class Loop:
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()
-        if not self._accumulator.engine.unwrapped_model.training:  # as pretrained models come; else parts may be frozen
+        # Pretrained models come in evaluation mode. One in training mode may have frozen modules: it stays as it is.
+        if not self._accumulator.engine.unwrapped_model.training:
             self._accumulator.model.train()
         self._meter.restart(self.progress)
-        max_epochs = self._parts.config.trainer.max_epochs
+        max_epochs = self._components.config.trainer.max_epochs
         try:
-            while not self._at_end and (max_epochs is None or self.progress.epoch < max_epochs):
-                for window in self._accumulator.windows(self._feed):
-                    self._after_attempt(window.plain, self._accumulator.step(window, self._parts.loss))
-                    if self._at_end:
+            while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
+                for window in self._accumulator.windows(self._loader):
+                    self.step_window(window)
+                    if self.at_end:
                         break
             self._tracker.raise_if_nonfinite()
         except NonFiniteError:
-            self._look_at_attempt(self._tracker.known_progress)  # what ends the run stands in the log
+            self._look_at_last(self._tracker.known_progress)  # what ends the run stands in the log
             raise
         return self._finish()
 
-    @property
-    def _at_end(self) -> bool:
-        return self._ended or self._accumulator.stopping or self._tracker.known_progress.step >= self._parts.total_steps
+    def step_window(self, window: OpenWindow) -> None:
+        """Trains on one window, then logs, evaluates, saves and calls back as far as that is due.
 
-    def _after_attempt(self, window: Window, outcome: Outcome) -> None:
-        """Looks at the attempt before, whose end nobody waits for any more; and at this one where it may matter now."""
-        self._deadline.window_ended()
-        self._look_at_attempt(self._tracker.known_progress)
-        self._meter.add(window, outcome)
-        self._attempt = (window, outcome)
+        Whether the window was applied is looked at when the next one is done, by when nobody waits for it; or at once
+        where something may be due.
+        """
+        outcome = self._accumulator.step(window, self._components.loss)
+        self._time_limit.window_ended()
+        self._look_at_last(self._tracker.known_progress)
+        self._meter.add(window.plain, outcome)
+        self._last = (window.plain, outcome)
         if self._watched or self._is_due(self._tracker.max_possible_step):
             self._tracker.resolve_last_step()
-            self._look_at_attempt(self._tracker.known_progress)
+            self._look_at_last(self._tracker.known_progress)
         if self._reason:
             self._accumulator.stop()
-        if self._deadline.is_near and not self._preempted_by:
+        if self._time_limit.is_near and not self._preempted_by:
             self.preempt("trainer.max_time is about to be over")
 
     def _is_due(self, step: int) -> bool:
-        trainer, save_every = self._parts.config.trainer, self._parts.config.checkpoint.every
+        trainer, save_every = self._components.config.trainer, self._components.config.checkpoint.every
         intervals = (trainer.log_every, trainer.eval_every, save_every)
-        return step >= self._parts.total_steps or any(every and step % every == 0 for every in intervals)
+        return step >= self._components.total_steps or any(every and step % every == 0 for every in intervals)
 
-    def _look_at_attempt(self, progress: Progress) -> None:
-        """Finds out whether it was applied; ``progress`` are those after it."""
-        if self._attempt is None:
+    def _look_at_last(self, progress: Progress) -> None:
+        """Finds out whether the last window was applied; ``progress`` includes it."""
+        if self._last is None:
             return
-        (window, outcome), self._attempt = self._attempt, None
+        (window, outcome), self._last = self._last, None
         self._watch_loss_scale(outcome)
         if outcome.applied:
             self._after_update(window, outcome, progress)
             return
         self._log(window, outcome, progress, evaluates=False)
-        for callback in self._parts.callbacks:
+        for callback in self._components.callbacks:
             callback.on_skip(self, outcome)
 
     def _watch_loss_scale(self, outcome: Outcome) -> None:
@@ -145,15 +167,15 @@ class Loop:
         self._loss_scale = outcome.loss_scale
         if lowest is not None and self._loss_scale <= lowest < before:
             text = f"it has fallen to its minimum, {lowest:g}, at step {self._tracker.known_progress.step}"
-            for logger in self._sinks:
+            for logger in self._loggers:
                 logger.alert("the loss scale has collapsed", text)
 
     def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
-        trainer, checkpoints, step = self._parts.config.trainer, self._parts.config.checkpoint, progress.step
+        trainer, checkpoints, step = self._components.config.trainer, self._components.config.checkpoint, progress.step
         self._unlogged = (window, outcome)
-        for callback in self._parts.callbacks:
+        for callback in self._components.callbacks:
             callback.on_update(self, outcome)
-        evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._parts.total_steps)
+        evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
         if evaluates or step % trainer.log_every == 0:
             self._log(window, outcome, progress, evaluates=evaluates)
             self._unlogged = None
@@ -162,90 +184,90 @@ class Loop:
 
     @property
     def _evaluates(self) -> bool:
-        return self._parts.source.eval_dataset is not None and self._parts.config.trainer.eval_every > 0
+        return self._components.data.eval_dataset is not None and self._components.config.trainer.eval_every > 0
 
     def _evaluate(self) -> dict[str, float]:
-        parts = self._parts
+        components = self._components
         found = evaluate(
             self._accumulator.engine,
-            parts.source,
-            parts.loss,
+            components.data,
+            components.loss,
             self._world,
-            micro_batch_size=parts.plan.micro_batch_size,
-            metrics=parts.metrics,
+            micro_batch_size=components.plan.micro_batch_size,
+            metrics=components.metrics,
         )
         self._evaluation = (self.progress.step, found)
-        for callback in parts.callbacks:
+        for callback in components.callbacks:
             callback.on_eval(self, found)
-        if parts.callbacks:
+        if components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
-        self._deadline.evaluated()
+        self._time_limit.evaluated()
         return found
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
-        lr = float(self._parts.optimizers[0].param_groups[0]["lr"])
+        lr = float(self._components.optimizers[0].param_groups[0]["lr"])
         record = self._meter.record(window, outcome, progress, lr=lr)
         if evaluates:
             record |= self._evaluate()
-        for logger in self._sinks:
+        for logger in self._loggers:
             logger.log(record)
         self._write_status()
 
     def _save(self) -> None:
         run = checkpoint.RunState(
             progress=self.progress,
-            position=self._feed.position,
+            position=self._loader.position,
             wandb_id=self._wandb_id,
-            config=asdict(self._parts.config),
-            callbacks={name: callback.state_dict() for name, callback in named(self._parts.callbacks).items()},
-            optimizer_format=self._parts.config.optimizer_format(self._world.size),
+            config=self._components.record,
+            callbacks={name: callback.state_dict() for name, callback in named(self._components.callbacks).items()},
+            optimizer_format=self._components.config.optimizer_format(self._world.size),
         )
-        engine, data = self._accumulator.engine, self._feed.state()
+        engine, data = self._accumulator.engine, self._loader.state()
         path = self._store.save(
             self.progress.step,
             self._world,
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
         )
         self._saved_step = self.progress.step
-        for callback in self._parts.callbacks:
+        for callback in self._components.callbacks:
             callback.on_checkpoint(self, path)
         self._meter.restart(self.progress)
-        self._deadline.saved()
+        self._time_limit.saved()
+        _log.info("saved %s", path)
 
     def _finish(self) -> dict[str, float]:
-        """The last update's record, evaluation and checkpoint, where they were not due anyway.
+        """Makes the last update's record, evaluation and checkpoint, unless they were due anyway.
 
-        Of a run that is to be continued the checkpoint alone: its record and evaluation are for whoever makes the next
-        update, and there is no time.
+        A preempted run makes the checkpoint alone: the process that continues it makes the rest, and there is no time.
         """
-        self._look_at_attempt(self.progress)
+        self._look_at_last(self.progress)
         if self._ended or self._accumulator.stopping:
             self._take_reasons()
         if self.preempted:
-            self._save_the_last()
+            self._save_last()
             return {}
         evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
         if self._unlogged is not None:
             self._log(*self._unlogged, self.progress, evaluates=evaluates)
-        elif evaluates:  # a finished run that is resumed makes no update, and still says how good it is
+        elif evaluates:  # a finished run that is resumed makes no update, and is evaluated all the same
             self._evaluate()
-        self._save_the_last()
+        self._save_last()
         results = self._evaluation[1] if self._evaluation else {}
-        for callback in self._parts.callbacks:
+        for callback in self._components.callbacks:
             callback.on_end(self, results)
         return results
 
     def _take_reasons(self) -> None:
-        """Whose wish it was to stop, and whether that is an end."""
+        """Gathers the reasons to stop; without one before the last step, the run is preempted."""
         reasons = self._world.all_gather_names([self._reason] if self._reason else [])
-        if not reasons and self.progress.step < self._parts.total_steps:
+        if not reasons and self.progress.step < self._components.total_steps:
             reasons = self._world.all_gather_names([self._preempted_by] if self._preempted_by else [])
             self.preempted = True
         self.stop_reason = "; ".join(reasons)
 
-    def _save_the_last(self) -> None:
-        if self._parts.config.checkpoint.every and self._saved_step != self.progress.step:
+    def _save_last(self) -> None:
+        if self._components.config.checkpoint.every and self._saved_step != self.progress.step:
             self._save()
 
     def _write_status(self) -> None:

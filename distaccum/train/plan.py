@@ -22,7 +22,7 @@ from torch import nn
 
 from distaccum.config.engine import DDPConfig
 from distaccum.config.instantiate import build
-from distaccum.config.schema import RunConfig, from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
@@ -83,7 +83,7 @@ def measured(config: RunConfig, cluster: Cluster) -> Cluster:
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         components = components_from_config(alone, world_size=1, device=world.device)
         timer = LocalTimer(components, world.device)
-        loader = build_loader(components.source, components.plan, world)
+        loader = build_loader(components.data, components.plan, world)
         windows = loader.windows(0, 0, GlobalCounter(world, components.loss.count))
         for i, window in enumerate(islice(windows, WARM_UP + TIMED)):
             if i == WARM_UP:
@@ -168,7 +168,7 @@ def plan(values: Values) -> Values:
         ConfigError: the configuration cannot be planned.
     """
     cluster = Cluster(**values.pop("cluster"))
-    config = from_node(values)
+    config = RunConfig.from_dict(values)
     if config.batch.global_size is None:
         remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
         raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)

@@ -1,10 +1,9 @@
-"""What a person reads at the start and at the end of a run."""
+"""The header and the summary of a run, for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from distaccum.accumulation.progress import Progress
 from distaccum.data.loader import padding_share
@@ -15,22 +14,25 @@ from distaccum.precision.selection import describe
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def print_header(parts: TrainingComponents, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
-    """Prints what is about to be trained, and the whole batch plan."""
-    plan, config = parts.plan, parts.config
+
+def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
+    """Prints model, data, engine, precision and the batch plan."""
+    plan, config = components.plan, components.config
     lines = {
         "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
         "world": f"{plan.world_size} x {engine.device.type}",
         "engine": f"{config.engine.name}: {engine.describe()}",
-        "precision": describe(parts.model, parts.policy),
-        "data": parts.source.description,
-        "model": f"{type(parts.model).__name__}, {parts.parameters:,} parameters",
+        "precision": describe(components.model, components.policy),
+        "data": components.data.description,
+        "model": f"{type(components.model).__name__}, {components.parameters:,} parameters",
         "plan": plan.describe()[0],
-        "epoch": f"{plan.describe()[1]}; {parts.total_steps} updates to make",
+        "epoch": f"{plan.describe()[1]}; {components.total_steps} updates to make",
     }
-    if parts.source.lengths is not None and not isinstance(plan, StreamPlan):
-        lines["pad"] = _padding(parts.source.lengths, plan, config.batch.group_by_length)
+    if components.data.lengths is not None and not isinstance(plan, StreamPlan):
+        lines["pad"] = _padding(components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
         console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
 
@@ -43,7 +45,7 @@ def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
 
 
 def print_summary(
-    parts: TrainingComponents,
+    components: TrainingComponents,
     progress: Progress,
     evaluation: Mapping[str, float],
     run_dir: RunDir,
@@ -52,18 +54,18 @@ def print_summary(
     state: State,
     stop_reason: str,
 ) -> None:
-    """Prints how the run ended, next to what simple models reach on the same split."""
+    """Prints how the run ended, and for text what simple models reach on the same split."""
     if state is State.PREEMPTED:
         saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto goes on"
-        if not parts.config.checkpoint.every:
+        if not components.config.checkpoint.every:
             saved = "checkpoint.every=0, so nothing is saved"
         elif not progress.step:
             saved = "nothing to save yet; the same command with resume=auto begins"
-        where = f"{progress.step} of {parts.total_steps} updates"
+        where = f"{progress.step} of {components.total_steps} updates"
         console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
         return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
-    baselines = parts.source.baselines() if "bits per byte" in rows else {}
+    baselines = components.data.baselines() if "bits per byte" in rows else {}
     console.print(
         f"done: {progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped; {run_dir.path}",
         soft_wrap=True,

@@ -1,21 +1,30 @@
-"""Where a run starts: at zero, or where a checkpoint of it left off."""
+"""Resume: the checkpoint or the weights that a run starts from, found, checked and restored in this file alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint import weights
+from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.schema import RunConfig
+from distaccum.data.cursor import position_mismatch
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine, EngineState
 from distaccum.errors import CheckpointError, ConfigError
+from distaccum.train.callbacks import named
+from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir
 
 
-def find_start(
+def find_checkpoint(
     config: RunConfig,
     run_dir: RunDir,
     store: CheckpointStore,
@@ -23,43 +32,126 @@ def find_start(
     *,
     model: nn.Module,
     world_size: int,
-) -> Path | None:
-    """The verified checkpoint that ``resume`` (``never``, ``auto`` or a path) asks for; None to start at zero.
+) -> SavedState | None:
+    """Finds the checkpoint that ``resume`` asks for, verifies it and checks that this run can resume from it.
+
+    Args:
+        config: ``resume`` is ``never``, ``auto`` (the newest valid one of ``store``) or a checkpoint's path.
+        run_dir: must hold no results of another run unless ``resume`` is ``auto``.
+        store: of the run's own checkpoints.
+        position: of the plan; must be the saved one.
+        model: not wrapped yet; must have the saved tensors.
+        world_size: decides which optimizer state the engine can read.
+
+    Returns:
+        None to start from zero.
 
     Raises:
-        ConfigError: the named checkpoint is damaged or another model's, the data position means something else in this
-            run, or a new run would be mixed into the results of an old one; or the optimizer state of what ``auto``
-            found is not in the format that this run's engine keeps.
+        ConfigError: the named checkpoint is damaged or another model's; the data position means something else in this
+            run; the results of another run are in the way; or ``auto`` finds optimizer state of another format than
+            this run's engine has.
     """
-    resume, optimizer_format = config.resume, config.optimizer_format(world_size)
-    if resume == "auto":
+    if config.resume == "auto":
         path = store.newest_valid()
+        saved = None if path is None else checkpoint.read(path)
     else:
         run_dir.refuse_to_mix()
-        path = None if resume == "never" else _named(resume)
-    if path is None:
+        saved = None if config.resume == "never" else _read_named(config.resume)
+    if saved is None:
         return None
-    run = checkpoint.read(path)
-    if resume == "auto" and run.optimizer_format != optimizer_format:
-        problem = f"cannot go on from {path}: its optimizer state is {run.optimizer_format}, this run's would be "
+    path, optimizer_format = saved.folder, config.optimizer_format(world_size)
+    if config.resume == "auto" and saved.run.optimizer_format != optimizer_format:
+        problem = f"cannot go on from {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
         raise ConfigError("engine", None, problem + optimizer_format, remedy)
-    saved = run.position
-    for key, value in position.items():
-        if saved.get(key) != value:
-            problem = f"but {path} counts its windows with {key}={saved.get(key)}"
-            remedy = f"Continue with {key}={saved.get(key)}, or start anew in another hydra.run.dir"
-            raise ConfigError(key, value, problem, remedy)
+    mismatch = position_mismatch(saved.run.position, position)
+    if mismatch is not None:
+        key, before, value = mismatch
+        remedy = f"Continue with {key}={before}, or start anew in another hydra.run.dir"
+        raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
     weights.check(model, path, key="resume")
-    return path.resolve()
+    return replace(saved, folder=path.resolve())
 
 
-def _named(resume: str) -> Path:
+def _read_named(resume: str) -> SavedState:
     path = Path(resume)
     try:
         verify(path)
-        checkpoint.read(path)
+        return checkpoint.read(path)
     except CheckpointError as error:
         remedy = "Name a whole checkpoint, a folder checkpoints/step-N"
         raise ConfigError("resume", resume, str(error), remedy) from error
-    return path
+
+
+class Restore:
+    """Restores a run: before the engine wraps the model, and after.
+
+    Weights that come without optimizer state are copied into the model before an engine wraps it, since not every
+    engine can load them later. A model on the meta device has no memory yet: its engine loads the weights after.
+
+    Args:
+        saved: the checkpoint that :func:`find_checkpoint` found; None on the ranks that did not look for it.
+        components: of the run; ``init_from`` of their configuration counts only where there is no checkpoint.
+        world: this rank. Rank 0's checkpoint is restored on all.
+    """
+
+    def __init__(self, saved: SavedState | None, components: TrainingComponents, world: World) -> None:
+        folder = world.broadcast_str(str(saved.folder) if saved else "")
+        if folder and saved is None:
+            saved = checkpoint.read(Path(folder))
+        config = components.config
+        self._saved, self._components = saved, components
+        self._init_from = Path(config.init_from) if config.init_from and saved is None else None
+        self._with_optimizer = saved is not None and saved.run.optimizer_format == config.optimizer_format(world.size)
+        self._on_meta = weights.is_meta(components.model)
+
+    def before_wrap(self) -> None:
+        """Copies weights into the model that the engine cannot load."""
+        if not self._on_meta and not self._with_optimizer:
+            path = self._saved.folder if self._saved else self._init_from
+            if path is not None:
+                weights.fill(self._components.model, path)
+
+    def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
+        """Restores engine, random numbers, progress, data position and callbacks.
+
+        Returns:
+            The id of the W&B run, which is ``wandb_id`` but for a run that resumes its own; and a note for the header.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to another model or optimizer.
+        """
+        if self._saved is None:
+            return wandb_id, self._init_weights(accumulator.engine)
+        run = self._saved.run
+        continued, data = checkpoint.restore(
+            self._saved,
+            accumulator.engine,
+            accumulator.world,
+            with_optimizer=self._with_optimizer,
+            with_model=self._with_optimizer or self._on_meta,
+        )
+        accumulator.restore(run.progress, run.position, data)
+        for name, callback in named(self._components.callbacks).items():
+            if name in run.callbacks:
+                callback.load_state_dict(run.callbacks[name])
+        # A run started from a named checkpoint is another run.
+        own = self._components.config.resume == "auto"
+        return run.wandb_id if own else wandb_id, self._note(self._saved, continued=continued)
+
+    def _init_weights(self, engine: Engine) -> str:
+        if self._init_from is None:
+            return ""
+        if self._on_meta:
+            engine.load_state(EngineState(model=TensorFiles(self._init_from), optimizer={}, optimizer_values={}))
+        return f"weights of {self._init_from}"
+
+    def _note(self, saved: SavedState, *, continued: bool) -> str:
+        run, ranks = saved.run, saved.world_size
+        carried = "everything carries over"
+        if not self._with_optimizer:
+            lost = f"optimizer state ({run.optimizer_format}) and loss scale do not"
+            carried = f"weights, progress and data carry over, {lost}"
+        by = f"saved by engine {run.config['engine']['name']} on {ranks} rank{'s' if ranks > 1 else ''}"
+        note = f"resuming {saved.folder} at step {run.progress.step}; {carried} ({by})"
+        return note if continued else f"{note}; another world size, so dropout draws fresh random numbers"

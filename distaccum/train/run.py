@@ -1,116 +1,222 @@
-"""One training run in an open process group: the engine, what is resumed, the sinks, the loop, the report."""
+"""A run from its components to its status file: the one runner, of the command line and of ``Trainer.fit``.
+
+::
+
+    run                before the process group: components, run directory, checkpoint; then the group, and in it
+      train            the engine, what is restored, the loggers, the loop, the summary
+        build_accumulator
+"""
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.durations import seconds_of
 from distaccum.data.factory import build_loader
-from distaccum.data.loader import WindowLoader
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.train.callbacks import named
+from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_loggers
+from distaccum.train.coordination import JobRejectedError
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
-from distaccum.train.origin import Restore
 from distaccum.train.report import print_header, print_summary
+from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
-from distaccum.train.time_limit import Deadline
+from distaccum.train.time_limit import TimeLimit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: its last evaluation, empty without one, and whether it is to be continued."""
+    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it."""
 
     evaluation: dict[str, float]
     preempted: bool
 
 
+def _alone(_: str | None) -> None:
+    """Agrees with nobody: an error on a rank is its own."""
+
+
+def _join(_: torch.device) -> AbstractContextManager[World]:
+    """Joins the open process group, or opens one that stays open."""
+    return nullcontext(World.join())
+
+
+def run(
+    make_components: Callable[[], TrainingComponents],
+    run_dir: RunDir,
+    environment: LaunchEnvironment,
+    *,
+    began: float,
+    signals: StopSignals | None = None,
+    agree: Callable[[str | None], None] = _alone,
+    open_group: Callable[[torch.device], AbstractContextManager[World]] = _join,
+) -> RunResult:
+    """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
+
+    Args:
+        make_components: builds them; its errors are treated as the run's.
+        run_dir: as rank 0 names it; the other ranks use rank 0's.
+        environment: who this process is.
+        began: when the run began, as ``time.monotonic`` gives it; ``trainer.max_time`` counts from there.
+        signals: preempt the run; None to catch them here while it trains.
+        agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
+        open_group: opens the process group, and closes it.
+
+    Raises:
+        ConfigError: this rank cannot run, and no other rank was asked.
+        JobRejectedError: from ``agree``.
+        NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
+        DataError: an epoch gives nothing to train on.
+    """
+    try:
+        components = make_components()
+        saved = prepare(components, run_dir, environment)
+        if environment.rank == 0:
+            run_dir.forget_failure()
+    except ConfigError as error:
+        agree(str(error))
+        raise
+    except BaseException as error:
+        reason = _reason(environment.rank, error)
+        run_dir.write_failure(reason)
+        with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
+            agree(reason)
+        raise
+    agree(None)
+    with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
+        run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
+        try:
+            return train(components, saved, run_dir, world, signals=caught, began=began)
+        except BaseException as error:  # written before the group closes: closing makes the other ranks fail
+            run_dir.write_failure(_reason(world.rank, error))
+            raise
+
+
+def prepare(components: TrainingComponents, run_dir: RunDir, environment: LaunchEnvironment) -> SavedState | None:
+    """Rank 0 makes the run directory and finds the checkpoint that ``resume`` asks for; the other ranks do nothing.
+
+    Raises:
+        ConfigError: the directory or the checkpoint cannot be used.
+    """
+    if environment.rank != 0:
+        return None
+    run_dir.make()
+    return find_checkpoint(
+        components.config,
+        run_dir,
+        _store(components, run_dir),
+        components.plan.position,
+        model=components.model,
+        world_size=environment.size,
+    )
+
+
 def train(
-    parts: TrainingComponents,
-    start: Path | None,
-    store: CheckpointStore,
+    components: TrainingComponents,
+    saved: SavedState | None,
     run_dir: RunDir,
     world: World,
     *,
     signals: StopSignals,
     began: float,
 ) -> RunResult:
-    """Trains ``parts`` from the checkpoint ``start`` (as rank 0 has it), or from zero.
+    """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
-    ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` told it.
+    ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
-    checkpoint_path = world.broadcast_str(str(start or ""))
-    origin = Restore.of(checkpoint_path, parts, world)
-    origin.fill_model()
-    accumulator, feed = build_accumulator(parts, world)
-    wandb_id, note = token_hex(4), origin.init(accumulator.engine)
-    if origin.path is not None:
-        wandb_id, note = _resume(origin, parts, accumulator, feed, wandb_id)
-    console = Console()
+    restore = Restore(saved, components, world)
+    restore.before_wrap()
+    accumulator = build_accumulator(components, world)
+    config = components.config
+    _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights do not
+    loader = build_loader(
+        components.data,
+        components.plan,
+        world,
+        num_workers=config.trainer.num_workers,
+        group_by_length=config.batch.group_by_length,
+    )
+    wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
+    console = _console() if world.is_main else None
     with ExitStack() as closing:
         loggers: list[Logger] = []
-        if world.is_main:
+        if console is not None:
             rewind_jsonl(run_dir.metrics, accumulator.progress.window)
-            plan = parts.plan.as_dict() | {"total_steps": parts.total_steps, "engine": accumulator.engine.describe()}
+            engine = accumulator.engine
+            plan = components.plan.as_dict() | {
+                "total_steps": components.total_steps,
+                "engine": engine.describe(),
+            }
             run_dir.write_plan(plan)
-            about = {"config": asdict(parts.config), "plan": plan, "git_commit": _git_commit()}
-            print_header(parts, accumulator.engine, run_dir, note, console)
-            run_dir.write_artifacts(accumulator.engine.artifacts)
-            loggers = build_loggers(parts, run_dir, console, wandb_id=wandb_id, about=about)
+            about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
+            print_header(components, engine, run_dir, note, console)
+            run_dir.write_artifacts(engine.artifacts)
+            loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
             for logger in loggers:
                 closing.push(partial(_close, logger))
+        max_time = config.trainer.max_time
         loop = Loop(
-            parts,
+            components,
             accumulator,
-            feed,
+            loader,
             run_dir=run_dir,
-            store=store,
+            store=_store(components, run_dir),
             loggers=loggers,
             wandb_id=wandb_id,
-            deadline=_deadline(parts, began),
+            time_limit=TimeLimit(
+                None if max_time is None else seconds_of("trainer.max_time", max_time),
+                began=began,
+                parameters=components.parameters,
+            ),
         )
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
-    if world.is_main:
+    if console is not None:
         state = State.PREEMPTED if loop.preempted else State.DONE
         run_dir.write_status(state, step=loop.progress.step, reason=loop.stop_reason)
-        print_summary(parts, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
+        print_summary(
+            components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
+        )
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
 
-def _deadline(parts: TrainingComponents, began: float) -> Deadline:
-    max_time = parts.config.trainer.max_time
-    seconds = None if max_time is None else seconds_of("trainer.max_time", max_time)
-    return Deadline(seconds, began=began, parameters=parts.parameters)
-
-
-def build_accumulator(parts: TrainingComponents, world: World) -> tuple[Accumulator, WindowLoader]:
-    config = parts.config
-    accumulator = Accumulator(
-        parts.model,
-        parts.optimizers,
+def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:
+    """The accumulator that the configuration describes: the one place where its settings become arguments."""
+    config = components.config
+    return Accumulator(
+        components.model,
+        components.optimizers,
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.micro_size,
-        count=parts.loss.count,
-        schedule=parts.schedule,
+        count=components.loss.count,
+        schedule=components.schedule,
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
         nonfinite=config.trainer.nonfinite,
@@ -121,34 +227,16 @@ def build_accumulator(parts: TrainingComponents, world: World) -> tuple[Accumula
         prefetch=config.trainer.prefetch,
         world=world,
     )
-    _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights did not
-    feed = build_loader(
-        parts.source,
-        parts.plan,
-        world,
-        num_workers=config.trainer.num_workers,
-        group_by_length=config.batch.group_by_length,
-    )
-    return accumulator, feed
 
 
-def _resume(
-    origin: Restore, parts: TrainingComponents, accumulator: Accumulator, feed: WindowLoader, wandb_id: str
-) -> tuple[str, str]:
-    """Takes up a checkpoint; returns the W&B run's id and a line for the report."""
-    run, continued, data = origin.take_up(accumulator)
-    if parts.config.resume == "auto":  # a run started from a named checkpoint is another run
-        wandb_id = run.wandb_id
-    accumulator.restore(run.progress, run.position, data)
-    for name, callback in named(parts.callbacks).items():
-        if name in run.callbacks:
-            callback.load_state_dict(run.callbacks[name])
-    carried = "everything carries over"
-    if not origin.carries_optimizer:
-        begins_anew = f"optimizer state ({run.optimizer_format}) and loss scale do not"
-        carried = f"weights, clocks and data carry over, {begins_anew}"
-    note = f"resuming {origin.path} at step {run.progress.step}; {carried} ({origin.saved_by(run)})"
-    return wandb_id, note + ("" if continued else "; another world size, so dropout draws fresh random numbers")
+def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:
+    return CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep)
+
+
+def _console() -> Console:
+    from rich.console import Console  # noqa: PLC0415  for rank 0 alone
+
+    return Console()
 
 
 def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None:
@@ -168,3 +256,7 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def _reason(rank: int, error: BaseException) -> str:
+    return f"rank {rank}: {type(error).__name__}: {error}"

@@ -31,7 +31,8 @@ class SubmititJob:
     def __call__(self, _: object) -> None:
         hydra = HydraConfig.get()
         command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(hydra)]
-        print(*command, flush=True)  # noqa: T201  into the job's log
+        sys.stdout.write(f"{' '.join(command)}\n")  # the job's log
+        sys.stdout.flush()
         process = subprocess.Popen(command, preexec_fn=ignore_user_signals)  # noqa: PLW1509, S603  no threads here
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's: it requeues the job, and ends this process
         asked: list[int] = []

@@ -12,7 +12,7 @@ _SAVE_SLACK = 1.5
 _BYTES_A_PARAMETER, _BYTES_A_SECOND = 12, 100e6  # of the first save, until one is measured: weights and two moments
 
 
-class Deadline:
+class TimeLimit:
     """Measures windows, evaluations and saves, and says when there is just time to end.
 
     Args:

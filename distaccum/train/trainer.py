@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
@@ -11,41 +12,51 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config.schema import RunConfig, from_node
+from distaccum.config.engine import EngineConfig, engine_config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.distributed.signals import StopSignals, die_with_parent
-from distaccum.distributed.world import World
+from distaccum.distributed.signals import die_with_parent
 from distaccum.errors import ConfigError
 from distaccum.losses.base import Loss
-from distaccum.train.callbacks import Callback
+from distaccum.train.callbacks import Callback, named
 from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
-from distaccum.train.resume import find_start
-from distaccum.train.run import train
+from distaccum.train.run import run
 from distaccum.train.run_dir import RunDir
 
 
 class Trainer:
-    """Model, loss, data and configuration; ``fit()`` does the rest::
+    """Trains a model on data with a loss::
 
-        trainer = Trainer(model, CrossEntropy(), dataset, {"batch": {"global_size": 64}, "trainer": {"max_steps": 100}})
+        trainer = Trainer(model, CrossEntropy(), dataset, global_batch_size=64, micro_batch_size=8, max_steps=100)
         results = trainer.fit()
 
-    What ``launch/train.py`` does from the command line: metrics, checkpoints, resuming and reports are the same.
+    ``launch/train.py`` does the same from the command line: metrics, checkpoints, resuming and reports are the same.
+
+    The keywords state what most runs state; ``config`` has every setting, and a keyword replaces its value there.
 
     Args:
         model: trained in place.
-        loss: a sum and what it sums over; see ``distaccum.losses.base.Loss``.
+        loss: a sum and what it sums over; see ``distaccum.Loss``.
         data: a ``DataSpec``, a map-style dataset, or a stream of this rank's samples.
-        config: what ``conf/`` sets, by the same keys; what is left out is the default. ``model``, ``data`` and ``loss``
-            in it are not used, and ``optim.optimizer`` only where no ``optimizer`` is given.
-        optimizer: over the model's parameters, or several, over disjoint sets of them; their rates are the schedule's
-            peak.
-        callbacks: called on every rank, before those of the configuration.
+        global_batch_size: samples of one optimizer step, over all ranks.
+        micro_batch_size: the most samples of one forward and backward on one rank.
+        max_steps: applied updates. Where this or ``max_epochs`` is given, neither limit is taken from ``config``.
+        max_epochs: passes over the data; the earlier of the two limits ends the run.
+        engine: ``ddp``, ``zero1``, ``fsdp2`` or ``deepspeed``, or the settings of one.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or a ``PrecisionConfig``.
+        clip_norm: the largest norm of the global gradient.
+        seed: of the order of samples and of random numbers.
+        resume: ``never``, ``auto`` (the newest checkpoint of ``run_dir``) or a checkpoint's path.
+        optimizer: over the model's parameters, or several, over disjoint sets of them; the schedule multiplies their
+            learning rates. By default that of ``config``.
+        callbacks: called on every rank, before those of ``config``.
         metrics: further results of an evaluation by name, as torchmetrics has them; the loss needs ``predictions``.
         run_dir: where everything is written; by default a new folder below ``runs/``.
+        config: every other setting; its ``model``, ``data`` and ``loss`` are not used. Of nested plain values,
+            ``RunConfig.from_dict`` makes one.
 
     Raises:
         ConfigError: whatever cannot work, before there is a process group.
@@ -56,70 +67,134 @@ class Trainer:
         model: nn.Module,
         loss: Loss,
         data: Any,
-        config: RunConfig | Mapping[str, Any] | None = None,
         *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        engine: str | EngineConfig | None = None,
+        precision: str | PrecisionConfig | None = None,
+        clip_norm: float | None = None,
+        seed: int | None = None,
+        resume: str | None = None,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, EvaluationMetric] | None = None,
         run_dir: str | Path | None = None,
+        config: RunConfig | None = None,
     ) -> None:
-        self._began, self._ranks = monotonic(), LaunchEnvironment.from_environment()
+        self._began = monotonic()
+        self._environment = LaunchEnvironment.from_environment()
+        self._run_dir = run_dir
         self.preempted = False
-        """Whether :meth:`fit` saved and left before its end, as a signal or ``trainer.max_time`` asked it to."""
-        if run_dir is None and isinstance(config, Mapping) and config.get("resume") == "auto":
-            raise ConfigError(
-                "run_dir", None, "is not given, and resume=auto looks for its run there", "Give the folder"
-            )
-        self._config = config if isinstance(config, RunConfig) else from_node(config or {})
-        self._parts = build_components(
-            self._config,
-            to_data_spec(data),
+        """Whether :meth:`fit` saved and returned before its end, as a signal or ``trainer.max_time`` asked it to."""
+        config = _checked(config)
+        limits: dict[str, Any] = {"max_steps": max_steps, "max_epochs": max_epochs}
+        if max_steps is None and max_epochs is None:
+            limits = {}
+        config = replace(
+            config,
+            batch=replace(config.batch, **_given(global_size=global_batch_size, micro_size=micro_batch_size)),
+            trainer=replace(config.trainer, **limits),
+            optim=replace(config.optim, **_given(clip_norm=clip_norm)),
+            engine=config.engine if engine is None else engine_config(engine),
+            precision=config.precision if precision is None else PrecisionConfig.of(precision),
+            **_given(seed=seed, resume=resume),
+        )
+        if run_dir is None and config.resume == "auto":
+            problem = "is not given, and resume=auto looks for its run there"
+            raise ConfigError("run_dir", None, problem, "Give the folder")
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        spec = to_data_spec(data)
+        given = {
+            "model": _describe(model),
+            "data": {**_describe(data), "description": spec.description},
+            "loss": _describe(loss),
+            "callbacks": {name: _describe(callback) for name, callback in named(callbacks).items()},
+        }
+        self._components = build_components(
+            config,
+            spec,
             model,
             loss,
-            world_size=self._ranks.size,
-            device=self._ranks.device(),
-            optimizers=[optimizer] if isinstance(optimizer, Optimizer) else optimizer,
+            world_size=self._environment.size,
+            device=self._environment.device(),
+            optimizers=optimizers,
             callbacks=callbacks,
             metrics=metrics,
+            record=_record(config, given, optimizers),
         )
-        self._run_dir = run_dir
 
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, the one that writes and prints."""
-        return self._ranks.rank == 0
+        return self._environment.rank == 0
 
     def fit(self) -> dict[str, float]:
         """Trains to the end, or to where a callback stops it; returns the last evaluation, empty without one.
 
-        SIGTERM, SIGUSR1 and SIGUSR2 preempt it: it saves, sets :attr:`preempted` and returns; the same with
-        ``resume="auto"`` goes on.
+        SIGTERM, SIGUSR1 and SIGUSR2 preempt it: it saves, sets :attr:`preempted` and returns; the same program with
+        ``resume="auto"`` continues it.
 
         Raises:
             ConfigError: the run directory cannot be used, or the checkpoint to resume from.
-            NonFiniteError: too many gradients were NaN or infinite; on every rank alike. The weights are untouched.
+            NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
             DataError: an epoch gives nothing to train on.
         """
-        start = None
-        run_dir = RunDir(Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"))
-        store = CheckpointStore(run_dir.checkpoints, keep=self._config.checkpoint.keep)
-        if self._ranks.rank == 0:
-            run_dir.make()
-            run_dir.forget_failure()
-            parts = self._parts
-            start = find_start(
-                self._config, run_dir, store, parts.plan.position, model=parts.model, world_size=self._ranks.size
-            )
-        world = World.join()
-        run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
-        store = CheckpointStore(run_dir.checkpoints, keep=self._config.checkpoint.keep)
-        if self._ranks.launched:
+        if self._environment.launched:
             die_with_parent()
-        try:
-            with StopSignals() as signals:
-                ending = train(self._parts, start, store, run_dir, world, signals=signals, began=self._began)
-        except BaseException as error:  # written while the group is open, as the other ranks' failures follow from it
-            run_dir.write_failure(f"rank {world.rank}: {type(error).__name__}: {error}")
-            raise
-        self.preempted = ending.preempted
-        return ending.evaluation
+        result = run(
+            lambda: self._components,
+            RunDir(Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}")),
+            self._environment,
+            began=self._began,
+        )
+        self.preempted = result.preempted
+        return result.evaluation
+
+
+def _checked(config: RunConfig | None) -> RunConfig:
+    if config is None:
+        return RunConfig()
+    if not isinstance(config, RunConfig):
+        remedy = "Give settings as keywords, or config=RunConfig.from_dict({...})"
+        raise ConfigError("config", type(config).__name__, "not a RunConfig", remedy)
+    return config
+
+
+def _given(**keywords: Any) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _record(config: RunConfig, given: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The configuration that trains, with the objects given in Python in place of what ``config`` names."""
+    record = asdict(config)
+    callbacks = {**given["callbacks"], **record["callbacks"]}
+    if optimizers:  # lr and fused are settings of an optimizer that is not built
+        described = [_describe_optimizer(optimizer) for optimizer in optimizers]
+        clip = {name: record["optim"][name] for name in ("clip_norm", "clip_value")}
+        record["optim"] = {**clip, "optimizer": described[0] if len(described) == 1 else described}
+    return {**record, **given, "callbacks": callbacks}
+
+
+def _describe(thing: object) -> dict[str, Any]:
+    return {"_target_": f"{type(thing).__module__}.{type(thing).__qualname__}"}
+
+
+def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """The class and the settings of each parameter group, with its number of parameters in place of them."""
+    groups = [
+        {
+            name: sum(parameter.numel() for parameter in value) if name == "params" else _plain(value)
+            for name, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return {**_describe(optimizer), "param_groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON holds it; a text where it cannot."""
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -22,7 +22,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from distaccum.config.schema import conf_dir, from_node, plain
+from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
 from launch.bench import compare_engines, engines, exactness, optimizer_step, tables, throughput
@@ -37,7 +37,7 @@ def run(node: DictConfig) -> None:
     options = values.pop("bench")
     sizes = options.pop("boundary_sizes")
     wanted = {name for name in ("exactness", "boundary", "engines") if values.pop(name)}
-    config, ranks = from_node(values), LaunchEnvironment.from_environment()
+    config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         if "exactness" in wanted:
             figures, show = exactness.compare(world), partial(exactness.show, world=world)

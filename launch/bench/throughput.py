@@ -31,9 +31,10 @@ from distaccum.engines.host_copy import HostCopy
 from distaccum.testing.counters import OperationCounter
 from distaccum.train.components import TrainingComponents
 from distaccum.train.loop import Loop
+from distaccum.train.run import build_accumulator
 from distaccum.train.run_dir import RunDir
-from distaccum.train.time_limit import Deadline
-from launch.bench.variant import Step, Variant, accumulator_of, handwritten_ddp, loader_of
+from distaccum.train.time_limit import TimeLimit
+from launch.bench.variant import Step, Variant, handwritten_ddp, loader_of
 
 WARM_UP = 3  # windows: DDP rebuilds its buckets, the optimizer makes its state
 
@@ -42,7 +43,7 @@ def handwritten(components: TrainingComponents, world: World) -> Step:
     """The hand-written loop over a ``DataLoader``; it logs as often as the Trainer."""
     config, plan = components.config, components.plan
     ids = MicroBatchIds(plan, world.rank)
-    loader = DataLoader(components.source.train, batch_sampler=ids)
+    loader = DataLoader(components.data.train, batch_sampler=ids)
 
     def epochs() -> Iterator[DataLoader[Any]]:
         for epoch in count():
@@ -64,7 +65,7 @@ def handwritten(components: TrainingComponents, world: World) -> Step:
 
 def with_accumulate(components: TrainingComponents, world: World) -> Step:
     """A loop around ``accumulate()``; it logs as often as the Trainer."""
-    accumulator, loader = accumulator_of(components, world), loader_of(components, world)
+    accumulator, loader = build_accumulator(components, world), loader_of(components, world)
     log_every = components.config.trainer.log_every
     windows = enumerate(chain.from_iterable(accumulator.windows(loader) for _ in count()), 1)
 
@@ -84,7 +85,7 @@ def with_accumulate(components: TrainingComponents, world: World) -> Step:
 
 def with_trainer(components: TrainingComponents, world: World, *, folder: Path) -> Step:
     """The loop of ``distaccum-train`` without loggers; its status file is in ``folder``."""
-    accumulator, loader = accumulator_of(components, world), loader_of(components, world)
+    accumulator, loader = build_accumulator(components, world), loader_of(components, world)
     run_dir = RunDir(folder)
     if world.is_main:
         run_dir.make()
@@ -96,14 +97,14 @@ def with_trainer(components: TrainingComponents, world: World, *, folder: Path) 
         store=CheckpointStore(run_dir.checkpoints, keep=0),
         loggers=(),
         wandb_id="",
-        deadline=Deadline(None, began=0.0, parameters=components.parameters),
+        time_limit=TimeLimit(None, began=0.0, parameters=components.parameters),
     )
     windows = chain.from_iterable(accumulator.windows(loader) for _ in count())
 
     def step() -> None:  # what Loop.fit does with each window
         window = next(windows)
-        loop._after_attempt(window.plain, accumulator.step(window, components.loss))
-        assert not loop._at_end
+        loop.step_window(window)
+        assert not loop.at_end
 
     return step
 

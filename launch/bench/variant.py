@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import EngineConfig
 from distaccum.config.schema import RunConfig
@@ -38,15 +37,9 @@ def nothing() -> None:
     """Does nothing: for moments at which nobody measures."""
 
 
-def accumulator_of(components: TrainingComponents, world: World) -> Accumulator:
-    """The accumulator of ``distaccum-train``; a collective."""
-    accumulator, _ = build_accumulator(components, world)
-    return accumulator
-
-
 def loader_of(components: TrainingComponents, world: World) -> WindowLoader:
     """The windows of the training data on this rank."""
-    return build_loader(components.source, components.plan, world)
+    return build_loader(components.data, components.plan, world)
 
 
 def full_windows(components: TrainingComponents, world: World) -> Iterator[Window]:
@@ -60,7 +53,7 @@ class WindowLoop:
     """Runs full windows by ``run_window``, on the engine that ``distaccum-train`` makes; prints and saves nothing."""
 
     def __init__(self, components: TrainingComponents, world: World) -> None:
-        self.engine, (self.optimizer,) = accumulator_of(components, world).engine, components.optimizers
+        self.engine, (self.optimizer,) = build_accumulator(components, world).engine, components.optimizers
         self._loss, self._windows = components.loss, full_windows(components, world)
 
     def __call__(

@@ -16,12 +16,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from distaccum.data.collate import PadCollator
+from distaccum import CausalLM, DataSpec, PadCollator, RunConfig, Trainer
 from distaccum.data.datasets.text import documentation
 from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
-from distaccum.data.spec import DataSpec
-from distaccum.losses.transformers import CausalLM
-from distaccum.train.trainer import Trainer
 
 MAX_LENGTH = 128
 
@@ -45,7 +42,7 @@ def main() -> None:
     tokenizer = load_tokenizer(known) if known else train_tokenizer(paragraphs[:cut], vocab_size=2000)
     ids = tokenizer(paragraphs, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     samples = [{"input_ids": part, "attention_mask": [1] * len(part), "labels": part} for part in ids]
-    source = DataSpec(
+    data = DataSpec(
         train=samples[:cut],
         eval_dataset=samples[cut:],
         description=f"{len(samples):,} paragraphs, the last {len(samples) - cut:,} held out",
@@ -68,18 +65,21 @@ def main() -> None:
         )
         model = AutoModelForCausalLM.from_config(config)
     settings = {
-        "batch": {
-            "global_size": None,
-            "tokens": args.tokens,
-            "micro_size": args.micro_size,
-            "group_by_length": True,
-        },
+        "batch": {"global_size": None, "tokens": args.tokens, "group_by_length": True},
         "optim": {"lr": args.lr},
         "schedule": {"warmup_steps": args.steps // 10},
-        "trainer": {"max_steps": args.steps, "eval_every": 20},
+        "trainer": {"eval_every": 20},
         "metrics": {"wandb": {"mode": "disabled"}},
     }
-    Trainer(model, CausalLM(), source, settings, run_dir=args.run_dir).fit()
+    Trainer(
+        model,
+        CausalLM(),
+        data,
+        micro_batch_size=args.micro_size,
+        max_steps=args.steps,
+        run_dir=args.run_dir,
+        config=RunConfig.from_dict(settings),
+    ).fit()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ import argparse
 import torch
 from transformers import AutoModelForSequenceClassification, BertConfig
 
+from distaccum import RunConfig, SequenceClassification, Trainer
 from distaccum.data.datasets.labelled import labelled_text
-from distaccum.losses.transformers import SequenceClassification
-from distaccum.train.trainer import Trainer
 
 parser = argparse.ArgumentParser(description="Fine-tune a text classifier.")
 parser.add_argument("path", help="CSV or JSON-lines file with columns text and label")
@@ -47,13 +46,22 @@ def main() -> None:
         )
         model = AutoModelForSequenceClassification.from_config(config)
     settings = {
-        "batch": {"global_size": args.global_size, "micro_size": args.micro_size, "group_by_length": True},
+        "batch": {"group_by_length": True},
         "optim": {"lr": args.lr},
         "schedule": {"warmup_steps": args.steps // 10},
-        "trainer": {"max_steps": args.steps, "eval_every": 20},
+        "trainer": {"eval_every": 20},
         "metrics": {"wandb": {"mode": "disabled"}},
     }
-    Trainer(model, SequenceClassification(), data.source, settings, run_dir=args.run_dir).fit()
+    Trainer(
+        model,
+        SequenceClassification(),
+        data.source,
+        global_batch_size=args.global_size,
+        micro_batch_size=args.micro_size,
+        max_steps=args.steps,
+        run_dir=args.run_dir,
+        config=RunConfig.from_dict(settings),
+    ).fit()
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ import hashlib
 
 import torch
 
-from distaccum import Trainer
+from distaccum import CrossEntropy, EarlyStopping, MetricsConfig, RunConfig, Trainer, TrainerConfig, WandbConfig
 from distaccum.data.datasets.lines import lines
-from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.gpt import GPT
-from distaccum.train.callbacks import EarlyStopping
 
 torch.manual_seed(0)
 model = GPT(vocab_size=256, seq_len=64, n_layer=2, n_head=2, n_embd=32, dropout=0.0)
@@ -22,15 +20,17 @@ trainer = Trainer(
     model,
     CrossEntropy(),
     lines(seq_len=64),
-    {
-        "batch": {"global_size": 64, "micro_size": 8},
-        "optim": {"lr": 3e-3, "clip_norm": 1.0},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": 20, "log_every": 5, "eval_every": 10},
-        "metrics": {"wandb": {"mode": "disabled"}},
-    },
+    global_batch_size=64,
+    micro_batch_size=8,
+    max_steps=20,
+    clip_norm=1.0,
     optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
     callbacks=[EarlyStopping(metric="eval_loss", patience=3)],
+    config=RunConfig(
+        schedule={"_target_": "distaccum.train.schedules.Constant"},
+        trainer=TrainerConfig(log_every=5, eval_every=10),
+        metrics=MetricsConfig(wandb=WandbConfig(mode="disabled")),
+    ),
 )
 trainer.fit()
 

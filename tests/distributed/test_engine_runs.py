@@ -47,7 +47,7 @@ def test_deepspeed_then_fsdp2_from_its_weights_then_a_refusal(tmp_path: Path) ->
         world=2,
     )
     text = " ".join(went_on.stdout.split())
-    assert "weights, clocks and data carry over, optimizer state (in DeepSpeed's files, for ZeRO stage 3 on 2" in text
+    assert "weights, progress and data carry over, optimizer state (in DeepSpeed's files, for ZeRO stage 3 on 2" in text
     (again,) = metrics(second)
     assert again["loss"] == pytest.approx(metrics(first)[2]["loss"], rel=1e-6)
 

@@ -1,24 +1,26 @@
-"""Weights & Biases at arm's length: in a thread of its own, so that it can neither stop nor delay training."""
+"""Weights & Biases in a separate thread, where it can neither stop nor delay training."""
 
 from __future__ import annotations
 
+import logging
 import queue
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 from threading import enumerate as enumerate_threads
 from typing import Any
 
-from distaccum.train.metrics.loggers import Record
+from distaccum.train.metrics.loggers import Logger, Record
 
-_THREAD = "wandb-sink"
+_log = logging.getLogger(__name__)
+
+_THREAD = "wandb-logger"
 _CLOSE_TIMEOUT_S = 8.0
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 
 
-class WandbLogger:
-    """Sends records to a W&B run. Trouble is reported once on stderr, and the rest of the run goes without.
+class WandbLogger(Logger):
+    """Sends records to a W&B run. After a failure it warns once, and the rest of the run is not sent.
 
     Args:
         folder: where W&B keeps its files; ``wandb sync`` uploads an offline run from there.
@@ -62,15 +64,15 @@ class WandbLogger:
         self._records.put(dict(record))
 
     def alert(self, title: str, text: str) -> None:
-        """Has W&B send a mail or a message, as its user has set it up; returns at once."""
+        """Sends an alert, which W&B passes on by mail or message; returns at once."""
         self._records.put((title, text))
 
     def mark_preempted(self) -> None:
-        """W&B then shows the run as preempted, until the next process takes it up."""
+        """Marks the run as preempted, which W&B shows until the next process resumes it."""
         self._preempted = True
 
     def close(self, *, failed: bool) -> None:
-        """Waits a few seconds for what was handed over to be written."""
+        """Waits a few seconds for the records to be written."""
         self._exit_code = int(failed or self._preempted)  # W&B takes one that ends with 0 for finished
         self._records.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -101,9 +103,9 @@ class WandbLogger:
 
 
 def is_left_behind() -> bool:
-    """Whether a sink was closed while W&B hung: its exit handlers would then hold up the whole process."""
+    """Whether the logger was closed while W&B hung: W&B's exit handlers would then keep the process from ending."""
     return any(thread.name == _THREAD for thread in enumerate_threads())
 
 
 def _warn(message: str) -> None:
-    print(f"distaccum: Weights & Biases: {message}", file=sys.stderr)  # noqa: T201
+    _log.warning("Weights & Biases: %s", message)

@@ -24,7 +24,7 @@ from typing import Any
 from distaccum.config.checks import require, require_count, require_positive
 from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.config.sharding import Sharding
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
@@ -81,7 +81,7 @@ def summary(name: str, values: dict[str, Any], mbit: float, ranks: Sequence[Figu
 
 def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, latency_us: float) -> float:
     """Seconds of a window by the forecast."""
-    config = VARIANTS[name].config(from_node(values))
+    config = VARIANTS[name].config(RunConfig.from_dict(values))
     job = Job(
         sizes=Sizes(tensors=tuple(row["parameters"])),
         global_batch_size=config.batch.global_size or 0,
@@ -109,7 +109,7 @@ def engine_of(name: str, engine: DDPConfig, precision: PrecisionConfig) -> dict[
 
 def check(values: dict[str, Any], options: dict[str, Any]) -> None:
     """Raises ConfigError for what cannot be measured."""
-    config = from_node(values)
+    config = RunConfig.from_dict(values)
     is_ddp = type(config.engine) is DDPConfig
     require(is_ddp, "engine", config.engine.name, "not one that is compared here", "Use engine=ddp")
     if config.batch.global_size is None:
@@ -126,7 +126,7 @@ def compare(values: dict[str, Any], options: dict[str, Any], folder: Path) -> Fi
     """All variants at one rate: a table, and a plot where there is matplotlib."""
     plot = plot_file("link.plot", options["plot"], folder / "link.png")
     figures = at_rate(values, list(VARIANTS), **{key: options[key] for key in ("mbit", "mtu", "windows")})
-    batch = from_node(values).batch
+    batch = RunConfig.from_dict(values).batch
     figures["accumulation"] = micro_steps_of(range(batch.global_size or 0), RANKS, batch.micro_size)
     tables.show(tables.window_rows(figures), tables.title(figures), folder / "link.md")
     if plot is not None:

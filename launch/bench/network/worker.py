@@ -14,7 +14,7 @@ from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from distaccum.config.schema import RunConfig, from_node
+from distaccum.config.schema import RunConfig
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 from distaccum.train.components import TrainingComponents
@@ -109,7 +109,7 @@ def latency_us(world: World) -> float:
 def main() -> None:
     """Measures what the file asks for."""
     asked = json.loads(Path(sys.argv[1]).read_text())
-    config, ranks = from_node(asked["config"]), LaunchEnvironment.from_environment()
+    config, ranks = RunConfig.from_dict(asked["config"]), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         found: dict[str, Any] = {"latency_us": latency_us(world)}
         benches = {name: Bench(VARIANTS[name], config, world) for name in asked["variants"]}

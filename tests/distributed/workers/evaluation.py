@@ -14,6 +14,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum.config.schema import RunConfig
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, Run
 
@@ -48,7 +49,7 @@ def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
         nn.Linear(4, 3),
         CrossEntropy(),
         source,
-        config,
+        config=RunConfig.from_dict(config),
         callbacks=[OneRankStops(world.rank)],
         metrics=metrics,
         run_dir=folder,

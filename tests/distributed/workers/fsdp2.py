@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distaccum import Accumulator, DataSpec, Trainer, World
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
+from distaccum.config.schema import RunConfig
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.fsdp2.engine import FSDP2Engine
@@ -408,7 +409,9 @@ def evaluations(world: World) -> dict[str, Any]:
             }
             with tempfile.TemporaryDirectory() as folder:
                 shared = world.broadcast_str(folder)
-                found[f"{held_out}, {name}"] = Trainer(Model(), Squares(), source, config, run_dir=shared).fit()
+                found[f"{held_out}, {name}"] = Trainer(
+                    Model(), Squares(), source, config=RunConfig.from_dict(config), run_dir=shared
+                ).fit()
                 world.barrier()
     return found
 

@@ -89,9 +89,9 @@ class Run:
     def restore(self, folder: Path) -> None:
         """As a loop does."""
         verify(folder)
-        run = checkpoint.read(folder)
-        checkpoint.load(folder, self.acc.engine, self.acc.world)
-        self.acc.restore(run.progress, run.position, None)
+        saved = checkpoint.read(folder)
+        checkpoint.restore(saved, self.acc.engine, self.acc.world)
+        self.acc.restore(saved.run.progress, saved.run.position, None)
 
     def result(self) -> dict[str, Any]:
         """Losses, loss scale, and a digest of weights and optimizer state."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum import Accumulator, DataSpec, RunConfig, Trainer, World
 from distaccum import functional as da
 from tests.support import matrix
 from tests.support.matrix import GLOBAL_SIZE, SEED, Cell
@@ -68,7 +68,14 @@ def by_trainer(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> No
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(model, matrix.LOSSES[cell.loss](), source, config, optimizer=optimizer, run_dir=folder).fit()
+        Trainer(
+            model,
+            matrix.LOSSES[cell.loss](),
+            source,
+            optimizer=optimizer,
+            config=RunConfig.from_dict(config),
+            run_dir=folder,
+        ).fit()
         world.barrier()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from distaccum import DataSpec, Trainer, World
+from distaccum import DataSpec, RunConfig, Trainer, World
 
 SAMPLES = (21, 13)  # of each rank
 
@@ -74,4 +74,4 @@ if __name__ == "__main__":
             "resume": resume,
         }
         source = DataSpec(train=stream(kind, world.rank), eval_dataset=None, description=kind, collate=collate)
-        Trainer(model, Squares(), source, config, run_dir=f"{folder}/{kind}").fit()
+        Trainer(model, Squares(), source, config=RunConfig.from_dict(config), run_dir=f"{folder}/{kind}").fit()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum import Accumulator, Trainer, World
+from distaccum.config.schema import RunConfig
 from distaccum.train.callbacks import Callback
 
 GLOBAL_SIZE, MICRO_SIZE, WIDTH = 8, 2, 3
@@ -101,7 +102,7 @@ def by_trainer(stream: Stream, world: World) -> list[dict[str, Any]]:
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(model, loss, stream, config, optimizer=optimizer, run_dir=folder).fit()
+        Trainer(model, loss, stream, optimizer=optimizer, config=RunConfig.from_dict(config), run_dir=folder).fit()
         world.barrier()
     return recorder.windows
 

@@ -68,8 +68,8 @@ def test_training_continues_bitwise_with_its_random_numbers(gloo_world: World, t
 
     second = _engine(gloo_world, seed=99)
     verify(path)
-    assert state.read(path) == RUN
-    assert state.load(path, second, gloo_world) == (True, None)
+    assert state.read(path).run == RUN
+    assert state.restore(state.read(path), second, gloo_world) == (True, None)
     for _ in range(2):
         _update(second)
     assert drawn == (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002, S311
@@ -83,12 +83,12 @@ def test_each_rank_finds_where_its_data_stood(gloo_world: World, tmp_path: Path)
     ranks = [World(rank=rank, size=2, device=gloo_world.device) for rank in range(2)]
     for world, data in zip(ranks, (first, {"taken": 9}), strict=True):
         state.save(tmp_path, engine, RUN, data, world)
-    continued, found = state.load(tmp_path, engine, ranks[0])
+    continued, found = state.restore(state.read(tmp_path), engine, ranks[0])
     assert continued
     assert torch.equal(found["stream"].pop("buffer"), first["stream"].pop("buffer"))
     assert found == first
-    assert state.load(tmp_path, engine, ranks[1]) == (True, {"taken": 9})
-    assert state.load(tmp_path, engine, gloo_world) == (False, None)  # of another world, whose streams are others
+    assert state.restore(state.read(tmp_path), engine, ranks[1]) == (True, {"taken": 9})
+    assert state.restore(state.read(tmp_path), engine, gloo_world) == (False, None)  # of another world size
 
 
 class Trap:
@@ -113,7 +113,7 @@ def test_a_streams_state_executes_no_code_either(
     engine = _engine(gloo_world)
     path = _save(CheckpointStore(tmp_path, keep=0), engine, gloo_world, 1, {"stream": Trap()})
     with pytest.raises((pickle.UnpicklingError, CheckpointError)):
-        state.load(path, engine, gloo_world)
+        state.restore(state.read(path), engine, gloo_world)
     assert "executed" not in capsys.readouterr().out
 
 
@@ -169,7 +169,7 @@ def test_another_model_is_refused_by_name(gloo_world: World, tmp_path: Path) -> 
     model = nn.Linear(2, 2)
     other = DDPEngine(model, torch.optim.AdamW(model.parameters()), gloo_world)
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        state.load(path, other, gloo_world)
+        state.restore(state.read(path), other, gloo_world)
 
 
 def test_another_version_is_refused(gloo_world: World, tmp_path: Path) -> None:

@@ -109,5 +109,5 @@ def test_a_checkpoint_of_the_format_before_is_read(gloo_world: World, tmp_path: 
     file.write_text(text.replace('"optimizer_values": {}', '"optimizer_values": {"param_groups.first.weight.lr": 0.1}'))
     assert "kept by parameter name" not in file.read_text()
     assert "param_groups" in file.read_text()
-    assert state.read(path).optimizer_format == "kept by parameter name"
-    assert state.load(path, engine, gloo_world) == (True, None)
+    assert state.read(path).run.optimizer_format == "kept by parameter name"
+    assert state.restore(state.read(path), engine, gloo_world) == (True, None)

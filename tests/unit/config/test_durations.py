@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distaccum.config.durations import seconds_of
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 
 
@@ -39,6 +39,6 @@ def test_what_is_none(text: object) -> None:
 
 
 def test_the_setting_is_checked_before_anything_starts() -> None:
-    assert from_node({"trainer": {"max_time": "1-00:00:00"}}).trainer.max_time == "1-00:00:00"
+    assert RunConfig.from_dict({"trainer": {"max_time": "1-00:00:00"}}).trainer.max_time == "1-00:00:00"
     with pytest.raises(ConfigError, match=r"trainer\.max_time=soon"):
-        from_node({"trainer": {"max_time": "soon"}})
+        RunConfig.from_dict({"trainer": {"max_time": "soon"}})

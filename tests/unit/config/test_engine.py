@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from distaccum.config.engine import ENGINES, DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
 from distaccum.config.precision import ALIASES, PRECISIONS, PrecisionConfig, canonical
-from distaccum.config.schema import conf_dir, from_node
+from distaccum.config.schema import RunConfig, conf_dir
 from distaccum.config.sharding import Formats, Sharding
 from distaccum.errors import ConfigError
 
@@ -41,13 +41,13 @@ def test_what_is_no_engine_is_refused(engine: Any) -> None:
         engine_config(engine)
     if not isinstance(engine, dict):
         with pytest.raises(ConfigError, match=r"^engine.*Use one of ddp, zero1, fsdp2, deepspeed"):
-            from_node({"engine": engine})
+            RunConfig.from_dict({"engine": engine})
 
 
 @pytest.mark.parametrize("engine", [FSDP2Config(sync="every"), Zero1Config(), DeepSpeedConfig(stage=3, json={"a": 1})])
 def test_settings_are_taken_as_they_are(engine: Any) -> None:
     assert engine_config(engine) is engine
-    assert from_node({"engine": engine}).engine == engine
+    assert RunConfig.from_dict({"engine": engine}).engine == engine
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from omegaconf import OmegaConf
 
 from distaccum.config.instantiate import build
 from distaccum.config.precision import PRECISIONS, PrecisionConfig
-from distaccum.config.schema import RunConfig, conf_dir, from_node
+from distaccum.config.schema import RunConfig, conf_dir
 from distaccum.errors import ConfigError
 
 
 def test_settings_are_typed_and_frozen() -> None:
-    config = from_node({"batch": {"global_size": 48}, "optim": {"lr": 1, "clip_norm": None}})
+    config = RunConfig.from_dict({"batch": {"global_size": 48}, "optim": {"lr": 1, "clip_norm": None}})
     assert config.batch.global_size == 48
     assert isinstance(config.optim.lr, float)
     assert config.optim.clip_norm is None
@@ -22,18 +22,18 @@ def test_settings_are_typed_and_frozen() -> None:
 
 
 def test_an_engine_and_a_precision_may_be_given_by_name() -> None:
-    config = from_node({"engine": "ddp", "precision": "16-mixed"})
+    config = RunConfig.from_dict({"engine": "ddp", "precision": "16-mixed"})
     assert (config.engine.name, config.precision.name) == ("ddp", "fp16")
     with pytest.raises(ConfigError, match="precision=fp8: no such choice"):
-        from_node({"precision": "fp8"})
+        RunConfig.from_dict({"precision": "fp8"})
 
 
 def test_what_is_left_out_has_the_defaults_of_the_schema() -> None:
-    assert from_node({}) == RunConfig()
+    assert RunConfig.from_dict({}) == RunConfig()
 
 
 def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
-    config = from_node(
+    config = RunConfig.from_dict(
         {
             "optim": {"optimizer": {"_target_": "torch.optim.SGD"}},
             "schedule": {"_target_": "distaccum.train.schedules.Constant"},
@@ -41,7 +41,7 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
     )
     assert config.optim.optimizer == {"_target_": "torch.optim.SGD"}
     assert config.schedule == {"_target_": "distaccum.train.schedules.Constant"}
-    config = from_node({"optim": {"optimizer": {"fused": False}}, "schedule": {"warmup_steps": 5}})
+    config = RunConfig.from_dict({"optim": {"optimizer": {"fused": False}}, "schedule": {"warmup_steps": 5}})
     assert config.optim.optimizer == RunConfig().optim.optimizer | {"fused": False}
     assert config.schedule == RunConfig().schedule | {"warmup_steps": 5}
 
@@ -78,7 +78,7 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
 )
 def test_a_bad_value_is_named_with_its_key(node: dict[str, object], key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_node(node)
+        RunConfig.from_dict(node)
     assert (caught.value.key, caught.value.value) == (key, value)
 
 
@@ -104,17 +104,17 @@ def test_a_bad_value_is_named_with_its_key(node: dict[str, object], key: str, va
 )
 def test_a_scaler_that_cannot_work_is_named_with_its_key(settings: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_node({"precision": {"scaler": settings}})
+        RunConfig.from_dict({"precision": {"scaler": settings}})
     assert caught.value.key == f"precision.scaler.{named}"
     assert repr(caught.value.value) in (repr(settings.get(named, 16)), repr(float(settings.get(named, 16))))
 
 
 def test_a_scale_starts_where_the_settings_say() -> None:
-    assert from_node({}).precision.scaler.initial_scale == 65536
+    assert RunConfig.from_dict({}).precision.scaler.initial_scale == 65536
     edges = {"initial_scale_power": 3, "min_scale": 8, "max_scale": 8}
-    assert from_node({"precision": {"scaler": edges}}).precision.scaler.initial_scale == 8
+    assert RunConfig.from_dict({"precision": {"scaler": edges}}).precision.scaler.initial_scale == 8
     static = {"static_scale": 0.5}  # the bounds are those of a scale that moves
-    assert from_node({"precision": {"scaler": static}}).precision.scaler.initial_scale == 0.5
+    assert RunConfig.from_dict({"precision": {"scaler": static}}).precision.scaler.initial_scale == 0.5
 
 
 NAMES = {
@@ -136,7 +136,7 @@ NAMES = {
 
 @pytest.mark.parametrize(("alias", "name"), [*NAMES.items(), ("32", "fp32")])
 def test_what_others_call_a_precision_is_the_same_one(alias: str, name: str) -> None:
-    assert from_node({"precision": {"name": alias}}).precision == PrecisionConfig(name=name)
+    assert RunConfig.from_dict({"precision": {"name": alias}}).precision == PrecisionConfig(name=name)
     assert PrecisionConfig.of(alias) == PrecisionConfig(name=name)
 
 
@@ -145,7 +145,7 @@ def test_every_precision_of_the_yaml_groups_composes_to_the_policy_that_it_names
     with initialize_config_dir(str(conf_dir()), version_base=None):
         for name in PRECISIONS:
             composed = compose("config", [f"precision={name}", "precision.keep_fp32=[head]"]).precision
-            config = from_node({"precision": OmegaConf.to_container(composed)}).precision
+            config = RunConfig.from_dict({"precision": OmegaConf.to_container(composed)}).precision
             assert config == PrecisionConfig(name=name, keep_fp32=["head"]), name
 
 
@@ -202,5 +202,5 @@ def test_a_target_that_cannot_be_called_is_explained(node: dict[str, object], me
 )
 def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) -> None:
     node = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{file}.yaml"))
-    defaults = from_node({"engine": file}) if group == "engine" else RunConfig()
-    assert getattr(from_node({group: node}), group) == getattr(defaults, group)
+    defaults = RunConfig.from_dict({"engine": file}) if group == "engine" else RunConfig()
+    assert getattr(RunConfig.from_dict({group: node}), group) == getattr(defaults, group)

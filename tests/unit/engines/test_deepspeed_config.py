@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from distaccum.config.engine import DeepSpeedConfig
 from distaccum.config.instantiate import build
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.config.keys import HELD, KINDS, REFUSED
@@ -461,7 +461,7 @@ def test_a_whole_file_read_as_configuration() -> None:
 def test_what_is_read_is_a_configuration_of_distaccums() -> None:
     config = from_deepspeed_json(FILE, world_size=RANKS)
     assert OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config)))) == config
-    run = from_node(config)
+    run = RunConfig.from_dict(config)
     assert run.engine == DeepSpeedConfig(**config["engine"])
     assert run.precision.scaler == ScalerConfig(**config["precision"]["scaler"])
     schedule = build("schedule", run.schedule, total_steps=run.trainer.max_steps)

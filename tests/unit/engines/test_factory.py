@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -20,7 +20,7 @@ from distaccum.train.components import build_components
 
 def _check(model: nn.Module, **engine: Any) -> None:
     data = to_data_spec(TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)))
-    config = from_node({"batch": {"global_size": 4, "micro_size": 2}, "engine": engine})
+    config = RunConfig.from_dict({"batch": {"global_size": 4, "micro_size": 2}, "engine": engine})
     cpu = torch.device("cpu")
     build_components(config, data, model, CrossEntropy(), world_size=2, device=cpu, planned=True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_components
@@ -26,15 +26,17 @@ class SquaredError:
 def _assemble(model: nn.Module, config: Mapping[str, Any]) -> TrainingComponents:
     data = to_data_spec(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1)))
     config = {"batch": {"global_size": 4, "micro_size": 2}} | config
-    return build_components(from_node(config), data, model, SquaredError(), world_size=1, device=torch.device("cpu"))
+    return build_components(
+        RunConfig.from_dict(config), data, model, SquaredError(), world_size=1, device=torch.device("cpu")
+    )
 
 
 def test_the_policy_and_the_optimizer_are_those_of_the_configuration() -> None:
     precision = {"name": "bf16", "keep_fp32": ["1"], "reduce_dtype": "bf16"}
-    parts = _assemble(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), {"precision": precision})
-    assert (parts.policy.compute_dtype, parts.policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
-    assert parts.policy.keep_fp32 == ("1",)
-    assert [optimizer.defaults["fused"] for optimizer in parts.optimizers] == [True]
+    components = _assemble(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), {"precision": precision})
+    assert (components.policy.compute_dtype, components.policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert components.policy.keep_fp32 == ("1",)
+    assert [optimizer.defaults["fused"] for optimizer in components.optimizers] == [True]
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distaccum.train.metrics.loggers import ConsoleLogger, JsonlLogger, rewind_jsonl
+from distaccum.train.metrics.console import ConsoleLogger
+from distaccum.train.metrics.loggers import JsonlLogger, rewind_jsonl
 
 RECORD = {
     "step": 3,

@@ -11,16 +11,17 @@ import torch
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.factory import build_loader
-from distaccum.distributed.signals import StopSignals
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.loop import Loop
-from distaccum.train.run import train
+from distaccum.train.metrics.loggers import Logger
+from distaccum.train.run import build_accumulator, run
 from distaccum.train.run_dir import RunDir
-from distaccum.train.time_limit import Deadline
+from distaccum.train.time_limit import TimeLimit
 
 
 class Ignored:
@@ -37,8 +38,8 @@ class Ignored:
         return torch.full((1, 8, 8), index / 12), torch.tensor(label)
 
 
-class Collected:
-    """A sink that keeps the records."""
+class Collected(Logger):
+    """A logger that keeps the records."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -50,7 +51,7 @@ class Collected:
         pass
 
 
-def _parts(
+def _components(
     counting: list[int], *, global_batch_size: int = 1, resume: str = "never", **limits: object
 ) -> TrainingComponents:
     node = {
@@ -65,30 +66,22 @@ def _parts(
         "checkpoint": {"every": 100},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
-    return components_from_config(from_node(node), world_size=1, device=torch.device("cpu"))
+    return components_from_config(RunConfig.from_dict(node), world_size=1, device=torch.device("cpu"))
 
 
 def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> tuple[Loop, Collected]:
-    parts, logger = _parts(counting, **limits), Collected()
+    components, logger = _components(counting, **limits), Collected()
     folder.mkdir(exist_ok=True)
-    accumulator = Accumulator(
-        parts.model,
-        parts.optimizers,
-        global_batch_size=1,
-        micro_batch_size=1,
-        count=parts.loss.count,
-        schedule=parts.schedule,
-        world=world,
-    )
+    accumulator = build_accumulator(components, world)
     loop = Loop(
-        parts,
+        components,
         accumulator,
-        build_loader(parts.source, parts.plan, world),
+        build_loader(components.data, components.plan, world),
         run_dir=RunDir(folder),
         store=CheckpointStore(folder / "checkpoints", keep=0),
         loggers=[logger],
         wandb_id="",
-        deadline=Deadline(None, began=0.0, parameters=0),
+        time_limit=TimeLimit(None, began=0.0, parameters=0),
     )
     loop.fit()
     return loop, logger
@@ -118,11 +111,13 @@ def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_
     """Epochs of three windows, the last of them ragged, some of which count nothing."""
 
     def updates(folder: Path, resume: str, steps: int) -> list[list[object]]:
-        run_dir, store = RunDir(folder), CheckpointStore(folder / "checkpoints", keep=0)
-        run_dir.make()
-        parts = _parts([0, 3], global_batch_size=5, resume=resume, max_steps=steps)
-        start = store.newest_valid() if resume == "auto" else None
-        train(parts, start, store, run_dir, gloo_world, signals=StopSignals(), began=0.0)
+        run_dir = RunDir(folder)
+        run(
+            lambda: _components([0, 3], global_batch_size=5, resume=resume, max_steps=steps),
+            run_dir,
+            LaunchEnvironment(),
+            began=0.0,
+        )
         exact = ("step", "window", "epoch", "skipped", "loss", "grad_norm", "lr", "samples", "tokens")
         records = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
         return [[record[key] for key in exact] for record in records]
@@ -136,12 +131,12 @@ def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_
 
 
 def test_after_a_stop_no_window_is_given_out_any_more(gloo_world: World) -> None:
-    parts = _parts(list(range(12)))
-    accumulator = Accumulator(parts.model, parts.optimizers, count=parts.loss.count, world=gloo_world)
-    feed, given = build_loader(parts.source, parts.plan, gloo_world), 0
+    components = _components(list(range(12)))
+    accumulator = Accumulator(components.model, components.optimizers, count=components.loss.count, world=gloo_world)
+    loader, given = build_loader(components.data, components.plan, gloo_world), 0
     for _ in range(3):
-        for window in accumulator.windows(feed):
-            accumulator.step(window, parts.loss)
+        for window in accumulator.windows(loader):
+            accumulator.step(window, components.loss)
             given += 1
             accumulator.stop()
     assert accumulator.stopping

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from distaccum import CheckpointConfig, MetricsConfig, RunConfig, TrainerConfig, WandbConfig
 from distaccum.accumulation.step import Outcome
 from distaccum.distributed.world import World
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -50,19 +51,21 @@ def _losses(folder: Path, *, preempted_at: int | None = None, asks: bool = False
     run_dir = RunDir(folder)
     run_dir.make()
     random.seed(0)
-    config = {
-        "resume": resume,
-        "batch": {"global_size": 4, "micro_size": 2},
-        "trainer": {"max_steps": 12, "log_every": 1},
-        "checkpoint": {"every": 3},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    config = RunConfig(
+        trainer=TrainerConfig(log_every=1),
+        checkpoint=CheckpointConfig(every=3),
+        metrics=MetricsConfig(console=False, wandb=WandbConfig(mode="disabled")),
+    )
     torch.manual_seed(0)
     trainer = Trainer(
         CNN(channels=1, classes=3),
         CrossEntropy(),
         Noisy(asks=asks),
-        config,
+        global_batch_size=4,
+        micro_batch_size=2,
+        max_steps=12,
+        resume=resume,
+        config=config,
         run_dir=folder,
         callbacks=[PreemptsAt(preempted_at)] if preempted_at else [],
     )

@@ -8,7 +8,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
@@ -21,12 +21,12 @@ from distaccum.train.run_dir import RunDir
 def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path: Path) -> None:
     data = to_data_spec(TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)))
     precision = {"name": "bf16", "keep_fp32": ["1"], "reduce_dtype": "bf16"}
-    config = from_node({"batch": {"global_size": 4, "micro_size": 2}, "precision": precision})
+    config = RunConfig.from_dict({"batch": {"global_size": 4, "micro_size": 2}, "precision": precision})
     model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
-    parts = build_components(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
+    components = build_components(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
     text = StringIO()
-    engine = create_engine(model, parts.optimizers, gloo_world, engine=config.engine, precision=config.precision)
-    print_header(parts, engine, RunDir(tmp_path), "", Console(file=text, width=80))
+    engine = create_engine(model, components.optimizers, gloo_world, engine=config.engine, precision=config.precision)
+    print_header(components, engine, RunDir(tmp_path), "", Console(file=text, width=80))
     lines = dict(line.split(maxsplit=1) for line in text.getvalue().splitlines())
     assert lines["precision"] == "bf16; fp32: 1; gradients reduced in bf16"
     assert lines["world"] == "1 x cpu"

@@ -11,11 +11,11 @@ from torch import nn
 
 from distaccum import DataSpec, Trainer
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config.schema import from_node
+from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.resume import find_start
+from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir
 
 SOURCE = DataSpec(train=[(torch.randn(4), torch.tensor(i % 3)) for i in range(16)], eval_dataset=None, description="")
@@ -31,7 +31,7 @@ def _config(**more: Any) -> dict[str, Any]:
 
 
 def _saved(run_dir: Path) -> Path:
-    Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, _config(), run_dir=run_dir).fit()
+    Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=RunConfig.from_dict(_config()), run_dir=run_dir).fit()
     return run_dir / "checkpoints" / "step-2"
 
 
@@ -40,8 +40,13 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_run(gloo_world: Wor
     for resume, run_dir in ((str(path), tmp_path / "second"), ("auto", tmp_path / "first")):
         store = CheckpointStore(RunDir(run_dir).checkpoints, keep=0)
         with pytest.raises(ConfigError, match=r"^resume=.*step-2: has weight of shape \[3, 4\], and the model of \[5"):
-            find_start(
-                from_node(_config(resume=resume)), RunDir(run_dir), store, {}, model=nn.Linear(4, 5), world_size=1
+            find_checkpoint(
+                RunConfig.from_dict(_config(resume=resume)),
+                RunDir(run_dir),
+                store,
+                {},
+                model=nn.Linear(4, 5),
+                world_size=1,
             )
 
 
@@ -50,15 +55,15 @@ def test_a_resumed_run_says_what_carries_over_and_who_saved_it(
 ) -> None:
     _saved(tmp_path)
     config = _config(resume="auto", trainer={"max_steps": 3, "eval_every": 0})
-    Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config, run_dir=tmp_path).fit()
+    Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=RunConfig.from_dict(config), run_dir=tmp_path).fit()
     said = " ".join(capsys.readouterr().out.split())
     assert "step-2 at step 2; everything carries over (saved by engine ddp on 1 rank))" in said
 
 
 def test_weights_of_two_origins_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"init_from=w: and resume={tmp_path} has weights too\. Leave one"):
-        from_node({"init_from": "w", "resume": str(tmp_path)})
-    assert from_node({"init_from": "w", "resume": "auto"}).init_from == "w"
+        RunConfig.from_dict({"init_from": "w", "resume": str(tmp_path)})
+    assert RunConfig.from_dict({"init_from": "w", "resume": "auto"}).init_from == "w"
 
 
 @pytest.mark.parametrize(
@@ -66,19 +71,23 @@ def test_weights_of_two_origins_are_refused(tmp_path: Path) -> None:
     [({}, True), ({"precision": "bf16"}, False), ({"engine": {"name": "deepspeed", "stage": 3}}, False)],
 )
 def test_deepspeeds_files_are_for_one_stage_precision_and_world_size(change: dict[str, Any], taken: bool) -> None:
-    saved = from_node({"engine": "deepspeed", "precision": "fp32"})
-    assert (from_node({"engine": "deepspeed"} | change).optimizer_format(2) == saved.optimizer_format(2)) is taken
+    saved = RunConfig.from_dict({"engine": "deepspeed", "precision": "fp32"})
+    assert (
+        RunConfig.from_dict({"engine": "deepspeed"} | change).optimizer_format(2) == saved.optimizer_format(2)
+    ) is taken
     assert saved.optimizer_format(2) != saved.optimizer_format(4)
-    assert from_node({"precision": "bf16"}).optimizer_format(1) == from_node({"engine": "fsdp2"}).optimizer_format(4)
+    assert RunConfig.from_dict({"precision": "bf16"}).optimizer_format(1) == RunConfig.from_dict(
+        {"engine": "fsdp2"}
+    ).optimizer_format(4)
 
 
 def test_auto_refuses_another_precision_where_the_state_is_for_one(gloo_world: World, tmp_path: Path) -> None:
     path = _saved(tmp_path)
     file = path / "state.json"
-    kept = from_node({"engine": "deepspeed"}).optimizer_format(1)
+    kept = RunConfig.from_dict({"engine": "deepspeed"}).optimizer_format(1)
     file.write_text(file.read_text().replace("kept by parameter name", kept))
     store = CheckpointStore(RunDir(tmp_path).checkpoints, keep=0)
     store.newest_valid = lambda: path  # type: ignore[method-assign]  # whose sums are not those of the manifest any more
-    config = from_node(_config(resume="auto", engine="deepspeed", precision="bf16"))
+    config = RunConfig.from_dict(_config(resume="auto", engine="deepspeed", precision="bf16"))
     with pytest.raises(ConfigError, match=r"stage 2 on 1 ranks in fp32, this run's would be .* 1 ranks in bf16"):
-        find_start(config, RunDir(tmp_path), store, {}, model=nn.Linear(4, 3), world_size=1)
+        find_checkpoint(config, RunDir(tmp_path), store, {}, model=nn.Linear(4, 3), world_size=1)

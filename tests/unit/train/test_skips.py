@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import DataSpec, Trainer
+from distaccum import DataSpec, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.distributed.world import World
 from distaccum.errors import NonFiniteError
@@ -70,7 +70,9 @@ def _trainer(folder: Path, *, bad: tuple[int, ...] = BAD, callbacks: Any = (), *
         config[key] = config.get(key, {}) | value
     held_out = list(torch.randn(4, 3))
     source = DataSpec(train=samples, eval_dataset=held_out, description="numbers")
-    return Trainer(nn.Linear(3, 1), Square(), source, config, callbacks=callbacks, run_dir=folder)
+    return Trainer(
+        nn.Linear(3, 1), Square(), source, config=RunConfig.from_dict(config), callbacks=callbacks, run_dir=folder
+    )
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distaccum.train.time_limit import Deadline
+from distaccum.train.time_limit import TimeLimit
 
 
 class Clock:
@@ -18,22 +18,22 @@ class Clock:
 
 
 def _run(max_time: float, window: float, save: float, *, parameters: int = 0, evaluation: float = 0.0) -> float:
-    """Windows, with a save (and an evaluation) every tenth, until the deadline is near; then what is not saved yet is.
+    """Windows, with a save (and an evaluation) every tenth, until the limit is near; then what is not saved yet is.
 
     Returns the seconds that are left then.
     """
     clock = Clock()
-    deadline = Deadline(max_time, began=1000.0, parameters=parameters, now=clock)
+    limit = TimeLimit(max_time, began=1000.0, parameters=parameters, now=clock)
     for number in range(1, 10_000):
         clock.seconds += window
-        deadline.window_ended()
+        limit.window_ended()
         if number % 10 == 0:
             if evaluation:
                 clock.seconds += evaluation
-                deadline.evaluated()
+                limit.evaluated()
             clock.seconds += save
-            deadline.saved()
-        if deadline.is_near:
+            limit.saved()
+        if limit.is_near:
             return 1000.0 + max_time - clock.seconds - (save if number % 10 else 0)
     raise AssertionError
 
@@ -47,14 +47,14 @@ def test_the_last_save_ends_in_time_and_not_much_time_is_given_away(window: floa
 
 def test_before_the_first_save_its_time_is_guessed_from_the_size() -> None:
     clock = Clock()
-    deadline = Deadline(100, began=1000.0, parameters=100_000_000, now=clock)  # 1.2 GB: 12 s, and half as much for luck
+    limit = TimeLimit(100, began=1000.0, parameters=100_000_000, now=clock)  # 1.2 GB: 12 s, and half as much for luck
     clock.seconds += 80
-    assert not deadline.is_near
+    assert not limit.is_near
     clock.seconds += 2.5
-    assert deadline.is_near
-    deadline.saved()  # it took 82.5 s by this clock: what was measured counts
+    assert limit.is_near
+    limit.saved()  # it took 82.5 s by this clock: what was measured counts
     clock.seconds = 1000.0
-    assert deadline.is_near
+    assert limit.is_near
 
 
 def test_an_evaluation_that_may_come_is_waited_for() -> None:
@@ -63,5 +63,5 @@ def test_an_evaluation_that_may_come_is_waited_for() -> None:
 
 def test_start_up_counts_and_no_limit_is_never_near() -> None:
     clock = Clock()
-    assert Deadline(10, began=985.0, parameters=0, now=clock).is_near
-    assert not Deadline(None, began=0.0, parameters=0, now=clock).is_near
+    assert TimeLimit(10, began=985.0, parameters=0, now=clock).is_near
+    assert not TimeLimit(None, began=0.0, parameters=0, now=clock).is_near

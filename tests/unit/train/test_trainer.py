@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from distaccum import DataSpec, Trainer
+from distaccum import DataSpec, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.data.adapters import split_by_rank
 from distaccum.distributed.world import World
@@ -33,15 +33,16 @@ def _samples(size: int, seed: int) -> Any:
 SOURCE = DataSpec(train=_samples(40, 0), eval_dataset=_samples(23, 1), description="")
 
 
-def _config(**trainer: Any) -> dict[str, Any]:
-    return {
+def _config(*, every: int = 4, **trainer: Any) -> RunConfig:
+    values = {
         "batch": {"global_size": 8, "micro_size": 3},
         "optim": {"lr": 0.05},
         "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"max_steps": 12, "log_every": 1, "eval_every": 2, **trainer},
-        "checkpoint": {"every": 4},
+        "checkpoint": {"every": every},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
+    return RunConfig.from_dict(values)
 
 
 def _model() -> nn.Module:
@@ -71,7 +72,7 @@ class Heard(Callback):
 
 def test_callbacks_are_called_in_order(gloo_world: World, tmp_path: Path) -> None:
     heard = Heard()
-    Trainer(_model(), CrossEntropy(), SOURCE, _config(max_steps=4), callbacks=[heard], run_dir=tmp_path).fit()
+    Trainer(_model(), CrossEntropy(), SOURCE, config=_config(max_steps=4), callbacks=[heard], run_dir=tmp_path).fit()
     updates = ["update 1", "update 2", "eval 2", "update 3", "update 4", "eval 4", "step-4", "end 4"]
     assert heard.events == updates
 
@@ -81,7 +82,7 @@ def test_torchmetrics_see_what_counts(gloo_world: World, tmp_path: Path) -> None
         "f1": MulticlassF1Score(num_classes=3, average="micro"),
         "by": MetricCollection({"accuracy": MulticlassAccuracy(num_classes=3, average="micro")}),
     }
-    results = Trainer(_model(), CrossEntropy(), SOURCE, _config(), metrics=metrics, run_dir=tmp_path).fit()
+    results = Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), metrics=metrics, run_dir=tmp_path).fit()
     assert results["eval_f1"] == pytest.approx(results["eval_accuracy"])
     assert results["eval_by_accuracy"] == pytest.approx(results["eval_accuracy"])
     assert results["eval_accuracy"] > 0.5
@@ -101,7 +102,7 @@ class Bare:
 
 
 def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_world: World, tmp_path: Path) -> None:
-    results = Trainer(_model(), Bare(), SOURCE, _config(), run_dir=tmp_path).fit()
+    results = Trainer(_model(), Bare(), SOURCE, config=_config(), run_dir=tmp_path).fit()
     assert results["eval_first"] == pytest.approx(2 * results["eval_second"])
     assert results["eval_loss"] == pytest.approx(results["eval_first"] + results["eval_second"])
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -112,7 +113,7 @@ def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_wo
             _model(),
             Bare(),
             SOURCE,
-            _config(),
+            config=_config(),
             metrics={"f1": MulticlassF1Score(num_classes=3)},
             run_dir=tmp_path / "other",
         ).fit()
@@ -120,7 +121,7 @@ def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_wo
 
 def test_early_stop_ends_the_run_where_it_stands(gloo_world: World, tmp_path: Path) -> None:
     stop = EarlyStopping(metric="eval_accuracy", patience=2, min_delta=0.5, larger_is_better=True)
-    Trainer(_model(), CrossEntropy(), SOURCE, _config(max_steps=100), callbacks=[stop], run_dir=tmp_path).fit()
+    Trainer(_model(), CrossEntropy(), SOURCE, config=_config(max_steps=100), callbacks=[stop], run_dir=tmp_path).fit()
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "done"
     assert status["step"] in (6, 8)  # at an evaluation
@@ -137,7 +138,7 @@ class StopsAtFive(Callback):
 def test_a_callback_that_stops_between_evaluations_ends_before_the_next_window(
     gloo_world: World, tmp_path: Path
 ) -> None:
-    Trainer(_model(), CrossEntropy(), SOURCE, _config(), callbacks=[StopsAtFive()], run_dir=tmp_path).fit()
+    Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), callbacks=[StopsAtFive()], run_dir=tmp_path).fit()
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 5
 
 
@@ -146,8 +147,10 @@ def test_a_resumed_run_goes_on_bitwise_callbacks_included(gloo_world: World, tmp
     for folder, steps in (("whole", [12]), ("parts", [8, 12])):
         for limit in steps:
             model, stop = _model(), EarlyStopping(patience=100, min_delta=10.0)
-            config = _config(max_steps=limit) | {"resume": "auto"}
-            Trainer(model, CrossEntropy(), SOURCE, config, callbacks=[stop], run_dir=tmp_path / folder).fit()
+            config = _config(max_steps=limit)
+            Trainer(
+                model, CrossEntropy(), SOURCE, resume="auto", config=config, callbacks=[stop], run_dir=tmp_path / folder
+            ).fit()
         models.append(model)
         waited.append(stop.state_dict())
     assert waited[0] == waited[1]
@@ -172,13 +175,13 @@ def test_a_resumed_run_goes_on_bitwise_callbacks_included(gloo_world: World, tmp
 )
 def test_bad_settings_are_refused_before_there_is_a_process_group(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Trainer(_model(), CrossEntropy(), SOURCE, config)
+        Trainer(_model(), CrossEntropy(), SOURCE, config=RunConfig.from_dict(config))
     assert not torch.distributed.is_initialized()
 
 
 def test_a_stream_needs_an_end() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_steps=null: the data is a stream"):
-        Trainer(_model(), CrossEntropy(), iter([]), {"trainer": {"max_steps": None, "max_epochs": 1}})
+        Trainer(_model(), CrossEntropy(), iter([]), max_epochs=1)
 
 
 def test_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=r"metric=eval_lost: the evaluation has no such result\. Use one of eval_loss"
     ):
-        Trainer(_model(), CrossEntropy(), SOURCE, _config(), callbacks=[stop], run_dir=tmp_path).fit()
+        Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), callbacks=[stop], run_dir=tmp_path).fit()
 
 
 def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,21 +198,21 @@ def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="holds out 23 samples for 30 ranks: a metric needs one on every rank"):
-        Trainer(_model(), CrossEntropy(), SOURCE, _config(), metrics={"f1": MulticlassF1Score(num_classes=3)})
+        Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), metrics={"f1": MulticlassF1Score(num_classes=3)})
 
 
 def test_a_loader_over_a_dataset_is_planned_like_the_dataset(gloo_world: World, tmp_path: Path) -> None:
     weights = []
     for name, data in (("dataset", SOURCE.train), ("loader", DataLoader(SOURCE.train, batch_size=3, shuffle=True))):  # type: ignore[arg-type]
         model = _model()
-        Trainer(model, CrossEntropy(), data, _config(), run_dir=tmp_path / name).fit()
+        Trainer(model, CrossEntropy(), data, config=_config(), run_dir=tmp_path / name).fit()
         weights.append(list(model.parameters()))
     assert all(map(torch.equal, *weights))
 
 
 def test_the_last_update_is_logged_also_where_a_checkpoint_came_first(gloo_world: World, tmp_path: Path) -> None:
-    config = _config(max_steps=5, eval_every=0, log_every=10) | {"checkpoint": {"every": 5}}
-    Trainer(_model(), CrossEntropy(), SOURCE, config, run_dir=tmp_path).fit()
+    config = _config(max_steps=5, eval_every=0, log_every=10, every=5)
+    Trainer(_model(), CrossEntropy(), SOURCE, config=config, run_dir=tmp_path).fit()
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert record["step"] == 5
 
@@ -217,12 +220,12 @@ def test_the_last_update_is_logged_also_where_a_checkpoint_came_first(gloo_world
 def test_what_is_frozen_stays_frozen(gloo_world: World, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
     mean = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
-    Trainer(model, CrossEntropy(), SOURCE, _config(), run_dir=tmp_path).fit()
+    Trainer(model, CrossEntropy(), SOURCE, config=_config(), run_dir=tmp_path).fit()
     assert model.training
     assert not model[1].training
     assert torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type]
     pretrained = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()
-    Trainer(pretrained, CrossEntropy(), SOURCE, _config(), run_dir=tmp_path / "pretrained").fit()
+    Trainer(pretrained, CrossEntropy(), SOURCE, config=_config(), run_dir=tmp_path / "pretrained").fit()
     assert pretrained[1].training  # as a whole it came for evaluation
 
 
@@ -235,18 +238,17 @@ def test_scores_that_nothing_counts_are_refused(gloo_world: World, tmp_path: Pat
     with pytest.raises(
         MisuseError, match=r"scores\(\) gives \['accuracy', 'loss'\], and count\(\) \['first', 'second'\]"
     ):
-        Trainer(_model(), ScoresOnly(), SOURCE, _config(), run_dir=tmp_path).fit()
+        Trainer(_model(), ScoresOnly(), SOURCE, config=_config(), run_dir=tmp_path).fit()
 
 
 def test_callbacks_are_resumed_by_name(gloo_world: World, tmp_path: Path) -> None:
-    config = _config(max_steps=4) | {"resume": "auto"}
-    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=[Heard()], run_dir=tmp_path).fit()
-    config = _config(max_steps=8) | {"resume": "auto"}
+    again: Any = {"resume": "auto", "config": _config(), "run_dir": tmp_path}
+    Trainer(_model(), CrossEntropy(), SOURCE, max_steps=4, callbacks=[Heard()], **again).fit()
     stop, other = EarlyStopping(patience=50), EarlyStopping(patience=50, min_delta=9.0)
-    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=[stop, other, Heard()], run_dir=tmp_path).fit()
+    Trainer(_model(), CrossEntropy(), SOURCE, max_steps=8, callbacks=[stop, other, Heard()], **again).fit()
     assert other.state_dict()["waited"] == 1  # of the two evaluations, the first was the best so far
     swapped = [EarlyStopping(patience=50), Heard(), EarlyStopping(patience=50, min_delta=9.0)]
-    Trainer(_model(), CrossEntropy(), SOURCE, config, callbacks=swapped, run_dir=tmp_path).fit()
+    Trainer(_model(), CrossEntropy(), SOURCE, max_steps=8, callbacks=swapped, **again).fit()
     assert swapped[0].state_dict()["best"] == stop.state_dict()["best"]
 
 
@@ -254,7 +256,7 @@ def test_an_optimizer_may_be_trained_on_with(gloo_world: World, tmp_path: Path) 
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for name in ("one", "two"):
-        Trainer(model, CrossEntropy(), SOURCE, _config(), optimizer=optimizer, run_dir=tmp_path / name).fit()
+        Trainer(model, CrossEntropy(), SOURCE, config=_config(), optimizer=optimizer, run_dir=tmp_path / name).fit()
 
 
 def test_streams_that_would_be_used_wrongly_are_refused() -> None:
@@ -263,14 +265,14 @@ def test_streams_that_would_be_used_wrongly_are_refused() -> None:
             return iter([])
 
     with pytest.raises(ConfigError, match=r"trainer\.num_workers=2: the data is a stream"):
-        Trainer(_model(), CrossEntropy(), Stream(), _config(num_workers=2))
+        Trainer(_model(), CrossEntropy(), Stream(), config=_config(num_workers=2))
     loader = DataLoader(Stream(), batch_size=2)
     with pytest.raises(ConfigError, match="micro_size=3: the loader's batch_size is 2"):
-        Trainer(_model(), CrossEntropy(), loader, _config())
+        Trainer(_model(), CrossEntropy(), loader, config=_config())
     with pytest.raises(ConfigError, match=r"batch\.global_size=8: no multiple of batch\.micro_size=3, .* Use 6"):
-        Trainer(_model(), CrossEntropy(), DataLoader(Stream(), batch_size=3), _config())
+        Trainer(_model(), CrossEntropy(), DataLoader(Stream(), batch_size=3), config=_config())
     with pytest.raises(ConfigError, match="run_dir: is not given, and resume=auto"):
-        Trainer(_model(), CrossEntropy(), SOURCE, {"resume": "auto"})
+        Trainer(_model(), CrossEntropy(), SOURCE, resume="auto")
     theirs = datasets.Dataset.from_list([{"x": 1}]).to_iterable_dataset()
     with pytest.raises(ConfigError, match=r"not split over the 2 ranks.*split_dataset_by_node"):
         split_by_rank(DataLoader(theirs, batch_size=1), 0, 2)  # type: ignore[arg-type]
