@@ -11,8 +11,8 @@ import pytest
 from distaccum.train.cli import main
 from tests.support.commands import ROOT
 
-README = (ROOT / "README.md").read_text().splitlines()
-ENGINE_COMMANDS = [line.split()[2:] for line in README if line.startswith("bash launch/train.sh engine=")]
+PAGE = (ROOT / "docs" / "engines.md").read_text().splitlines()
+ENGINE_COMMANDS = [line.split()[2:] for line in PAGE if line.startswith("bash launch/train.sh engine=")]
 
 
 def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
@@ -27,7 +27,7 @@ def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> 
 
 
 @pytest.mark.parametrize("arguments", ENGINE_COMMANDS, ids=" ".join)
-def test_the_engine_commands_of_the_readme_pass_the_check(
+def test_the_engine_commands_of_the_docs_pass_the_check(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 0, capsys.readouterr().err
