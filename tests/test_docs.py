@@ -178,6 +178,7 @@ def test_a_training_command_passes_the_check(command: str, tmp_path: Path) -> No
     processes, arguments = found
     check = [] if _only_prints(arguments) else [f"--check={processes}", f"hydra.run.dir={tmp_path / 'run'}"]
     succeed(*arguments, *check, cwd=ROOT)
+    assert not (tmp_path / "run").exists()
 
 
 def _tiny(arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The examples of docs/own-loop.md, as they are written there; the three levels train to the same weights, bit by bit."""
+"""The examples of docs/own-loop.md, run as it says; the three levels train to the same weights, bit by bit."""
 
 from __future__ import annotations
 
