@@ -1,94 +1,352 @@
-"""README.md is true: its example is taken from it as it stands, and run."""
+"""README, CONTRIBUTING and docs/ are true: their commands and Python blocks run, their links and names exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
+from typing import Any, get_type_hints
 
 import pytest
 
+from distaccum.config.engine import ENGINES
+from distaccum.config.precision import ALIASES
+from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.lines import lines
-from tests.support.commands import ROOT, environment, metrics, status
+from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
 
-README = (ROOT / "README.md").read_text()
-
-
-def _files() -> dict[str, str]:
-    """The example's files: a path in backticks, then a block with its content."""
-    return dict(re.findall(r"\n`(my_[\w/.]+)`:\n\n```\w+\n(.*?)```", README, flags=re.DOTALL))
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def _command(containing: str) -> list[str]:
-    """The one command of the README that contains these words, on this interpreter."""
-    (line,) = [line for line in README.splitlines() if containing in line and line.startswith(("torchrun", "python"))]
-    name, *arguments = shlex.split(line)
-    return [sys.executable, *(["-m", "torch.distributed.run"] if name == "torchrun" else []), *arguments]
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, and the mark in an HTML comment above it (``setup``, ``alone``)."""
+
+    page: str
+    number: int
+    language: str
+    mark: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.number}"
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    files = _files()
+@cache
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+@cache
+def blocks(page: str) -> tuple[Block, ...]:
+    fence = re.compile(r"^(?:<!-- (\w+) -->\n)?( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL)
+    found = enumerate(fence.finditer(text_of(page)))
+    return tuple(Block(page, i, m[3], m[1] or "", dedent(m[4])) for i, m in found)
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def _commands_of(page: str) -> Iterator[str]:
+    """The page's commands, one line each, without comments and exports."""
+    for block in blocks(page):
+        for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
+            command = re.sub(r"\s+#\s.*$", "", line).strip()
+            if command and not re.match(r"export \w+=\S+( \w+=\S+)*$", command):
+                yield " ".join(command.split())
+
+
+COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_of(page)}  # README's first
+
+# Commands that another test runs, or a longer or shorter one of their kind.
+THREE_LEVELS = "distributed/test_examples.py::test_three_levels_give_bitwise_the_same_weights"
+ELSEWHERE = {
+    "python launch/examples/loop.py": THREE_LEVELS,
+    "python launch/examples/accumulate.py": THREE_LEVELS,
+    "python launch/examples/trainer.py": THREE_LEVELS,
+    "python launch/examples/text_classifier.py launch/examples/reviews.csv": (
+        "distributed/test_examples.py::test_the_text_classifier_learns"
+    ),
+    "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
+    "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
+    "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
+        "distributed/test_engine_runs.py::test_deepspeeds_own_launcher"
+    ),
+    "python launch/train.py -m hydra/launcher=slurm hydra.launcher.gpus_per_node=8 batch.micro_size=4,8 seed=1,2": (
+        "cluster/slurm/test_submitit.py::test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on"
+    ),
+    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$FIRST_NODE:29400 launch/train.py": (
+        "cluster/two_hosts/test_two_hosts.py::test_two_hosts_train_bitwise_as_one_does"
+    ),
+    "python launch/bench": "distributed/test_bench.py::test_a_window_costs_what_a_hand_written_one_does",
+    "python launch/bench boundary=true": (
+        "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"
+    ),
+    "torchrun --standalone --nproc-per-node=2 launch/bench exactness=true": (
+        "distributed/test_bench.py::test_gradients_beside_other_frameworks"
+    ),
+    "torchrun --standalone --nproc-per-node=2 launch/bench engines=true": (
+        "distributed/test_engines_bench.py::test_a_rank_holds_what_the_theory_says"
+    ),
+    "python -m launch.bench.compare_engines": "distributed/test_engines_bench.py::test_the_overlay_of_two_tiny_runs",
+    "python launch/bench/network": (
+        "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"
+    ),
+    "python launch/bench/network validate=true": (
+        "cluster/two_hosts/test_two_hosts.py::test_forecasts_are_within_a_fifth_of_what_is_measured"
+    ),
+}
+ELSEWHERE |= {
+    command.replace("python", "torchrun --standalone --nproc-per-node=2", 1): test
+    for command, test in ELSEWHERE.items()
+    if command.startswith("python launch/examples/")
+}
+
+
+def _training(command: str) -> tuple[int, list[str]] | None:
+    """Processes and arguments of a command that trains here; None for another command."""
+    words = shlex.split(command)
+    variables = {name: value for name, _, value in (w.partition("=") for w in words if re.match(r"[A-Z]+=", w))}
+    words = [word for word in words if not re.match(r"[A-Z]+=", word)]
+    match words:
+        case ["bash", "launch/train.sh", *arguments]:
+            return int(variables.get("NPROC", 2)), arguments
+        case ["python", "launch/train.py", *arguments] | ["distaccum-train", *arguments]:
+            return 1, arguments
+        case ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "distaccum.train", *arguments]:
+            return 2, arguments
+        case ["torchrun", "--standalone", "--nproc-per-node=2", "launch/train.py", *arguments]:
+            return 2, arguments
+    return None
+
+
+def _only_prints(arguments: list[str]) -> bool:
+    return any(argument.startswith(("--cfg", "--check")) for argument in arguments)
+
+
+def _sbatch(command: str) -> list[str] | None:
+    """The overrides of a job that Slurm would start; None for another command."""
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
+    return words[1:] if words[0] == "sbatch" else None
+
+
+OWN_PROJECT = next(command for command in COMMANDS if "--config-dir my_conf" in command)
+REPLAY = [command for command in COMMANDS if command.startswith("python tests/support/replay.py")]
+CHAIN = [command for command in COMMANDS if _training(command) and "resume=auto" in command]
+TRAINING = [command for command in COMMANDS if _training(command) and command not in {OWN_PROJECT, *CHAIN, *ELSEWHERE}]
+JOBS = [command for command in COMMANDS if _sbatch(command) is not None]
+PLAN = [command for command in COMMANDS if command.startswith("distaccum-plan ")]
+CONTAINERS = [command for command in COMMANDS if command.startswith(("docker ", "kubectl "))]
+DEVELOPMENT = [
+    command
+    for command in COMMANDS
+    if command.startswith(("pytest", "ruff ", "mypy", "bash launch/test.sh", "bash .ci/run"))
+]
+
+
+def test_every_command_of_the_pages_is_run_or_checked_by_a_test() -> None:
+    """A command that is added to a page needs a test: one of this file's kinds, or one named in ``ELSEWHERE``."""
+    kinds = [ELSEWHERE, [OWN_PROJECT], REPLAY, CHAIN, TRAINING, JOBS, PLAN, CONTAINERS, DEVELOPMENT]
+    assert sorted(COMMANDS) == sorted(command for kind in kinds for command in kind)
+
+
+@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
+def test_what_runs_elsewhere_is_there(test: str) -> None:
+    file, name = test.split("::")
+    assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_a_training_command_passes_the_check(command: str, tmp_path: Path) -> None:
+    """What it says can be configured and built; nothing is trained."""
+    found = _training(command)
+    assert found is not None
+    processes, arguments = found
+    check = [] if _only_prints(arguments) else [f"--check={processes}", f"hydra.run.dir={tmp_path / 'run'}"]
+    succeed(*arguments, *check, cwd=ROOT)
+    assert not (tmp_path / "run").exists()
+
+
+def _tiny(arguments: list[str]) -> list[str]:
+    """Overrides that make a command's run short: a model of milliseconds, few updates, no W&B."""
+    chosen = dict(argument.split("=", 1) for argument in arguments)
+    model = ["model.channels=4"] if chosen.get("model") == "cnn" else ["model.n_layer=1", "model.n_embd=16"]
+    heads = [] if chosen.get("model") == "cnn" else ["model.n_head=2"]
+    steps = min(3, int(chosen.get("trainer.max_steps", 3)))
+    return [*model, *heads, f"trainer.max_steps={steps}", "schedule.warmup_steps=1", "metrics=jsonl"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[] if COMMANDS[command] == "README.md" else pytest.mark.slow)
+        for command in TRAINING
+        if not _only_prints((_training(command) or (0, []))[1])
+    ],
+)
+def test_a_training_command_trains(command: str, tmp_path: Path) -> None:
+    """As it stands, on as many processes, but for a tiny model and three updates."""
+    found = _training(command)
+    assert found is not None
+    processes, arguments = found
+    succeed(*arguments, *_tiny(arguments), f"hydra.run.dir={tmp_path}", world=processes, cwd=ROOT)
+    assert status(tmp_path)["state"] == "done"
+    assert metrics(tmp_path)
+
+
+def test_from_a_laptop_to_a_node_each_command_resumes_the_one_before(tmp_path: Path) -> None:
+    steps = []
+    for command in CHAIN:
+        found = _training(command)
+        assert found is not None
+        tiny = [override for override in _tiny(found[1]) if not override.startswith("trainer.max_steps")]
+        finished = succeed(*found[1], *tiny, "data.seq_len=16", "trainer.eval_every=0", world=found[0], cwd=tmp_path)
+        steps.append(status(tmp_path / "runs/first")["step"])
+        assert ("resuming" in finished.stdout) == (len(steps) > 1)
+    assert steps == [50, 60]
+
+
+@pytest.mark.parametrize("command", JOBS)
+def test_a_slurm_command_names_what_there_is(command: str, tmp_path: Path) -> None:
+    """Its script exists and the configuration passes the check; tests/cluster/slurm submit jobs of each kind."""
+    words = _sbatch(command)
+    assert words is not None
+    at = next(i for i, word in enumerate(words) if not word.startswith("--"))
+    assert {word.split("=")[0] for word in words[:at]} <= {"--nodes", "--gpus-per-node", "--time", "--array"}
+    assert (ROOT / words[at]).is_file()
+    overrides = [word for word in words[at + 1 :] if not word.startswith("hydra.run.dir")]
+    succeed(*overrides, "--check=16", f"hydra.run.dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize("command", PLAN)
+def test_a_forecast_command_forecasts(command: str, tmp_path: Path) -> None:
+    module, function = PYPROJECT["project"]["scripts"]["distaccum-plan"].split(":")
+    script = tmp_path / "plan.py"
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    succeed(*shlex.split(command)[1:], f"hydra.run.dir={tmp_path}", script=script, cwd=tmp_path)
+    assert (tmp_path / "plan.json").is_file()
+
+
+@pytest.mark.parametrize("command", CONTAINERS)
+def test_a_container_command_names_what_there_is(command: str) -> None:
+    """Build arguments, files and variables that it names exist; tests/cluster/container build and run the image."""
+    dockerfile, entry = (ROOT / "Dockerfile").read_text(), (ROOT / "launch" / "container.sh").read_text()
+    words = shlex.split(command)
+    assert words[:2] in (["docker", "build"], ["docker", "run"], ["kubectl", "apply"])
+    for option, value in pairwise(words):
+        if option == "--build-arg":
+            assert re.search(rf"^ARG {value.split('=')[0]}\b", dockerfile, re.MULTILINE), value
+        if option == "-e":
+            assert value.split("=")[0] in entry, value
+        if words[0] == "kubectl" and option == "-f":
+            assert (ROOT / value).is_file()
+
+
+@pytest.mark.parametrize("command", DEVELOPMENT)
+def test_a_development_command_names_what_there_is(command: str) -> None:
+    """Files and markers that it names exist."""
+    markers = {marker.split(":")[0] for marker in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    words = shlex.split(command)
+    for before, word in pairwise(["", *words]):
+        if before == "-m":
+            assert word in markers
+        elif "/" in word:
+            assert (ROOT / word).exists()
+
+
+@pytest.mark.slow
+def test_the_replay_of_a_run_differs_in_nothing(tmp_path: Path) -> None:
+    for command in REPLAY:
+        arguments = [word.replace("runs/", f"{tmp_path}/") for word in shlex.split(command)[1:]]
+        finished = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        )
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout == "nothing differs\n"
+
+
+# ------------------------------------------------------------------------------------------ Python blocks
+
+# A short text in place of the documentation of CPython, so that an epoch of it takes a moment.
+SHORT_TEXT = """
+import os
+import distaccum.data.datasets.lines as _lines
+_lines.documentation = lambda: b"\\n".join(b"line %d of a short text" % i for i in range(800))
+"""
+FIT = "\nif 'fit()' not in __source__ and 'trainer' in globals():\n    print(trainer.fit())\n"
+
+
+def _is_file_of_the_project(block: Block) -> bool:
+    return block.text in files_of_the_project().values()
+
+
+@cache
+def files_of_the_project() -> dict[str, str]:
+    """The example's files in docs/data.md: a path in backticks, then a block with its content."""
+    return dict(re.findall(r"\n`(my_[\w/.]+)`:\n\n```\w+\n(.*?)```", text_of("docs/data.md"), flags=re.DOTALL))
+
+
+PYTHON = [b for b in ALL if b.language == "python" and b.mark != "setup" and not _is_file_of_the_project(b)]
+
+
+def run_block(block: Block, folder: Path) -> str:
+    """Runs a block after its page's setup, as a script in a process of its own; returns what it printed."""
+    setup = "" if block.mark == "alone" else "".join(b.text for b in blocks(block.page) if b.mark == "setup")
+    script = folder / "block.py"
+    script.write_text(f"__source__ = {block.text!r}\n{SHORT_TEXT}{setup}\n{block.text}{FIT}")
+    return succeed(script=script, cwd=folder).stdout
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
+    printed = run_block(block, tmp_path)
+    if "single_process_world" in block.text:
+        assert float(printed) == pytest.approx(2 * 4 * 2**0.5)  # two micro-steps of 4 samples: d/dw = d/db = 8
+
+
+def test_your_own_model_data_loss_and_optimizer(tmp_path: Path) -> None:
+    files = files_of_the_project()
     assert len(files) == 5
     for name, content in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return tmp_path
-
-
-def test_your_own_model_data_loss_and_optimizer(project: Path) -> None:
-    command = [*_command("--config-dir my_conf data=points"), "hydra.run.dir=run", "metrics=jsonl"]
+    _, *arguments = shlex.split(OWN_PROJECT)
     finished = subprocess.run(
-        command, cwd=project, env=environment(), capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-m", "torch.distributed.run", *arguments, "hydra.run.dir=run", "metrics=jsonl"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert finished.returncode == 0, finished.stderr
     assert "Points, 100 samples" in finished.stdout
-    assert status(project / "run")["state"] == "done"
-    records = metrics(project / "run")
+    assert status(tmp_path / "run")["state"] == "done"
+    records = metrics(tmp_path / "run")
     assert records[-1]["samples"] == 2000
     assert records[-1]["loss"] < 0.05 < records[0]["loss"]  # the noise's variance is 0.01
     assert "eval_loss" not in records[-1]
 
 
-def test_the_testing_example(project: Path) -> None:
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "single_process_world" in b]
-    finished = subprocess.run(
-        [sys.executable, "-c", block], cwd=project, env=environment(), capture_output=True, text=True, check=True
-    )
-    assert float(finished.stdout) == pytest.approx(2 * 4 * 2**0.5)  # two micro-steps of 4 samples: d/dw = d/db = 8
-
-
-def test_the_contract_names_what_there_is() -> None:
-    contract = README[README.index("## Contract") : README.index("## Architecture")]
-    for key in [
-        "batch.global_size",
-        "batch.micro_size",
-        "engine",
-        "precision",
-        "seed",
-        "trainer.max_steps",
-        "trainer.max_epochs",
-        "trainer.log_every",
-        "trainer.eval_every",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "resume",
-        "optim.lr",
-        "optim.clip_norm",
-    ]:
-        assert key in contract
-    for group in ("engine", "precision", "data", "model", "optim", "schedule", "metrics"):
-        (row,) = [line for line in contract.splitlines() if line.startswith(f"| `{group}` |")]
-        choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
-        assert set(re.findall(r"`([\w-]+)`", row)) == {group} | choices
-
-
 def _diff() -> list[str]:
-    (block,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
-    return block.splitlines()
+    (block,) = (block for block in ALL if block.language == "diff")
+    return block.text.splitlines()
 
 
 def test_coming_from_accelerate_changes_under_ten_lines() -> None:
@@ -103,17 +361,133 @@ def test_both_sides_of_the_accelerate_diff_run(tmp_path: Path, sign: str) -> Non
     script += "\nprint(f'loss {loss.item():.4f} rate {scheduler.get_last_lr()[0]:.6f}')\n"
     path = tmp_path / "loop.py"
     path.write_text(script)
-    finished = subprocess.run(
-        [sys.executable, path],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert finished.returncode == 0, finished.stderr
+    finished = succeed(script=path, cwd=tmp_path)
     loss, rate = re.findall(r"[\d.]+", finished.stdout)
     assert float(loss) < 3.5
     updates = -(-len(lines(seq_len=64).train) // 64)  # type: ignore[arg-type]
     assert float(rate) == pytest.approx(3e-3 * 0.99**updates, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------ names and links
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 250
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in _anchors(path), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_pages_name_no_machine(page: str) -> None:
+    """Pages are for users: neither paths of one machine nor hosts of package registries."""
+    assert not re.search(r"(?<![\w.<$}-])/(?:root|home|work|tmp|usr|mnt)/", text_of(page))
+    assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch|proxy\.|index-url", text_of(page))
+
+
+def test_every_page_is_in_the_readmes_index() -> None:
+    for page in PAGES[1:]:
+        assert f"({page})" in text_of("README.md")
+
+
+def _defined(file: Path) -> set[str]:
+    """Names of a file's classes, functions and their methods: ``Class.method``."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            names |= {f"{node.name}.{one.name}" for one in inner if isinstance(one, ast.FunctionDef)}
+    return names
+
+
+def test_the_architecture_page_names_functions_that_there_are() -> None:
+    found = re.findall(r"`([\w/]+\.py):([\w.]+)`", text_of("docs/architecture.md"))
+    assert len(found) > 20
+    for file, name in found:
+        assert name in _defined(ROOT / "distaccum" / file), f"{file}:{name}"
+    for file in re.findall(r"`((?:distaccum|launch|tests)/[\w/]+\.py)`", text_of("docs/architecture.md")):
+        assert (ROOT / file).is_file(), file
+
+
+def test_the_architecture_page_draws_every_room() -> None:
+    drawing = blocks("docs/architecture.md")[0].text
+    rooms = {path.name.removesuffix(".py") for path in (ROOT / "distaccum").iterdir()}
+    assert all(re.search(rf"\b{room}\b", drawing) for room in rooms - {"__init__", "__pycache__", "py.typed", "conf"})
+
+
+# ------------------------------------------------------------------------------------------ the reference
+
+
+def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and defaults of a dataclass and of those in it."""
+    hints, made = get_type_hints(schema), schema()
+    for field in fields(schema):
+        value = getattr(made, field.name)
+        if is_dataclass(hints[field.name]):
+            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def _written(value: object) -> str:
+    named: dict[object, str] = {None: "null", True: "true", False: "false"}
+    return named[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def test_the_reference_has_every_key_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
+    for key, default in _settings(RunConfig):
+        if key == "precision.name" or key.startswith("precision.scaler."):
+            continue
+        assert key in rows, key
+        if isinstance(default, str | int | float | bool | None) or default == []:
+            assert rows[key] == _written(default), key
+
+
+def test_the_reference_has_every_setting_of_the_engines() -> None:
+    table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
+    rows = re.findall(r"^\| (.*?) \| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
+    documented: dict[str, dict[str, str]] = {}
+    engines: list[str] = []
+    for names, key, default in rows:
+        engines = re.findall(r"`(\w+)`", names) or engines
+        for engine in engines:
+            documented.setdefault(engine, {})[key] = default
+    for name, kind in ENGINES.items():
+        assert documented[name] == {key: _written(value) for key, value in _settings(kind) if key != "name"}
+
+
+@pytest.mark.parametrize(
+    "group", ["batch", "engine", "precision", "data", "model", "loss", "optim", "schedule", "callbacks", "metrics"]
+)
+def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
+    (row,) = [line for line in text_of("docs/reference.md").splitlines() if line.startswith(f"| `{group}` | `")][-1:]
+    choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+    choices |= set(ALIASES) if group == "precision" else set()
+    assert set(re.findall(r"`([\w-]+)`", row)) == {group} | choices
+
+
+def test_the_reference_names_every_command() -> None:
+    rows = re.findall(r"^\| `(distaccum-\w+)` \|", text_of("docs/reference.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(PYPROJECT["project"]["scripts"])
+
+
+def test_the_example_programs_are_there() -> None:
+    assert TRAIN.is_file()
+    for file in re.findall(r"`(launch/[\w/.]+\.(?:py|sh|yaml))`", "".join(map(text_of, PAGES))):
+        assert (ROOT / file).is_file(), file

@@ -1,4 +1,4 @@
-"""The README's examples, as they are written there; the three levels train to the same weights, bit by bit."""
+"""The examples of docs/own-loop.md, run as it says; the three levels train to the same weights, bit by bit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from tests.support.commands import ROOT, environment
 
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "own-loop.md").read_text()
 LEVELS = ("loop", "accumulate", "trainer")
 
 
 def _run(example: str, world: int, cwd: Path) -> str:
-    """What the README's command for so many processes prints; run elsewhere, so that it leaves nothing here."""
+    """What the page's command for so many processes prints; run elsewhere, so that it leaves nothing here."""
     start = "python " if world == 1 else f"torchrun --standalone --nproc-per-node={world} "
-    (line,) = [line for line in README.splitlines() if line.startswith(f"{start}launch/examples/{example}.py")]
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"{start}launch/examples/{example}.py")]
     name, *arguments = shlex.split(line.replace("launch/examples/", f"{ROOT}/launch/examples/"))
     command = [sys.executable, *(["-m", "torch.distributed.run"] if name == "torchrun" else []), *arguments]
     finished = subprocess.run(

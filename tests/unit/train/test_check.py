@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 
 from distaccum.train.cli import main
-from tests.support.commands import ROOT
-
-README = (ROOT / "README.md").read_text().splitlines()
-ENGINE_COMMANDS = [line.split()[2:] for line in README if line.startswith("bash launch/train.sh engine=")]
 
 
 def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
@@ -24,14 +20,6 @@ def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> 
         main()
     assert isinstance(caught.value.code, int)
     return caught.value.code
-
-
-@pytest.mark.parametrize("arguments", ENGINE_COMMANDS, ids=" ".join)
-def test_the_engine_commands_of_the_readme_pass_the_check(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 0, capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_check_knows_the_number_of_processes(
