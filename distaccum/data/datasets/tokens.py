@@ -1,4 +1,4 @@
-"""Memory-mapped token shards: raw little-endian ids, no header, like nanoGPT's ``train.bin`` and Megatron's ``.bin``."""
+"""Memory-mapped token shards: raw little-endian ids without a header, as nanoGPT and Megatron write them."""
 
 from __future__ import annotations
 
