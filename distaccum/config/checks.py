@@ -1,8 +1,9 @@
-"""The checks of settings: each raises ConfigError with the key, the value, the problem and the remedy."""
+"""Checks of settings: each raises ConfigError with the key, the value, the problem and the remedy."""
 
 from __future__ import annotations
 
 import math
+from types import NoneType
 
 from distaccum.errors import ConfigError
 
@@ -16,13 +17,13 @@ def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> 
 
 
 def require_types(key: str, settings: object, **kinds: type | tuple[type, ...]) -> None:
-    """Attributes of these types; true and false are no numbers, and a whole number is a float too."""
+    """Attributes of these types; a bool is no number, and a whole number is a float too."""
     for name, kind in kinds.items():
         value, known = getattr(settings, name), kind if isinstance(kind, tuple) else (kind,)
         holds = isinstance(value, (*known, int) if float in known else known)
         if isinstance(value, bool) and bool not in known:
             holds = False
-        wanted = " or ".join(one.__name__ for one in known)
+        wanted = " or ".join("None" if one is NoneType else one.__name__ for one in known)
         require(holds, f"{key}.{name}", value, f"not of type {wanted}", "Give a value of the type named")
 
 

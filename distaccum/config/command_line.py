@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distaccum.config.precision import ALIASES
+from distaccum.config.precision import canonical
 
 
 def take_flag(arguments: Sequence[str], *names: str) -> tuple[list[str], str | None]:
@@ -27,4 +27,4 @@ def _resolved(argument: str) -> str:
     key, _, value = argument.partition("=")
     if key != "precision":
         return argument
-    return f"{key}={','.join(ALIASES.get(name, name) for name in value.split(','))}"
+    return f"{key}={','.join(canonical(name) for name in value.split(','))}"

@@ -1,4 +1,4 @@
-"""Hydra's own errors in distaccum's words: key, value, problem, remedy."""
+"""Hydra's errors as ConfigError: key, value, problem, remedy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from distaccum.config.precision import ALIASES
 from distaccum.config.schema import RunConfig, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses
 
 
 def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
-    """What went wrong while Hydra composed the configuration of the command line ``arguments``."""
+    """The ConfigError for an error that Hydra raised while it composed the command line ``arguments``."""
     given = dict(argument.lstrip("+~").split("=", 1) for argument in arguments if "=" in argument)
     message = str(error).strip()
     if isinstance(error, MissingConfigException):
@@ -34,7 +35,7 @@ def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
 
 
 def check_overrides(overrides: Sequence[str], engine: str) -> None:
-    """Raises ConfigError where one of them would make the group ``engine`` another than was chosen."""
+    """Raises ConfigError where ``engine.name`` differs from the chosen group ``engine``."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "engine.name" and value != engine:
@@ -44,6 +45,8 @@ def check_overrides(overrides: Sequence[str], engine: str) -> None:
 def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     options = list(error.options or [])
+    if group == "precision":
+        options = sorted([*options, *ALIASES.keys() - options])
     if not group:
         return ConfigError("command line", error.missing_cfg_file, message.splitlines()[0], "Give a config that exists")
     return ConfigError(

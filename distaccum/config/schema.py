@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Optional, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
-from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_positive
+from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_positive, require_types
 from distaccum.config.durations import seconds_of
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.precision import PrecisionConfig
@@ -51,6 +52,10 @@ class BatchConfig:
     micro_size: int = 8
     group_by_length: bool = False
 
+    def __post_init__(self) -> None:
+        number = (int, NoneType)
+        require_types("batch", self, global_size=number, tokens=number, micro_size=int, group_by_length=bool)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -66,6 +71,8 @@ class OptimConfig:
     optimizer: Node = field(default_factory=_adamw)
 
     def __post_init__(self) -> None:
+        number = (float, NoneType)
+        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict)
         require_positive("optim.lr", self.lr)
         require_positive("optim.clip_norm", self.clip_norm)
         require_positive("optim.clip_value", self.clip_value)
@@ -98,6 +105,9 @@ class TrainerConfig:
     max_skips: int = 10
 
     def __post_init__(self) -> None:
+        limit = (int, NoneType)
+        counts = dict.fromkeys(("log_every", "eval_every", "num_workers", "prefetch", "max_skips"), int)
+        require_types("trainer", self, max_steps=limit, max_epochs=limit, **counts)
         require_count("trainer.max_steps", self.max_steps, least=1)
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
@@ -120,6 +130,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
+        require_types("checkpoint", self, every=int, keep=int)
         require_count("checkpoint.every", self.every, off="0 to save none")
         require_count("checkpoint.keep", self.keep, off="0 to keep all")
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from distaccum.config.checks import require_fraction
 from distaccum.config.instantiate import build
 from distaccum.config.precision import PRECISIONS, PrecisionConfig
-from distaccum.config.schema import RunConfig, conf_dir
+from distaccum.config.schema import BatchConfig, CheckpointConfig, OptimConfig, RunConfig, TrainerConfig, conf_dir
 from distaccum.errors import ConfigError
 
 
@@ -204,3 +206,29 @@ def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) 
     node = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{file}.yaml"))
     defaults = RunConfig.from_dict({"engine": file}) if group == "engine" else RunConfig()
     assert getattr(RunConfig.from_dict({group: node}), group) == getattr(defaults, group)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.999])
+def test_a_fraction(value: float) -> None:
+    require_fraction("data.held_out", value)
+
+
+@pytest.mark.parametrize("value", [0, 1, -0.1, 1.5, float("nan")])
+def test_no_fraction(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"data\.held_out=.*: not between 0 and 1\. Give"):
+        require_fraction("data.held_out", value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BatchConfig(global_size="8"), r"batch\.global_size=8: not of type int or None"),  # type: ignore[arg-type]
+        (lambda: BatchConfig(micro_size=True), r"batch\.micro_size=True: not of type int"),
+        (lambda: OptimConfig(lr="fast"), r"optim\.lr=fast: not of type float"),  # type: ignore[arg-type]
+        (lambda: TrainerConfig(log_every=2.5), r"trainer\.log_every=2\.5: not of type int"),  # type: ignore[arg-type]
+        (lambda: CheckpointConfig(keep=None), r"checkpoint\.keep: not of type int"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_made_in_python_are_checked_as_well(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -57,3 +57,13 @@ def test_a_setting_of_another_engine_is_refused_by_name(
 ) -> None:
     assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 2
     assert message in capsys.readouterr().err
+
+
+def test_flags_and_aliases_are_resolved_before_hydra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(monkeypatch, tmp_path, "-v", "precision=bfloat16", "--check=2") == 0, capsys.readouterr().err
+    assert _check(monkeypatch, tmp_path, "precision=bfloat", "--check=2") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("distaccum: configuration error: precision=bfloat: no such choice; did you mean bfloat16")
+    assert said.count("\n") == 1

@@ -15,7 +15,9 @@ from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.resume import find_checkpoint
+from distaccum.train.components import build_components
+from distaccum.train.resume import Restore, find_checkpoint
+from distaccum.train.run import build_accumulator
 from distaccum.train.run_dir import RunDir
 
 SOURCE = DataSpec(train=[(torch.randn(4), torch.tensor(i % 3)) for i in range(16)], eval_dataset=None, description="")
@@ -48,6 +50,42 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_run(gloo_world: Wor
                 model=nn.Linear(4, 5),
                 world_size=1,
             )
+
+
+def test_state_json_is_read_once_on_each_rank(
+    gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _saved(tmp_path)
+    read: list[Path] = []
+    read_text = Path.read_text
+
+    def noted(file: Path, *arguments: Any, **options: Any) -> str:
+        if file.name == "state.json":
+            read.append(file)
+        return read_text(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    config = RunConfig.from_dict(_config())
+    Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, max_steps=3, resume="auto", run_dir=tmp_path, config=config).fit()
+    assert read == [path / "state.json"]
+    Trainer(
+        nn.Linear(4, 3),
+        CrossEntropy(),
+        SOURCE,
+        resume=str(path),
+        run_dir=tmp_path / "named",
+        max_steps=3,
+        config=config,
+    ).fit()
+    assert read == [path / "state.json"] * 2
+    components = build_components(
+        config, SOURCE, nn.Linear(4, 3), CrossEntropy(), world_size=1, device=torch.device("cpu")
+    )
+    monkeypatch.setattr(World, "broadcast_str", lambda *_: str(path))  # on a rank that did not look for it
+    restore = Restore(None, components, gloo_world)
+    restore.before_wrap()
+    restore.after_wrap(build_accumulator(components, gloo_world), wandb_id="")
+    assert read == [path / "state.json"] * 3
 
 
 def test_a_resumed_run_says_what_carries_over_and_who_saved_it(

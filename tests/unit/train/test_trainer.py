@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from distaccum import DataSpec, RunConfig, Trainer
+from distaccum import (
+    BatchConfig,
+    DataSpec,
+    DDPConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RunConfig,
+    Trainer,
+    Zero1Config,
+)
 from distaccum.accumulation.step import Outcome
 from distaccum.data.adapters import split_by_rank
 from distaccum.distributed.world import World
@@ -156,6 +166,117 @@ def test_a_resumed_run_goes_on_bitwise_callbacks_included(gloo_world: World, tmp
     assert waited[0] == waited[1]
     assert waited[0]["waited"] == 5
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def _settings(**keywords: Any) -> RunConfig:
+    return Trainer(_model(), CrossEntropy(), SOURCE, **keywords)._components.config
+
+
+def test_keywords_replace_settings_of_the_configuration_and_no_others() -> None:
+    config = _config()
+    assert _settings(config=config) == config
+    assert _settings() == RunConfig()
+    stated = _settings(
+        global_batch_size=12,
+        micro_batch_size=2,
+        max_steps=7,
+        engine="zero1",
+        precision="bf16-mixed",
+        clip_norm=0.5,
+        seed=3,
+        config=config,
+    )
+    assert stated == replace(
+        config,
+        batch=replace(config.batch, global_size=12, micro_size=2),
+        trainer=replace(config.trainer, max_steps=7),
+        engine=Zero1Config(),
+        precision=PrecisionConfig(name="bf16"),
+        optim=replace(config.optim, clip_norm=0.5),
+        seed=3,
+    )
+    engine, precision = DDPConfig(bucket_cap_mb=1.0), PrecisionConfig(name="bf16", reduce_dtype="bf16")
+    assert _settings(engine=engine, precision=precision).engine == engine
+    assert _settings(engine=engine, precision=precision).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("keywords", "limits"),
+    [
+        ({"max_epochs": 2}, (None, 2)),  # whatever max_steps is by default
+        ({"max_steps": 9}, (9, None)),
+        ({"max_steps": 9, "max_epochs": 2}, (9, 2)),
+        ({}, (None, 5)),
+    ],
+)
+def test_how_long_is_stated_in_one_place(keywords: dict[str, int], limits: tuple[int | None, int | None]) -> None:
+    trainer = _settings(config=_config(max_steps=None, max_epochs=5), **keywords).trainer
+    assert (trainer.max_steps, trainer.max_epochs) == limits
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"global_batch_size": 0}, r"batch\.global_size=0: must be at least 1\. State a positive number"),
+        ({"micro_batch_size": 64}, r"batch\.micro_size=64: "),
+        ({"max_steps": -1}, r"trainer\.max_steps=-1: must be at least 1"),
+        ({"max_steps": "7"}, r"trainer\.max_steps=7: not of type int or None"),
+        ({"engine": "horovod"}, r"engine=horovod: no such choice\. Use one of ddp"),
+        ({"engine": 3}, r"engine=3: neither a name nor settings"),
+        ({"precision": "fp8"}, r"precision=fp8: no such choice\. Use one of fp32"),
+        ({"clip_norm": 0.0}, r"optim\.clip_norm=0\.0: must be a positive finite number"),
+        ({"seed": -1}, r"seed=-1: out of range"),
+        ({"resume": "nowhere"}, r"resume=nowhere: no such checkpoint folder"),
+        ({"config": {"seed": 1}}, r"config=dict: not a RunConfig\. Give .*RunConfig\.from_dict"),
+        (
+            {"clip_norm": 1.0, "config": RunConfig(optim=OptimConfig(clip_norm=None, clip_value=0.1))},
+            r"optim\.clip_value=0\.1: and optim\.clip_norm=1\.0 too\. Set one of them",
+        ),
+        (
+            {"global_batch_size": 8, "config": RunConfig(batch=BatchConfig(global_size=None, tokens=64))},
+            r"batch\.tokens=64: and batch\.global_size=8 is given too\. State one",
+        ),
+    ],
+)
+def test_bad_keywords_are_refused_before_there_is_a_process_group(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(_model(), CrossEntropy(), SOURCE, **keywords)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_checkpoint_keeps_the_configuration_that_trains(gloo_world: World, tmp_path: Path) -> None:
+    model = _model()
+    groups = [{"params": [model.weight], "lr": 0.2}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    config = _config()
+    Trainer(
+        model,
+        CrossEntropy(),
+        SOURCE,
+        max_steps=4,
+        optimizer=optimizer,
+        callbacks=[Heard()],
+        run_dir=tmp_path,
+        config=config,
+    ).fit()
+    kept = json.loads((tmp_path / "checkpoints" / "step-4" / "state.json").read_text())["config"]
+    recorded = kept["optim"].pop("optimizer")
+    assert recorded["_target_"] == "torch.optim.sgd.SGD"
+    settings = [{name: group[name] for name in ("params", "lr", "momentum")} for group in recorded["param_groups"]]
+    assert settings == [{"params": 12, "lr": 0.2, "momentum": 0.9}, {"params": 3, "lr": 0.1, "momentum": 0.9}]
+    assert kept["optim"] == {"clip_norm": 1.0, "clip_value": None}  # no rate of an optimizer that was not made
+    assert kept["model"] == {"_target_": "torch.nn.modules.linear.Linear"}
+    assert kept["loss"] == {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"}
+    assert kept["data"] == {"_target_": "distaccum.data.spec.DataSpec", "description": ""}
+    assert list(kept["callbacks"]) == ["Heard-0"]
+    assert kept["trainer"]["max_steps"] == 4
+    assert kept["batch"] == asdict(config.batch)
+
+
+def test_without_an_optimizer_a_checkpoint_keeps_that_of_the_configuration(gloo_world: World, tmp_path: Path) -> None:
+    Trainer(_model(), CrossEntropy(), SOURCE, max_steps=4, run_dir=tmp_path, config=_config()).fit()
+    kept = json.loads((tmp_path / "checkpoints" / "step-4" / "state.json").read_text())["config"]
+    assert kept["optim"] == asdict(_config().optim)
 
 
 @pytest.mark.parametrize(
