@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
+from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
@@ -43,6 +44,13 @@ class Outcome:
     def loss_scale(self) -> float:
         """The scale of this window's gradients; 1.0 without a loss scaler."""
         return 1.0 if self.step is None else self.step.loss_scale
+
+
+def all_reduce_loss_sums(outcome: Outcome, world: World) -> Tensor:
+    """The losses of a window summed over all ranks: fp64, one for each of ``outcome.counts``; a collective."""
+    # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
+    sums = torch.stack(list(outcome.loss_sums.values())).double()
+    return world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
 
 
 class LossSums:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
 
-import torch
-
 from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
-from distaccum.accumulation.step import Outcome
+from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -98,9 +96,8 @@ class ProgressTracker:
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
-        sums = self._world.all_reduce_(torch.stack(list(self.last.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
-        means = (total / count for total, count in zip(sums.tolist(), self.last.counts.values(), strict=True) if count)
+        totals = all_reduce_loss_sums(self.last, self._world).tolist()
+        means = (total / count for total, count in zip(totals, self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 
     def begin_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Atomic writes: a reader sees the old file or the new one, never a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named tensors in safetensors files: each written once, by one of the ranks that have it, and read one at a time."""
+"""Named tensors in safetensors files: each is written once, by one of its ranks, and read one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distaccum.errors import CheckpointError
 def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, *, shared: bool) -> None:
     """Writes this rank's share to ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
 
-    What several ranks have, the first of them writes. A collective if ``shared``; else rank 0 has it all.
+    A tensor of several ranks is written by the first of them. A collective if ``shared``; else rank 0 has every tensor.
     """
     given = world.all_gather_object(list(tensors)) if shared else [list(tensors)]
     before: set[str] = set().union(*given[: world.rank])

@@ -1,4 +1,4 @@
-"""Weights from files into a model that no engine has wrapped yet."""
+"""Copies weights from files into a model that no engine has wrapped yet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from distaccum.checkpoint.tensors import TensorFiles
-from distaccum.errors import CheckpointError, ConfigError, near_misses
+from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
 def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
@@ -24,13 +23,11 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
     own = _tensors_of(model)
     missing = [name for name in own if name not in files]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        problem = f"has no {missing[0]}{more}{near_misses(missing[0], files)}"
+        problem = f"has no {shorten(missing, most=1)}{near_misses(missing[0], files)}"
         raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
     unknown = [name for name in files if name not in own]
     if unknown:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        problem = f"has {unknown[0]}{more}, which the model has not"
+        problem = f"has {shorten(unknown, most=1)}, which the model has not"
         raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
     for name, tensor in own.items():
         if files.shape(name) != tuple(tensor.shape):
@@ -47,10 +44,13 @@ def fill(model: nn.Module, path: Path) -> None:
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether the engine is yet to give the weights memory."""
+    """Whether the model has no memory yet, which its engine then allocates."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
+    # Imported here: it takes a second, and a run that starts from zero needs none of it.
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: PLC0415
+
     found: Any = get_model_state_dict(model)
     return cast(Mapping[str, Tensor], found)

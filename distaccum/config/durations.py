@@ -1,4 +1,4 @@
-"""Lengths of time as people write them for Slurm."""
+"""Durations as Slurm writes them."""
 
 from __future__ import annotations
 

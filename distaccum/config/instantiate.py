@@ -1,4 +1,4 @@
-"""Nodes of the configuration that name their own ``_target_``: found, checked, called."""
+"""Instantiates nodes of the configuration that name a ``_target_``: finds it, checks the arguments, calls it."""
 
 from __future__ import annotations
 

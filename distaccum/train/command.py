@@ -14,6 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from distaccum.config.command_line import resolve_aliases
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
@@ -37,6 +38,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
             if not any(folder.iterdir()):
                 folder.rmdir()
 
+    sys.argv[1:] = resolve_aliases(sys.argv[1:])
     composing.enter_context(redirect_stderr(said))  # Hydra prints its own errors, in its own words
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(task)()
@@ -53,7 +55,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
 def complain(name: str, error: Exception) -> int:
     """Prints one line on stderr; returns the exit code of bad settings."""
     kind = "configuration error: " if isinstance(error, ConfigError) else ""
-    print(f"{name}: {kind}{error}", file=sys.stderr)  # noqa: T201
+    sys.stderr.write(f"{name}: {kind}{error}\n")
     return 2
 
 

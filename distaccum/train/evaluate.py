@@ -1,4 +1,4 @@
-"""Held-out sums and counts, exact on any number of ranks."""
+"""Evaluation: sums and counts over the held-out samples, exact on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from distaccum.losses.normalize import SINGLE, as_counts
 
 
 class EvaluationMetric(Protocol):
-    """What torchmetrics' metrics and collections offer; ``compute`` joins the ranks."""
+    """The interface of torchmetrics' metrics and collections, whose ``compute`` reduces over the ranks."""
 
     def update(self, predictions: Tensor, targets: Tensor, /) -> None:
-        """Takes one batch."""
+        """Adds one batch."""
 
     def compute(self) -> Any:
         """A number, or numbers by name; a collective."""
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Clears all batches."""
 
 
 @torch.no_grad()
@@ -91,7 +91,11 @@ def evaluate(
 
 
 def _batches(engine: Engine, source: DataSpec, world: World, micro_batch_size: int) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches, and, where a forward communicates, as many for nothing as other ranks have more."""
+    """This rank's batches; where a forward communicates, also those that only match the other ranks' number.
+
+    Yields:
+        A batch, and whether it counts.
+    """
     assert source.eval_dataset is not None
     samples = len(source.eval_dataset)
     plan = BatchPlan(
@@ -112,7 +116,7 @@ def _batches(engine: Engine, source: DataSpec, world: World, micro_batch_size: i
 def _means(
     sums: Mapping[str, Tensor], counted: Mapping[str, float], device: torch.device, world: World
 ) -> dict[str, float]:
-    """Each sum over all ranks, by the count of its own name, or else the single loss's."""
+    """Each sum over all ranks, divided by the count of its name, or else by the single loss's count."""
     names, counts = (
         world.all_gather_names(list(sums)),
         world.all_gather_names(list(counted)),

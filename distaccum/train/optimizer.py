@@ -1,4 +1,4 @@
-"""The optimizer that the configuration names."""
+"""Builds the optimizer that the configuration names."""
 
 from __future__ import annotations
 

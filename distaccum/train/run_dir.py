@@ -1,4 +1,4 @@
-"""The run directory: what is in it, and what other programs may rely on."""
+"""The run directory: its paths, and the status and plan files that other programs read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunDir:
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
 
     def remove_if_empty(self) -> None:
-        """Undoes :meth:`make`, if nothing has been written since."""
+        """Removes the folder if nothing is in it."""
         with suppress(OSError):
             self.path.rmdir()
 
@@ -56,29 +56,29 @@ class RunDir:
         return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
 
     def refuse_to_mix(self) -> None:
-        """Raises ConfigError if an earlier run's results are here and the new one is not to continue it."""
+        """Raises ConfigError if an earlier run's results are here."""
         if self.holds_results():
             remedy = "Continue it with resume=auto, or choose another folder"
             raise ConfigError("hydra.run.dir", self.path, "already holds the results of a run", remedy)
 
     def forget_failure(self) -> None:
-        """Before a new attempt, so that an earlier one's failure is not taken for its."""
+        """Removes the mark of an earlier failure, before a run starts."""
         self._failure.unlink(missing_ok=True)
 
     def write_status(self, state: State, *, step: int, reason: str = "") -> None:
-        """Replaces ``status.json``; not where some rank has failed already."""
+        """Replaces ``status.json``, unless some rank has failed already."""
         if not self._failure.exists():
             self._write_status(state, step=step, reason=reason)
 
     def state(self) -> State | None:
-        """What ``status.json`` says; None without one."""
+        """The state in ``status.json``; None without one."""
         try:
             return State(json.loads((self.path / "status.json").read_text())["state"])
         except (OSError, ValueError, KeyError):
             return None
 
     def write_failure(self, reason: str) -> None:
-        """``failed``, at the step last written. Of all ranks' reasons the first stays: the others follow from it."""
+        """Writes ``failed``, at the step last written. The first rank's reason stays: the others follow from it."""
         with suppress(FileExistsError), self._failure.open("x") as file:
             file.write(reason)
         try:
@@ -91,7 +91,7 @@ class RunDir:
         write_json(self.path / "status.json", {"state": state.value, "step": step, "reason": reason})
 
     def write_refusal(self, reason: str) -> None:
-        """``config_error``, unless the folder belongs to a run that has begun or cannot be written."""
+        """Writes ``config_error``, unless the folder holds a run's results or cannot be written."""
         with suppress(OSError, ConfigError):
             self.make()
             if not self.holds_results():

@@ -9,7 +9,7 @@ from distaccum.errors import ConfigError
 
 
 class Constant:
-    """The peak rate, after a linear warm-up over ``warmup_steps`` updates. ``total_steps`` does not matter to it."""
+    """The peak rate after a linear warm-up over ``warmup_steps`` updates; ``total_steps`` is not used."""
 
     def __init__(self, *, total_steps: int, warmup_steps: int = 0) -> None:
         self._warmup = _Warmup(warmup_steps)
@@ -20,7 +20,7 @@ class Constant:
 
 
 class Cosine:
-    """A linear warm-up, then half a cosine down to ``final_ratio`` at ``total_steps``, and level from there.
+    """A linear warm-up, then half a cosine down to ``final_ratio`` at ``total_steps``, and constant after it.
 
     Source: I. Loshchilov and F. Hutter, "SGDR" (2017), without restarts.
     """

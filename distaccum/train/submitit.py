@@ -1,4 +1,4 @@
-"""A job of a sweep that Hydra's submitit launcher has brought to a node: torchrun there, on the same overrides."""
+"""A job of a sweep on a Slurm node, where Hydra's submitit launcher calls it: starts torchrun on the same overrides."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _AGAIN_S = 2.0
 
 
 class SubmititJob:
-    """Called once on every node of a Slurm job, with one task a node; holds nothing, and so travels light.
+    """Called once on every node of a Slurm job, with one task a node; has no state, and so can be pickled.
 
     Raises:
-        DistaccumError: torchrun failed; what it said stands in the job's log, the reason in ``status.json``.
+        DistaccumError: torchrun failed; its output is in the job's log, the reason in ``status.json``.
     """
 
     def __call__(self, _: object) -> None:
@@ -45,7 +45,7 @@ class SubmititJob:
 
 
 def _wait(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int:
-    """The exit code; until then passes on that the run is to save and leave. A worker that is starting ignores it."""
+    """Waits for the exit code. Once asked to leave, repeats that to the workers: one that is starting ignores it."""
     while True:
         try:
             return process.wait(_AGAIN_S)
@@ -55,7 +55,7 @@ def _wait(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int:
 
 
 def _tell_workers(launcher: int) -> None:
-    """Sends SIGUSR2 to torchrun's children, where Slurm's own signal does not get; they save and leave."""
+    """Sends SIGUSR2 to torchrun's children, which Slurm's own signal does not reach; they save and leave."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             _, parent, *_ = stat.read_text().rpartition(")")[2].split()
@@ -64,7 +64,7 @@ def _tell_workers(launcher: int) -> None:
 
 
 def torchrun(environment: Mapping[str, str]) -> list[str]:
-    """torchrun's command line on this node, from what Slurm set: ``NPROC`` processes, or one a GPU, or two."""
+    """torchrun's command line on this node, from Slurm's variables: ``NPROC`` processes, or one a GPU, or two."""
     nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
     processes = environment.get("NPROC") or environment.get("SLURM_GPUS_ON_NODE") or "2"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
@@ -80,7 +80,7 @@ def torchrun(environment: Mapping[str, str]) -> list[str]:
 
 
 def _address(node: str) -> str:
-    """Where Slurm reaches it: a node's name need not resolve."""
+    """The address by which Slurm reaches a node, whose name need not resolve."""
     words = _show("node", node, "--oneliner")
     return next(word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr="))
 
@@ -90,12 +90,12 @@ def _show(*what: str) -> list[str]:
 
 
 def _arguments(hydra: Any) -> list[str]:
-    """The overrides of this job, into the folder that the launcher gave it; continued after a requeue."""
+    """The overrides of this job, with the launcher's folder as run directory; it resumes after a requeue."""
     given: list[str] = list(hydra.overrides.task)
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     where = [f"--config-dir={folder}" for folder in folders]
     folder = hydra.runtime.output_dir
-    if any(Path(folder).glob("checkpoints/step-*")):  # it goes on, whatever it began from
+    if any(Path(folder).glob("checkpoints/step-*")):  # it resumes its own checkpoint, whatever it started from
         given = [one for one in given if not one.startswith("resume=")]
     resume = [] if any(one.startswith("resume=") for one in given) else ["resume=auto"]
     return [*where, *given, *resume, f"hydra.run.dir={folder}"]

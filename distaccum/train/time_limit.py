@@ -1,4 +1,4 @@
-"""When a run has to stop to have saved in time."""
+"""The time limit of a run: when it has to stop, so that it can still save."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BYTES_A_PARAMETER, _BYTES_A_SECOND = 12, 100e6  # of the first save, until one 
 
 
 class TimeLimit:
-    """Measures windows, evaluations and saves, and says when there is just time to end.
+    """Measures windows, evaluations and saves, and says when the rest of the time is needed to end.
 
     Args:
-        max_time: seconds from ``began`` on; None for no end.
-        began: when the run began, as ``now`` tells it.
-        parameters: of the model, by which the time of the first save is guessed.
+        max_time: seconds from ``began`` on; None for no limit.
+        began: when the run began, on the clock ``now``.
+        parameters: number of the model's; an estimate of the first save's time.
         now: the clock, in seconds.
     """
 
@@ -35,9 +35,9 @@ class TimeLimit:
         self._mark = now()
 
     def window_ended(self) -> None:
-        """A window is over; what else was timed since the last one does not belong to it.
+        """Ends the time of a window, from which evaluations and saves are excluded.
 
-        The first one, in which things are compiled and loaders start, counts until there is a second.
+        The first window, in which code is compiled and loaders start, counts until there is a second.
         """
         if self._windows and not self._warm:
             self._warm = True
@@ -45,17 +45,17 @@ class TimeLimit:
         self._windows.append(self._lap())
 
     def evaluated(self) -> None:
-        """An evaluation is over."""
+        """Ends the time of an evaluation."""
         self._evaluation = max(self._evaluation, self._lap())
 
     def saved(self) -> None:
-        """A save is over; the longest one counts, the guess no more."""
+        """Ends the time of a save; the longest one replaces the estimate."""
         self._save = max(self._lap(), 0.0 if self._guessed else self._save)
         self._guessed = False
 
     @property
     def is_near(self) -> bool:
-        """Whether two more windows, an evaluation between them and a save would not end in time."""
+        """Whether two more windows, an evaluation and a save would exceed the limit."""
         if self._end is None:
             return False
         ahead = _WINDOWS_LEFT * max(self._windows, default=0.0) + self._evaluation + _SAVE_SLACK * self._save

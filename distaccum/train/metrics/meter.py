@@ -1,4 +1,4 @@
-"""Turns the outcome of a logged window, and the time since the last one, into a record."""
+"""The record of a logged window: its outcome, and the times since the record before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.step import Outcome
+from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 class Meter:
-    """Sums over the windows since the last record; reads the device only when a record is made."""
+    """Accumulates over the windows since the last record; reads the device only when a record is made."""
 
     def __init__(self, world: World, progress: Progress) -> None:
         self._world = world
@@ -26,25 +26,24 @@ class Meter:
         self.restart(progress)
 
     def restart(self, progress: Progress) -> None:
-        """Starts the interval anew, so that evaluation and saving do not count as training time."""
+        """Restarts the interval, so that evaluation and saving do not count as training time."""
         self._began, self._waited, self._from = perf_counter(), 0.0, progress
 
     def add(self, window: Window, outcome: Outcome) -> None:
-        """Takes note of one attempt, at its end."""
+        """Adds one window, when it is done."""
         self._ended = perf_counter()
         self._waited += window.data_wait_s
         if outcome.step is not None and outcome.step.underflow is not None:
             self._underflow = outcome.step.underflow
 
     def record(self, window: Window, outcome: Outcome, progress: Progress, *, lr: float) -> Record:
-        """The record of ``window``, of which ``progress`` are those after it; a collective."""
-        # fp64: a rank without a micro-batch does not know in what the others' losses are computed.
-        sums = self._world.all_reduce_(torch.stack(list(outcome.loss_sums.values())).double().unsqueeze(1)).squeeze(1)
+        """The record of ``window``; ``progress`` includes it. A collective."""
+        sums = all_reduce_loss_sums(outcome, self._world)
         # The one host read of a logged step: all numbers at once.
         small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
         numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
         totals, (grad_norm, *underflow) = numbers[: len(sums)], numbers[len(sums) :]
-        # A skip may be recorded late, when the next window is under way; its interval goes on.
+        # A skip may be recorded late, when the next window has begun; its interval stays open.
         elapsed = (perf_counter() if outcome.applied else self._ended) - self._began
         before = self._from
         windows = max(1, progress.window - before.window)  # 0 where a checkpoint came between the update and its record
@@ -76,7 +75,7 @@ class Meter:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on a GPU, or that this process took of the host's memory."""
+    """Peak bytes of tensors on a GPU, or of this process's host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
