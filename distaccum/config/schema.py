@@ -1,4 +1,4 @@
-"""The settings: frozen dataclasses that are the schema of ``conf/``, and the only place that knows ``DictConfig``.
+"""The settings: frozen dataclasses that are the schema of ``conf/``; only this file handles ``DictConfig``.
 
 A group whose content is the user's to choose (model, data, loss, schedule, ``optim.optimizer``) is a plain mapping with
 a ``_target_``; everything else is typed here and checked in ``__post_init__``.
@@ -42,9 +42,9 @@ def _cosine() -> Node:
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The global batch, in samples or else in ``tokens``, and the samples that one forward/backward takes at most.
+    """The global batch, in samples or in ``tokens``, and the most samples of one forward and backward.
 
-    ``group_by_length`` puts samples of like length into one micro-batch, within a window.
+    ``group_by_length``: a micro-batch takes samples of similar length, within a window.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
@@ -84,14 +84,13 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """How long to train and when to look. ``max_steps`` counts applied updates; the earlier of the two limits ends.
+    """The length of the run, and its intervals in updates.
 
-    ``max_time`` (HH:MM:SS, 90s, 12h, ...): before so much time is over since its start the run saves and leaves, to be
-    continued.
-
-    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: whether a NaN or
-    infinite gradient stops the run, or its window is skipped. (In fp16 the loss scale backs off first.) ``max_skips``
-    in a row, with nowhere left for a loss scale to go, stop it in any case.
+    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. ``max_time`` (HH:MM:SS, 90s,
+    12h, ...): the run saves and ends before this time is over, for another process to continue. ``prefetch``:
+    micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
+    infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
+    scale at its minimum, stop the run in any case.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -124,7 +123,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Save every so many updates (0: never), keep the newest so many (0: all)."""
+    """``every``: updates between two checkpoints (0: none). ``keep``: the newest checkpoints to keep (0: all)."""
 
     every: int = 50
     keep: int = 2
@@ -150,7 +149,7 @@ class WandbConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Where metrics go besides ``metrics.jsonl``, which is always written."""
+    """The loggers; ``metrics.jsonl`` is always written."""
 
     console: bool = True
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -158,10 +157,11 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything one run is told. ``resume`` is ``never``, ``auto`` or a checkpoint's path.
+    """Every setting of a run.
 
-    ``init_from``: weights to start from, a safetensors file or a folder with one; optimizer and clocks begin at zero.
-    With ``resume=auto`` it is for the first start alone, when there is no checkpoint yet.
+    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``init_from``: initial weights, a safetensors file or a
+    folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only while there is no
+    checkpoint.
     """
 
     seed: int = 0
@@ -205,7 +205,7 @@ class RunConfig:
 
 
 def _writable(node: Any) -> Any:
-    """Lifts, at every depth, the read-only flag that OmegaConf puts on frozen dataclasses; YAML can then be merged."""
+    """Removes OmegaConf's read-only flag of frozen dataclasses at every depth, so that YAML can be merged."""
     if isinstance(node, DictConfig):
         OmegaConf.set_readonly(node, False)
         for key in node:
@@ -226,7 +226,7 @@ def plain(node: DictConfig) -> Node:
 
 
 def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> DictConfig:
-    """Where ``node`` names a ``_target_`` itself, the arguments of the default's are not that one's."""
+    """Empties the schema's node where ``node`` names a ``_target_``: its defaults are not for that target."""
     optim, schedule = node.get("optim"), node.get("schedule")
     optimizer = optim.get("optimizer") if isinstance(optim, Mapping) else None
     for key, given in (("optim.optimizer", optimizer), ("schedule", schedule)):
@@ -251,22 +251,22 @@ def _from_plain(node: Mapping[str, Any]) -> RunConfig:
 
 
 def _name_of(node: Mapping[str, Any]) -> Any:
-    """Which engine it means."""
+    """The name of the node's engine."""
     engine = node.get("engine", "ddp")
     return engine.get("name", "ddp") if isinstance(engine, Mapping) else engine
 
 
 def _construct(schema: type, values: Any, **chosen: type) -> Any:
-    """The frozen dataclass of plain values, with some fields' types ``chosen``.
+    """Makes the frozen dataclass of plain values, with some fields' types ``chosen``.
 
-    (OmegaConf's own way loses the errors that ``__post_init__`` raises.)
+    OmegaConf's own conversion loses the errors that ``__post_init__`` raises.
     """
     hints = get_type_hints(schema) | chosen
     return schema(**{k: _construct(hints[k], v) if is_dataclass(hints[k]) else v for k, v in values.items()})
 
 
 def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None = None) -> ConfigError:
-    """An OmegaConf error in distaccum's words: key, value (looked up in ``node``), problem, remedy."""
+    """The ConfigError for an error of OmegaConf; the value is looked up in ``node``."""
     key = str(error.full_key or "")
     value = None if node is None else OmegaConf.select(OmegaConf.create(dict(node)), key)
     first_line = str(error.msg or error).splitlines()[0]
@@ -285,7 +285,7 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
 
 
 def unknown_key(key: str, value: object, engine: str) -> ConfigError:
-    """For a setting that does not exist on ``engine``, with those that are spelled nearly so."""
+    """The ConfigError for a setting that ``engine`` does not have, with similar names."""
     group, _, setting = key.partition(".")
     if group == "engine" and setting:
         return unknown_setting(engine, setting, value)

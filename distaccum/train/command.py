@@ -34,7 +34,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
             check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
             exit_code = run(plain(node), folder)
         except ConfigError as error:
-            exit_code = complain(name, error)
+            exit_code = print_error(name, error)
             if not any(folder.iterdir()):
                 folder.rmdir()
 
@@ -46,13 +46,13 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
         if composed or not stop.code:
             raise
         composing.close()
-        return complain(name, from_hydra(stop.__context__ or stop, sys.argv[1:]))
+        return print_error(name, from_hydra(stop.__context__ or stop, sys.argv[1:]))
     finally:
         composing.close()
     return exit_code
 
 
-def complain(name: str, error: Exception) -> int:
+def print_error(name: str, error: Exception) -> int:
     """Prints one line on stderr; returns the exit code of bad settings."""
     kind = "configuration error: " if isinstance(error, ConfigError) else ""
     sys.stderr.write(f"{name}: {kind}{error}\n")

@@ -37,7 +37,7 @@ class EvaluationMetric(Protocol):
 @torch.no_grad()
 def evaluate(
     engine: Engine,
-    source: DataSpec,
+    data: DataSpec,
     loss: Loss,
     world: World,
     *,
@@ -51,7 +51,7 @@ def evaluate(
     Raises:
         MisuseError: there are ``metrics``, and the loss gives no ``predictions``.
     """
-    assert source.eval_dataset is not None
+    assert data.eval_dataset is not None
     metrics = metrics or {}
     if metrics and not isinstance(loss, Predictor):
         raise MisuseError(f"metrics need predictions(model, batch) -> (predictions, targets) of {type(loss).__name__}")
@@ -65,7 +65,7 @@ def evaluate(
     model.eval()
     sums: dict[str, Tensor] = {}
     counted: dict[str, float] = {}
-    for batch, is_own in _batches(engine, source, world, micro_batch_size):
+    for batch, is_own in _batches(engine, data, world, micro_batch_size):
         moved = to_device(batch, engine.device)
         with engine.autocast():
             found = scores(loss, model, moved)
@@ -83,33 +83,33 @@ def evaluate(
     for module, training in modes:
         module.training = training
     result = _means(sums, counted, engine.device, world)
-    if source.bytes_per_token is not None:
-        result["eval_bits_per_byte"] = result["eval_loss"] / math.log(2) / source.bytes_per_token
+    if data.bytes_per_token is not None:
+        result["eval_bits_per_byte"] = result["eval_loss"] / math.log(2) / data.bytes_per_token
     for name, metric in metrics.items():
         result |= _numbers(f"eval_{name}", metric.compute())
     return result
 
 
-def _batches(engine: Engine, source: DataSpec, world: World, micro_batch_size: int) -> Iterator[tuple[Any, bool]]:
+def _batches(engine: Engine, data: DataSpec, world: World, micro_batch_size: int) -> Iterator[tuple[Any, bool]]:
     """This rank's batches; where a forward communicates, also those that only match the other ranks' number.
 
     Yields:
         A batch, and whether it counts.
     """
-    assert source.eval_dataset is not None
-    samples = len(source.eval_dataset)
+    assert data.eval_dataset is not None
+    samples = len(data.eval_dataset)
     plan = BatchPlan(
         samples=samples,
         global_batch_size=micro_batch_size * world.size,
         micro_batch_size=micro_batch_size,
         world_size=world.size,
     )
-    held_out, own = cast("Dataset[Any]", source.eval_dataset), 0
-    for batch in DataLoader(held_out, batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=source.collate):
+    held_out, own = cast("Dataset[Any]", data.eval_dataset), 0
+    for batch in DataLoader(held_out, batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=data.collate):
         own += 1
         yield batch, True
     if engine.forward_communicates:
-        for batch in DataLoader(held_out, sampler=[0] * (plan.windows_per_epoch - own), collate_fn=source.collate):
+        for batch in DataLoader(held_out, sampler=[0] * (plan.windows_per_epoch - own), collate_fn=data.collate):
             yield batch, False
 
 

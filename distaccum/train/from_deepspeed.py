@@ -39,16 +39,17 @@ _DECAYS = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cos
 
 
 def from_deepspeed_json(source: str | PathLike[str] | Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
-    """The settings that train as this JSON does on so many ranks, by the keys of ``conf/``; for Trainer, or for YAML.
+    """The settings that train as this JSON does on ``world_size`` ranks, by the keys of ``conf/``.
 
-    What the JSON leaves out has DeepSpeed's default, such as ``gradient_clipping`` 1.0, and in fp16 and bf16 gradients
-    that travel in 16 bits; "auto" counts as left out, and a batch that is not stated is distaccum's default. Without a
-    ``scheduler`` the rate is constant. ``generate`` gives back all that the JSON states, but for settings of a format
-    that "auto" leaves off; and ``engine.json`` holds what only DeepSpeed knows.
+    They are for ``RunConfig.from_dict`` or for a YAML file. A setting that the JSON leaves out or states as "auto" has
+    DeepSpeed's default: ``gradient_clipping`` is 1.0, and in fp16 and bf16 gradients travel in 16 bits. A batch that is
+    not stated has distaccum's default. Without a ``scheduler`` the rate is constant. ``generate`` returns all that the
+    JSON states, except for the settings of a format that "auto" switches off; ``engine.json`` holds what only DeepSpeed
+    knows.
 
     Args:
         source: a file or a mapping.
-        world_size: of the runs that the JSON is for: its numbers depend on it.
+        world_size: of the runs that the JSON is for, since its numbers depend on it.
 
     Raises:
         ConfigError: everything that has no counterpart, by name.
@@ -185,7 +186,7 @@ def _number(key: str, value: Any) -> float:
 
 
 def _optimizer(section: Any) -> tuple[float | None, dict[str, Any]]:
-    """Its rate, and ``optim.optimizer``; nothing where the JSON has none, for a program made its own."""
+    """The learning rate and ``optim.optimizer``; None and nothing where the program makes its own optimizer."""
     if section is None:
         return None, {}
     kind, params = _parts("optimizer", section)

@@ -104,7 +104,7 @@ class Loop:
         """Trains to the end; returns the last evaluation, empty without one.
 
         Raises:
-            NonFiniteError: too many gradients were NaN or infinite; on every rank alike. The weights are untouched.
+            NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()

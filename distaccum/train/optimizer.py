@@ -38,7 +38,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module, device: torch.device)
         return make(model.parameters(), fused=False)
     try:
         _try_fused(make, model, device)
-    except Exception as error:  # whatever it says, and the build below complains of what is not about fusing
+    except Exception as error:  # any error: the build below raises what is not about fusing
         optimizer = make(model.parameters())
         if config.fused is True:
             problem = f"{node['_target_']} cannot: {error}"

@@ -56,7 +56,7 @@ def print_summary(
 ) -> None:
     """Prints how the run ended, and for text what simple models reach on the same split."""
     if state is State.PREEMPTED:
-        saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto goes on"
+        saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto resumes it"
         if not components.config.checkpoint.every:
             saved = "checkpoint.every=0, so nothing is saved"
         elif not progress.step:

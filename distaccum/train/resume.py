@@ -61,13 +61,13 @@ def find_checkpoint(
         return None
     path, optimizer_format = saved.folder, config.optimizer_format(world_size)
     if config.resume == "auto" and saved.run.optimizer_format != optimizer_format:
-        problem = f"cannot go on from {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
+        problem = f"cannot resume {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
         raise ConfigError("engine", None, problem + optimizer_format, remedy)
     mismatch = position_mismatch(saved.run.position, position)
     if mismatch is not None:
         key, before, value = mismatch
-        remedy = f"Continue with {key}={before}, or start anew in another hydra.run.dir"
+        remedy = f"Continue with {key}={before}, or start a new run in another hydra.run.dir"
         raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
     weights.check(model, path, key="resume")
     return replace(saved, folder=path.resolve())

@@ -30,7 +30,7 @@ from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.window import Job, Sizes, Window
-from distaccum.train.command import command, complain, plot_file
+from distaccum.train.command import command, plot_file, print_error
 from launch import python_path
 from launch.bench.network import tables
 from launch.bench.network.hosts import LinkError, obstacle, torchrun, two_hosts
@@ -151,11 +151,11 @@ def run(values: dict[str, Any], folder: Path) -> int:
     check(values, options)
     why_not = obstacle()
     if why_not is not None:
-        return complain("link", LinkError(f"two hosts cannot be made: {why_not}"))
+        return print_error("link", LinkError(f"two hosts cannot be made: {why_not}"))
     try:
         figures = (validate if validates else compare)(values, options, folder)
     except LinkError as error:
-        complain("link", error)
+        print_error("link", error)
         return 1
     (folder / "link.json").write_text(json.dumps(figures, indent=2))
     errors = [abs(row["error"]) for at in figures.get("rates", []) for row in at["ways"].values()]
