@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from distaccum import Accumulator
 from distaccum.data.datasets.lines import lines
-from distaccum.losses.cross_entropy import count_labels
+from distaccum.functional import count_labels
 from distaccum.models.gpt import GPT
 
 torch.manual_seed(0)

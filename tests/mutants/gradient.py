@@ -27,7 +27,7 @@ CELLS = [
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` becomes ``new`` in some files of the package; each must occur once."""
+    """Edits ``(file, old, new)`` of the package's files; each ``old`` must occur once in its file."""
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
@@ -93,7 +93,7 @@ MUTANTS = (
 
 
 def largest_error(mutant: Mutant | None, worker: Path, cells: Sequence[Cell], folder: Path) -> float:
-    """That ``worker`` finds, with a mutated copy of the package before the real one; infinite if it failed."""
+    """The error that ``worker`` finds with a mutated copy of the package on its path; infinite if it failed."""
     copy = folder / "distaccum"
     shutil.copytree(ROOT / "distaccum", copy, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "conf").symlink_to(ROOT / "conf")
@@ -112,7 +112,7 @@ def largest_error(mutant: Mutant | None, worker: Path, cells: Sequence[Cell], fo
 
 
 def survivors(mutants: Sequence[Mutant], worker: Path, cells: Sequence[Cell], tolerance: float) -> int:
-    """Prints a line a mutant; returns how many were not caught, and one more if the package itself was."""
+    """Prints one line per mutant; returns how many were not caught, plus one if the package itself was."""
     found = 0
     for mutant in (None, *mutants):
         with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def survivors(mutants: Sequence[Mutant], worker: Path, cells: Sequence[Cell], to
 
 
 def main() -> int:
-    """Of the arithmetic of gradients."""
+    """Tries the mutants of the gradient's arithmetic; returns how many were not caught."""
     return survivors(MUTANTS, WORKER, CELLS, TOLERANCE["float64"])
 
 

@@ -55,3 +55,16 @@ def test_a_gpus_state_is_left_out_where_there_is_none() -> None:
     state = RNGState.from_json(values, torch.device("cpu"))
     assert state.cuda is None
     state.restore()
+
+
+def test_a_gpus_generator_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: which device is asked, and what is written back to it."""
+    device, generator = torch.device("cuda", 1), torch.arange(16, dtype=torch.uint8)
+    written: list[tuple[list[int], torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda asked: generator if asked == device else None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, to: written.append((state.tolist(), to)))
+    values = RNGState.capture(device).to_json()
+    assert values["torch"]["cuda"] == base64.b64encode(bytes(range(16))).decode()
+    RNGState.from_json(json.loads(json.dumps(values)), device).restore()
+    RNGState.capture(device).restore()
+    assert written == [(list(range(16)), device)] * 2
