@@ -58,7 +58,7 @@ def complain(name: str, error: Exception) -> int:
 
 
 def plot_file(key: str, asked: str | Path | None, default: Path) -> Path | None:
-    """The file of a plot: ``asked``, the value of ``key``, or else ``default``; None without matplotlib.
+    """The file of a plot: ``asked``, the value of ``key``, or else ``default``; None, and a notice, without matplotlib.
 
     Raises:
         ConfigError: a plot is asked for, and matplotlib is missing.
@@ -67,4 +67,5 @@ def plot_file(key: str, asked: str | Path | None, default: Path) -> Path | None:
         return Path(asked or default)
     if asked is not None:
         raise ConfigError(key, asked, "matplotlib is missing", "pip install 'distaccum[plot]'")
+    print(f"no {default.name}: matplotlib is missing; pip install 'distaccum[plot]'", file=sys.stderr)  # noqa: T201
     return None
