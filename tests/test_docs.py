@@ -97,16 +97,16 @@ ELSEWHERE = {
         "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"
     ),
     "torchrun --standalone --nproc-per-node=2 launch/bench exactness=true": (
-        "distributed/test_bench.py::test_gradients_beside_other_frameworks"
+        "distributed/test_bench.py::test_gradients_of_other_frameworks"
     ),
     "torchrun --standalone --nproc-per-node=2 launch/bench engines=true": (
         "distributed/test_engines_bench.py::test_a_rank_holds_what_the_theory_says"
     ),
-    "python -m launch.bench.compare_engines": "distributed/test_engines_bench.py::test_the_overlay_of_two_tiny_runs",
-    "python launch/bench/network": (
+    "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
+    "python launch/bench network": (
         "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"
     ),
-    "python launch/bench/network validate=true": (
+    "python launch/bench network validate=true": (
         "cluster/two_hosts/test_two_hosts.py::test_forecasts_are_within_a_fifth_of_what_is_measured"
     ),
 }

@@ -24,6 +24,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
     """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the run directory; returns the exit code."""
     exit_code = 0
     said, composing, composed = io.StringIO(), ExitStack(), False
+    sys.argv[1:] = resolve_aliases(sys.argv[1:])
 
     def task(node: DictConfig) -> None:
         nonlocal exit_code, composed
@@ -60,7 +61,7 @@ def print_error(name: str, error: Exception) -> int:
 
 
 def plot_file(key: str, asked: str | Path | None, default: Path) -> Path | None:
-    """The file of a plot: ``asked``, the value of ``key``, or else ``default``; None without matplotlib.
+    """The file of a plot: ``asked``, the value of ``key``, or else ``default``; None, and a notice, without matplotlib.
 
     Raises:
         ConfigError: a plot is asked for, and matplotlib is missing.
@@ -69,4 +70,5 @@ def plot_file(key: str, asked: str | Path | None, default: Path) -> Path | None:
         return Path(asked or default)
     if asked is not None:
         raise ConfigError(key, asked, "matplotlib is missing", "pip install 'distaccum[plot]'")
+    print(f"no {default.name}: matplotlib is missing; pip install 'distaccum[plot]'", file=sys.stderr)  # noqa: T201
     return None

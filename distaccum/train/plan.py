@@ -40,6 +40,7 @@ from distaccum.train.timing import LocalTimer
 MIB = 2**20
 WARM_UP, TIMED = 2, 5  # micro-steps that are measured
 SIDE = 64  # of the matrix on which an optimizer makes its state
+PARTS = {"compute": "of computing", "update": "of updating", "exposed": "of waiting for the network"}
 Values = dict[str, Any]
 
 
@@ -47,7 +48,7 @@ def sizes_of(config: RunConfig) -> Sizes:
     """The sizes of the model, which is built without memory.
 
     Raises:
-        ConfigError: it cannot be built.
+        ConfigError: the model cannot be built.
     """
     with torch.device("meta"):
         model: nn.Module = build("model", config.model)
@@ -113,9 +114,6 @@ def show(values: Values) -> None:
     sent.add_row("MiB", *(f"{size / MIB:,.2f}" for size in (*kinds.values(), sum(kinds.values()))))
     console.print(sent)
     console.print(scaling_table(values))
-
-
-PARTS = {"compute": "of computing", "update": "of updating", "exposed": "of waiting for the network"}
 
 
 def scaling_table(values: Values) -> Table:

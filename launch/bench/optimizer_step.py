@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distaccum.config.precision import ScalerConfig
 from distaccum.distributed.world import World
 from distaccum.engines.fused_update import FusedUpdate, zero_in_place
 from distaccum.engines.host_copy import HostCopy
-from distaccum.precision.scaler import LossScaler
+from distaccum.precision.loss_scale import LossScale
 
-SCALE, CLIP_NORM, NORM = 2.0**16, 1.0, 3.0  # of the loss; the largest norm; the gradient's, so that it is clipped
+SCALER = ScalerConfig()
+SCALE = SCALER.initial_scale  # of the loss
+CLIP_NORM, NORM = 1.0, 3.0  # the largest norm; the gradient's, so that it is clipped
 LAYERS = 8
 DEFAULT, FUSED, OURS, OURS_UNFUSED = "textbook", "textbook, fused", "distaccum", "distaccum, not fused"
 OptimizerStep = Callable[[], None]
@@ -96,14 +99,14 @@ def textbook(parameters: list[nn.Parameter], device: torch.device, **options: An
 
 def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> OptimizerStep:
     """The sequence of ``DDPEngine.step``."""
-    optimizer, scaler = AdamW(parameters, **options), LossScaler(device, init_scale=SCALE)
+    optimizer, scale = AdamW(parameters, **options), LossScale.of(SCALER, device)
     named = {str(i): parameter for i, parameter in enumerate(parameters)}
     update = FusedUpdate([optimizer], named, clip_norm=CLIP_NORM, clip_value=None)
 
     def boundary() -> None:
-        found = update.step(scaler.current * 1.0)
-        HostCopy(torch.stack((found.applied, scaler.current)))
-        scaler.advance(1.0 - found.applied)
+        found = update.step(scale.current * 1.0)
+        HostCopy(torch.stack((found.applied, scale.current)))
+        scale.advance(1.0 - found.applied)
 
     return boundary
 

@@ -1,4 +1,4 @@
-"""The benchmark's counts, which do not depend on the machine, hold the limits; its times are printed, not tested."""
+"""The bench's counts, which do not depend on the machine, hold the limits; its times are printed, not tested."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int,
 
 
 def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Path) -> None:
-    """And arrives at the same weights; a fused kernel's traffic is looked at, not taken from its schema."""
+    """The weights come out the same; a fused kernel's traffic is measured, not taken from its schema."""
     finished = succeed(
         "boundary=true",
         "bench.boundary_sizes=[10000,100000]",
@@ -72,7 +72,7 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
 
 
 @pytest.mark.heavy
-def test_gradients_beside_other_frameworks(tmp_path: Path) -> None:
+def test_gradients_of_other_frameworks(tmp_path: Path) -> None:
     finished = succeed("exactness=true", f"hydra.run.dir={tmp_path}", script=BENCH, world=2)
     figures = json.loads((tmp_path / "bench.json").read_text())
     for window in ("full window", "ragged window"):

@@ -25,7 +25,7 @@ Figures = dict[str, Any]
 PLAIN = ("ddp", "zero1", "fsdp2, sync=boundary", "fsdp2, sync=every")
 DEEPSPEED = tuple(f"deepspeed, stage={stage}" for stage in range(4))
 EMBEDDING = 256 * 192 + 192  # what is not in a block, with the last norm
-CLOSE = pytest.approx(1, abs=1e-4)  # beside the moments there is one number a tensor, the step
+CLOSE = pytest.approx(1, abs=1e-4)  # the optimizer's state has one more number a tensor, the step
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.heavy)])
@@ -117,7 +117,7 @@ def test_fsdp2_sends_what_the_theory_says(figures: Figures) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_deepspeed_shards_what_its_stage_does_and_reduces_once(figures: Figures, stage: int) -> None:
     """From stage 1 on it keeps a second copy of the shard's weights, also in fp32. Stage 1 reduces as stage 2 does, so
-    that less is left to step with than the paper's; stage 3 keeps small parameters whole."""
+    that fewer gradients are left to step with than in the paper; stage 3 keeps small parameters whole."""
     row, ranks, whole = _row(figures, DEEPSPEED[stage]), figures["ranks"], 4 * figures["parameters"]
     held, theory = row["memory"], row["memory theory"]
     assert row["wire"]["reduced"] == whole
@@ -140,7 +140,7 @@ def test_what_is_not_installed_is_absent() -> None:
 
 
 def test_a_census_tells_roles_apart() -> None:
-    """One step of Adam; another tensor; memory that two tensors share counts once."""
+    """One step of Adam, and another tensor; memory that two tensors share counts once."""
     baseline = live_storages()
     model = nn.Linear(8, 4)
     optimizer = torch.optim.Adam(model.parameters())
@@ -149,11 +149,11 @@ def test_a_census_tells_roles_apart() -> None:
     assert (before.parameters, before.gradients, before.optimizer, before.copies) == (4 * 36, 4 * 36, 0, 0)
     optimizer.step()
     optimizer.zero_grad()
-    beside = torch.zeros(100)
-    view = beside[:10]
+    another = torch.zeros(100)
+    view = another[:10]
     after = MemoryUse.of(model, optimizer, baseline)
     assert (after.parameters, after.gradients, after.optimizer) == (4 * 36, 0, 8 * 36 + 2 * 4)
-    assert storages([beside, view]) == {beside.data_ptr(): 400}
+    assert storages([another, view]) == {another.data_ptr(): 400}
     assert after.other - before.other == 400
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(50))]
     assert MemoryUse.of(model, optimizer, baseline).copies == 200

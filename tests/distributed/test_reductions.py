@@ -1,4 +1,4 @@
-"""What goes over the wire: one reduction per bucket and update, whatever the accumulation."""
+"""Communication of a window: one reduction per bucket and update, whatever the accumulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MICRO_BATCHES = {"1": [1, 1], "4": [4, 4], "16": [16, 16], "ragged": [0, 1]}  # 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """The figures of each rank."""
     path = tmp_path_factory.mktemp("counts")
     succeed(path, world=len(RANKS), script=WORKER, PYTHONPATH=str(ROOT))
     return [json.loads((path / f"{rank}.json").read_text()) for rank in RANKS]
@@ -27,7 +27,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("accumulation", MICRO_BATCHES)
 def test_each_bucket_is_reduced_once_per_update(counted: list[dict[str, Any]], accumulation: str, rank: int) -> None:
-    """Also on a rank that has nothing of a ragged window: it takes part in the others' reduction."""
+    """This holds on a rank without a sample of a ragged window, too: it joins the others' reduction."""
     counts = counted[rank]["counts"][accumulation]
     assert counts["micro-batches"] == MICRO_BATCHES[accumulation][rank]
     assert counts["buckets"] == 3
@@ -43,7 +43,7 @@ def test_each_bucket_is_reduced_once_per_update(counted: list[dict[str, Any]], a
 def test_gradients_travel_in_the_format_that_was_asked_for(
     counted: list[dict[str, Any]], dtype: str, rank: int
 ) -> None:
-    """Four micro-batches; half the bytes in 16 bits, and nothing more besides."""
+    """Four micro-batches: half the bytes in 16 bits, and no further collective."""
     counts, plain = counted[rank]["by dtype"][dtype], counted[rank]["counts"]["4"]
     assert counts["gradient bytes"] * 4 == counts["parameter bytes"] * BYTES[dtype]
     assert counts["gradient reductions"] == counts["buckets"] == 3
@@ -53,7 +53,7 @@ def test_gradients_travel_in_the_format_that_was_asked_for(
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("dtype", BYTES)
-def test_a_reduced_gradient_is_as_right_as_its_format_allows(
+def test_a_reduced_gradient_is_as_exact_as_its_format_allows(
     counted: list[dict[str, Any]], dtype: str, rank: int
 ) -> None:
     """Each of 100,000 elements against fp64: within three roundings of the format."""

@@ -1,4 +1,4 @@
-"""Training over a link between two hosts: the same numbers as on one, and no more bytes than there have to be."""
+"""Training over a link between two hosts: the same numbers as on one, and no more bytes than necessary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ranks_metrics(run_dir: Path) -> list[list[Any]]:
 
 
 def test_two_hosts_train_bitwise_as_one_does(hosts: Hosts, tmp_path: Path) -> None:
-    """Metrics of an all-reduce of two ranks; what was reduced has gone over the link."""
+    """The metrics are equal, and the reduced bytes have gone over the link."""
     before = [host.sent() for host in hosts]
     succeed_on(hosts, *SETTINGS, f"hydra.run.dir={tmp_path / 'two'}")
     sent = [host.sent() - count for host, count in zip(hosts, before, strict=True)]
@@ -49,7 +49,7 @@ def test_two_hosts_train_bitwise_as_one_does(hosts: Hosts, tmp_path: Path) -> No
 
 
 def _values(*overrides: str) -> dict[str, Any]:
-    """Those of ``conf/link.yaml``, as the command has them."""
+    """The plain values of ``conf/link.yaml`` with these overrides."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return plain(compose("link", overrides=list(overrides)))
 
@@ -58,7 +58,7 @@ def _values(*overrides: str) -> dict[str, Any]:
 def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
     tmp_path: Path, accumulation: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the counters of both interfaces, headers and acknowledgements included; bytes do not vary with the speed."""
+    """By the counters of both interfaces, with headers and acknowledgements; bytes do not depend on the speed."""
     need_hosts()
     monkeypatch.setenv("COLUMNS", "200")  # or names would be cut
     values = _values("link.mbit=1000", "link.windows=2", f"batch.global_size={4 * accumulation}")

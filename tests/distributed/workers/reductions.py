@@ -1,6 +1,6 @@
-"""Run by torchrun: what one steady window sends, at several accumulations and in several number formats.
+"""Run by torchrun: what one steady window sends, and how exact the reduced gradient is.
 
-And how far off the reduced gradient is then.
+At several accumulations, and in several number formats.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def policy(dtype: str) -> PrecisionPolicy:
 
 
 def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str = "fp32") -> dict[str, int]:
-    """Of the fourth window; where it is ``ragged`` it holds one sample, and rank 0 has none of it."""
+    """Counts of the fourth window; a ``ragged`` one holds one sample, which rank 0 does not have."""
     micro = 2
     global_batch_size = accumulation * micro * world.size
     samples = 3 * global_batch_size + (1 if ragged else global_batch_size)
@@ -67,7 +67,7 @@ def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str =
 
 
 class Product(nn.Module):
-    """Its gradient is what the forward is given, exactly."""
+    """A model whose gradient is exactly the forward's argument."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Product(nn.Module):
 
 
 def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
-    """The average over the ranks as the engine reduces it."""
+    """The average of the ranks' gradients, as the engine reduces it."""
     model = Product(gradient.numel())
     engine = DDPEngine(model, torch.optim.SGD(model.parameters()), world, policy=policy(dtype))
     with engine.micro_step(sync=True):
@@ -88,7 +88,7 @@ def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
 
 
 def reduce_by_torch(gradient: Tensor) -> Tensor:
-    """The same with torch's own hook for fp16."""
+    """The same average by torch's own hook for fp16."""
     model = Product(gradient.numel())
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, fp16_compress_hook)
