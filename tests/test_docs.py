@@ -102,11 +102,11 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 launch/bench engines=true": (
         "distributed/test_engines_bench.py::test_a_rank_holds_what_the_theory_says"
     ),
-    "python -m launch.bench.compare_engines": "distributed/test_engines_bench.py::test_the_overlay_of_two_tiny_runs",
-    "python launch/bench/network": (
+    "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
+    "python launch/bench network": (
         "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"
     ),
-    "python launch/bench/network validate=true": (
+    "python launch/bench network validate=true": (
         "cluster/two_hosts/test_two_hosts.py::test_forecasts_are_within_a_fifth_of_what_is_measured"
     ),
 }
@@ -461,7 +461,7 @@ def test_the_reference_has_every_key_with_its_default() -> None:
 
 def test_the_reference_has_every_setting_of_the_engines() -> None:
     table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
-    rows = re.findall(r"^\| (.*?) \| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
+    rows = re.findall(r"^\|(.*?)\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
     documented: dict[str, dict[str, str]] = {}
     engines: list[str] = []
     for names, key, default in rows:
