@@ -461,7 +461,7 @@ def test_the_reference_has_every_key_with_its_default() -> None:
 
 def test_the_reference_has_every_setting_of_the_engines() -> None:
     table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
-    rows = re.findall(r"^\| (.*?) \| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
+    rows = re.findall(r"^\|(.*?)\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
     documented: dict[str, dict[str, str]] = {}
     engines: list[str] = []
     for names, key, default in rows:
