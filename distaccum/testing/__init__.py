@@ -7,7 +7,10 @@ In a ``conftest.py``::
 and then use the fixture ``gloo_world`` in a test, or the context manager anywhere::
 
     with single_process_world() as world:
-        engine = DDPEngine(model, optimizer, world)
+        engine = create_engine(model, optimizer, world)
+
+May import ``distributed`` and ``errors``; nothing in the package imports it.
+Begin with this file; ``counters.py`` counts operators, collectives and their bytes.
 """
 
 from __future__ import annotations
