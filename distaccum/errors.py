@@ -42,7 +42,7 @@ class NonFiniteError(DistaccumError, ArithmeticError):
 
 
 class MisuseError(DistaccumError, RuntimeError):
-    """A step, backward or micro-batch out of its order in a loop of one's own."""
+    """A step, backward or micro-batch out of its order in a hand-written loop."""
 
 
 class BatchStatisticsWarning(UserWarning):

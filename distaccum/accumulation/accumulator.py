@@ -27,7 +27,8 @@ from distaccum.data.plan.batch import check_sizes
 from distaccum.data.prefetch import FEWEST
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
-from distaccum.engines.factory import create_engine
+from distaccum.engines.context import EngineContext
+from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
 from distaccum.errors import DataError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
@@ -70,6 +71,8 @@ class Accumulator:
         seed: for the order of samples.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
+        prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``clip_norm``
+            and ``clip_value``.
 
     Raises:
         ConfigError: sizes or names that cannot work.
@@ -95,6 +98,7 @@ class Accumulator:
         seed: int = 0,
         prefetch: int = 2,
         world: World | None = None,
+        prepared: EngineContext | None = None,
     ) -> None:
         schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler else []
         both = schedule is not None and len(schedulers) > 0
@@ -109,18 +113,19 @@ class Accumulator:
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_batch_size != micro_batch_size):
             warn_of_batch_statistics(model)
-        self.engine: Engine = create_engine(
+        prepared = prepared or prepare(
             model,
-            optimizer,
-            self.world,
             engine=engine,
             precision=precision,
             clip_norm=clip_norm,
             clip_value=clip_value,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
+            world_size=self.world.size,
+            device=self.world.device,
             seed=seed,
         )
+        self.engine: Engine = create(prepared, model, optimizer, self.world)
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
         self.tracker = ProgressTracker(
             self.engine,

@@ -1,45 +1,61 @@
-"""The protocol that every engine fulfils. Ask it what it does, never what it is."""
+"""The contract of every engine. Ask an engine what it does, never what it is."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from distaccum.distributed.world import World
 from distaccum.engines.host_copy import HostCopy
+from distaccum.errors import MisuseError
+from distaccum.precision.loss_scale import LossScale
+from distaccum.precision.policy import PrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What the boundary found and did; the same on every rank.
+    """What one step found and did; the same on every rank, but for :meth:`nonfinite` where gradients are sharded.
 
-    ``grad_norm`` is the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device, and NaN or
-    infinite where the step was skipped. ``underflow`` is the share of gradient elements that fp16 flushed to zero:
-    0-dim, on the device, where it was sampled.
+    Args:
+        grad_norm: the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device; NaN or
+            infinite where the step was skipped.
+        decision: ``[applied, loss_scale]``, on its way to the host.
+        names: of the parameters with a gradient on this rank.
+        norms: the norm of each of these gradients, on the device.
+        underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None where it was
+            not sampled.
     """
 
     grad_norm: Tensor
     decision: HostCopy
-    """``[applied, loss_scale]``."""
-    nonfinite: Callable[[], Sequence[str]]
-    """The parameters whose gradient is NaN or infinite, by name; reads the device."""
+    names: Sequence[str]
+    norms: Tensor
     underflow: Tensor | None = None
 
     @property
     def applied(self) -> bool:
-        """Whether the optimizers stepped; waits for the device to have come so far."""
+        """Whether the optimizers stepped; waits until the device has decided."""
         return bool(self.decision.read()[0])
 
     @property
     def loss_scale(self) -> float:
         """The scale of this window's gradients, 1.0 without a loss scaler; waits as :attr:`applied` does."""
         return float(self.decision.read()[1])
+
+    def nonfinite(self) -> list[str]:
+        """The parameters whose gradient is NaN or infinite; reads the device."""
+        # A rank whose shard is empty has one norm, 0, of no parameter.
+        return [name for name, norm in zip(self.names, self.norms.tolist(), strict=False) if not math.isfinite(norm)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +66,6 @@ class EngineState:
     optimizer: Mapping[str, Tensor]
     optimizer_values: Mapping[str, Any]
     scaler: Mapping[str, Any] = field(default_factory=dict)
-
-
-NO_ARTIFACTS: Mapping[str, Mapping[str, Any]] = {}
 
 
 class StateLayout(Enum):
@@ -66,54 +79,87 @@ class StateLayout(Enum):
 LocalGradients = Callable[[], AbstractContextManager[Callable[[], Mapping[str, Tensor]]]]
 
 
-class Engine(Protocol):
-    """Owner of parameters, gradients and optimizer state on one rank."""
+class Engine(ABC):
+    """Owner of parameters, gradients and optimizer state on one rank.
 
-    device: torch.device
+    An engine defines the abstract members. Of the others it overrides what it does differently.
+
+    Args:
+        optimizers: over the model's parameters, and disjoint.
+        world: this rank.
+        policy: what forwards compute in, and what gradients travel in between ranks.
+        scaler: of the loss, where gradients pass through fp16.
+    """
+
     gradient_divide_factor: int
     """By what the engine itself divides the summed gradient: the world size where it averages, 1 where it sums."""
     min_loss_scale: float | None
     """Where the loss scale cannot fall any further; None where there is no scale that could."""
-    forward_communicates: bool
-    """Whether a forward is a collective, so that all ranks have to run as many, also in an evaluation."""
-    state_layout: StateLayout
-    artifacts: Mapping[str, Mapping[str, Any]]
+    forward_communicates: bool = False
+    """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
+    state_layout: StateLayout = StateLayout.FULL
+    artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """By file name: what the run directory keeps of how the engine was set up, as JSON."""
 
+    def __init__(
+        self, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, scaler: LossScale | None
+    ) -> None:
+        self.device = world.device
+        self.min_loss_scale = scaler.floor if scaler else None
+        self._optimizers = optimizers
+        self._world = world
+        self._policy = policy
+        self._scaler = scaler
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+
     @property
+    @abstractmethod
     def model(self) -> nn.Module:
         """What a training forward calls."""
 
     @property
+    @abstractmethod
     def unwrapped_model(self) -> nn.Module:
         """The user's model, for evaluation: its forward communicates nothing, unless :attr:`forward_communicates`."""
 
     @property
     def local_gradients(self) -> LocalGradients | None:
-        """Within it no micro-step reduces, and its function gives, by name, what this rank has accumulated.
+        """A context in which no micro-step reduces; its function gives what this rank has accumulated, by name.
 
         None where hooks on the parameters see that.
         """
+        return None
 
+    @abstractmethod
     def describe(self) -> str:
         """One line for people: what a rank holds, and what a window sends."""
 
     def sync_buffers(self) -> None:
-        """Sets buffers (running statistics) to rank 0's, so that all ranks evaluate one model; a collective."""
+        """Sets buffers (running statistics) to rank 0's, so that all ranks evaluate one model; a collective.
 
-    def begin_window(self, micro_steps: int) -> None:
-        """Before a window's first micro-step, given how many this rank has in it.
+        It costs a broadcast a buffer, and is therefore left to evaluations and the start.
+        """
+        for buffer in self.unwrapped_model.buffers():
+            self._world.broadcast_(buffer)
 
-        Where a forward communicates, a rank that has fewer than another one now runs the missing ones on an earlier
-        input, for nothing: what they accumulate is zero. A collective there; nothing elsewhere.
+    def begin_window(self, micro_steps: int) -> None:  # noqa: B027  ranks may have different numbers by default
+        """Called before a window's first micro-step, with the number of micro-steps that this rank has in it.
+
+        Where a forward communicates this is a collective: a rank with fewer micro-steps than another replays an earlier
+        input with a zero gradient for each missing one. Elsewhere ranks may have different numbers; it does nothing.
         """
 
+    @abstractmethod
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Around one forward and backward. With ``sync`` the backward reduces all that the window accumulated."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around a forward and its loss, also in an evaluation: what the precision policy computes in."""
+        return self._policy.autocast(self.device)
 
+    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradient of a 0-dim loss that is already divided by the window's count; scales it for fp16.
 
@@ -122,36 +168,59 @@ class Engine(Protocol):
         """
 
     def set_lr_factor(self, factor: float) -> None:
-        """Sets every group's learning rate to ``factor`` times the one it was built with."""
+        """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``, the one it was built with."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
 
+    @abstractmethod
     def shadow_micro_step(self, *, sync: bool = True) -> None:
-        """The boundary of a rank that has no micro-batch in a window: it takes part, and adds nothing.
+        """The last micro-step of a rank that has no micro-batch in a window: it takes part, and adds nothing.
 
-        Without ``sync`` only in what other ranks' forwards and backwards communicate.
+        Without ``sync`` it takes part only in what other ranks' forwards and backwards communicate.
         """
 
+    @abstractmethod
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """After the boundary, one transaction over all ranks and optimizers: unscale, clip, step or skip, move the loss
-        scale, zero in place.
+        """Unscales, clips, steps or skips, moves the loss scale and zeroes in place.
 
-        The gradient is what was accumulated over ``divisor``: the count, where it was not known before the backward.
-        Where it is NaN or infinite anywhere, no optimizer steps on any rank.
+        One transaction over all ranks and optimizers, after the boundary. The gradient is what was accumulated over
+        ``divisor``: the count, where it was not known before the backward. Where the gradient is NaN or infinite on any
+        rank, no optimizer steps on any rank.
         """
 
+    @abstractmethod
     def zero_gradients(self) -> None:
         """Zeroes in place, for a window that is not applied."""
 
+    @abstractmethod
     def state(self) -> EngineState:
         """This rank's part of the state to save; a collective where state is sharded.
 
-        Tensors are whole. Each is given by one rank at least; where by several, they give the same.
+        Tensors are whole. At least one rank gives each; where several do, they give the same.
         """
 
+    @abstractmethod
     def load_state(self, state: EngineState) -> None:
-        """Takes up the whole of a saved state, of which it reads what this rank holds, before the first window."""
+        """Restores a whole saved state before the first window; a rank reads what it holds.
 
-    def save_files(self, folder: Path) -> None:
-        """Writes what the engine keeps in a format of its own into ``folder``; a collective. Most write nothing."""
+        Raises:
+            RuntimeError, KeyError, ValueError: the state belongs to another model.
+        """
 
-    def load_files(self, folder: Path) -> None:
-        """Takes up what :meth:`save_files` wrote, before the first window; a collective."""
+    def save_files(self, folder: Path) -> None:  # noqa: B027  most engines keep all of their state in `state`
+        """Writes state that :meth:`state` leaves out, in the engine's own format; a collective. By default none."""
+
+    def load_files(self, folder: Path) -> None:  # noqa: B027
+        """Restores what :meth:`save_files` wrote, before the first window; a collective."""
+
+
+def forward_past_engine() -> MisuseError:
+    """For a backward without a forward of ``Engine.model``."""
+    problem = "the forward went past the engine, so gradients would not be reduced"
+    return MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
+
+
+def mebibytes(size: int) -> str:
+    """A number of bytes for people, as ``1.5 MiB``."""
+    return f"{size / 2**20:,.1f} MiB"

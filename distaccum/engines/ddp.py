@@ -5,34 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from distaccum.config.engine import DDPConfig, Zero1Config
 from distaccum.distributed.world import World
-from distaccum.engines.base import NO_ARTIFACTS, EngineState, StateLayout, StepOutput
+from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine, mebibytes
 from distaccum.engines.comm_hooks import average_in_dtype
-from distaccum.engines.dtensor import mebibytes
-from distaccum.engines.fused_update import zero_in_place
-from distaccum.engines.optimizer_step import OptimizerStep, trained
+from distaccum.engines.context import EngineContext
+from distaccum.engines.fused_update import StepOptions, zero_in_place
+from distaccum.engines.modules import trained
+from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
 from distaccum.engines.zero1 import ZeRO1
-from distaccum.errors import MisuseError
 from distaccum.precision.autocast import apply_precision
-from distaccum.precision.policy import FP32, PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
+from distaccum.precision.policy import PrecisionPolicy
 
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
 _renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 
 
-class DDPEngine:
+class DDPEngine(Engine):
     """Exact accumulation on torch's DDP, with gradients held once: in the buckets that are reduced.
 
     By default DDP keeps a gradient beside every bucket. Here gradients *are* views of the buckets from the first
@@ -40,67 +39,50 @@ class DDPEngine:
 
     Args:
         model: moved to ``world.device``; every rank's copy is set to rank 0's.
-        optimizer: over the model's parameters; or several, over disjoint sets of them.
+        optimizers: over disjoint sets of the model's parameters.
         world: this rank.
-        clip_norm: largest norm of the global gradient; None: no clipping by norm.
-        clip_value: largest absolute value of its elements; None: no clipping by value.
-        scaler: of the loss, where gradients pass through fp16.
-        underflow_every: with a scaler, attempts between two samples of the share that is flushed to zero; 0: none.
+        config: bucket size, and whether a window may leave parameters unused.
         policy: what forwards compute in, and what gradients travel in between ranks.
-        bucket_cap_mb: MiB of one reduction.
-        find_unused_parameters: allow parameters that a window does not use; they are left out of its step.
+        options: clipping and the loss scale.
         shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizers: Sequence[Optimizer],
         world: World,
         *,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        scaler: LossScaler | None = None,
-        underflow_every: int = 0,
-        policy: PrecisionPolicy = FP32,
-        bucket_cap_mb: float = 25.0,
-        find_unused_parameters: bool = False,
+        config: DDPConfig,
+        policy: PrecisionPolicy,
+        options: StepOptions,
         shards: ZeRO1 | None = None,
     ) -> None:
+        super().__init__(optimizers, world, policy, options.scaler)
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
-        self.device, self.gradient_divide_factor = world.device, 1 if scaler else world.size
-        self.forward_communicates, self.artifacts = False, NO_ARTIFACTS
-        self.state_layout, self.local_gradients = StateLayout.FULL if shards is None else StateLayout.SHARDED, None
-        self._world, self._policy, self._shards = world, policy, shards
-        self._sums_to = world.size if scaler else 1  # by what the reduced gradient is yet to be multiplied
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.gradient_divide_factor = 1 if options.scaler else world.size
+        self._sums_to = world.size if options.scaler else 1  # a factor that the reduced gradient is still to get
+        self._shards = shards
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
+            self.state_layout = StateLayout.SHARDED
             shards.partition(optimizers)
         self._body = _Body(model)
         self._ddp = DistributedDataParallel(
             self._body,
-            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb=config.bucket_cap_mb,
             gradient_as_bucket_view=True,
             **_NO_BUFFER_SYNC,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=config.find_unused_parameters,
         )
         if policy.reduce_dtype is not torch.float32:
             self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
         self.sync_buffers()
-        self._boundary = OptimizerStep(
-            optimizers,
-            trained(model),
-            (model, self._body, self._ddp),
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            scaler=scaler,
-            underflow_every=underflow_every,
-        )
-        self.min_loss_scale, self._scale = self._boundary.min_loss_scale, scaler.scale if scaler else None
-        self._parameters = list(self._boundary.parameters.values())
-        self._use = UnusedParameters(self._parameters) if find_unused_parameters else None
+        parameters = trained(model)
+        self._optimizer_step = OptimizerStep(optimizers, parameters, (model, self._body, self._ddp), options)
+        self._parameters = list(parameters.values())
+        self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None
         self._place_gradients_in_buckets()
 
     @property
@@ -122,70 +104,46 @@ class DDPEngine:
             return line
         return f"{line}; optimizer state on one rank each, {mebibytes(4 * elements)} of parameters broadcast a window"
 
-    def sync_buffers(self) -> None:
-        """One broadcast a buffer: done for evaluations, not for every window."""
-        for buffer in self.unwrapped_model.buffers():
-            self._world.broadcast_(buffer)
-
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """DDP's ``no_sync`` unless ``sync``; it must cover the forward, where DDP prepares the reduction."""
         self._body.called = False
         return nullcontext() if sync else self._ddp.no_sync()
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The policy's."""
-        return self._policy.autocast(self.device)
-
     def backward(self, loss: Tensor) -> None:
         """Plain autograd, of the scaled loss in fp16: DDP reduces in its hooks."""
         if not self._body.called:
-            problem = "the forward went past the engine, so gradients would not be reduced"
-            raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
-        (loss if self._scale is None else self._scale(loss)).backward()
-
-    def begin_window(self, micro_steps: int) -> None:
-        """Nothing: ranks may have different numbers of micro-steps."""
+            raise forward_past_engine()
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A backward from a zero that depends on every parameter: its hooks fire, the user's forward does not run."""
         if sync:
-            with nullcontext() if self._use is None else self._use.ignoring():
+            with nullcontext() if self._unused is None else self._unused.ignoring():
                 self._zero_backward()
 
-    def set_lr_factor(self, factor: float) -> None:
-        """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
-        self._boundary.set_lr_factor(factor)
-
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """One transaction on the reduced gradients: every rank holds the same ones, bit by bit, so all decide alike."""
-        among = None if self._use is None else self._use.masked(self._world)
-        result = self._boundary.step(divisor / self._sums_to, among=among)
+        """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision."""
+        among = None if self._unused is None else self._unused.masked(self._world)
+        output = self._optimizer_step.step(divisor / self._sums_to, among=among)
         if self._shards is not None:
             self._shards.broadcast()
         self.zero_gradients()
-        return result
+        return output
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets."""
         zero_in_place(self._parameters)
-        if self._use is not None:
-            self._use.reset()
+        if self._unused is not None:
+            self._unused.reset()
 
     def state(self) -> EngineState:
-        """Each rank gives the model, and the optimizers' state as far as it holds it."""
-        model: Any = get_model_state_dict(self.unwrapped_model)
-        return self._boundary.state(model, owns=lambda _: True)
+        """Each rank gives the model, and the optimizer state that it holds."""
+        return self._optimizer_step.state(model_state(self.unwrapped_model), owns=lambda _: True)
 
     def load_state(self, state: EngineState) -> None:
-        """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
-        set_model_state_dict(self.unwrapped_model, dict(state.model))
-        self._boundary.load_state(state)
-
-    def save_files(self, folder: Path) -> None:
-        """Nothing."""
-
-    def load_files(self, folder: Path) -> None:
-        """Nothing."""
+        """See :class:`Engine`."""
+        load_model_state(self.unwrapped_model, state.model)
+        self._optimizer_step.load_state(state)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -198,12 +156,11 @@ class DDPEngine:
         accumulates under ``no_sync`` would hold gradients and buckets, twice, until then. The user's forward does not
         run; the buckets keep the order that DDP assumes at first, the reverse of the parameters'.
         """
-
         for _ in range(2):
             self._drop_gradients()
             self._zero_backward()
-        if self._use is not None:
-            self._use.reset()
+        if self._unused is not None:
+            self._unused.reset()
 
     def _zero_backward(self) -> None:
         self._body.zero = True
@@ -213,19 +170,43 @@ class DDPEngine:
             self._body.zero = False
 
 
+def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
+    """For ``engine=ddp``; see ``factory.EngineSpec``."""
+    assert isinstance(context.engine, DDPConfig)
+    options = context.step_options(world.device)
+    return DDPEngine(model, optimizers, world, config=context.engine, policy=context.policy, options=options)
+
+
+def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
+    """For ``engine=zero1``."""
+    assert isinstance(context.engine, Zero1Config)
+    options = context.step_options(world.device)
+    return DDPEngine(
+        model,
+        optimizers,
+        world,
+        config=context.engine,
+        policy=context.policy,
+        options=options,
+        shards=ZeRO1(world),
+    )
+
+
 class _Body(nn.Module):
     """What DDP wraps: the user's model, or, when asked for, a zero that depends on every parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.zero, self.called = model, False, False
+        self.model = model
+        self.zero = False
+        self.called = False  # since the last micro-step began
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.zero:
             self.called = True
             return self.model(*args, **kwargs)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        total = torch.zeros((), device=trained[0].device)
-        for parameter in trained:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        total = torch.zeros((), device=parameters[0].device)
+        for parameter in parameters:
             total = total.to(parameter.device) + parameter.sum().float() * 0.0
         return total

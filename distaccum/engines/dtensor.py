@@ -1,28 +1,47 @@
-"""Tensors that are spread over ranks, and what is whole: torch's ``DTensor``, sharded along dimension 0."""
+"""Sharded and whole tensors: torch's ``DTensor``, sharded along dimension 0.
+
+``torch.distributed.tensor`` takes as long to import as torch itself. Before something has imported it no tensor can be
+a ``DTensor``, so these functions look for it among the loaded modules.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+
+_MODULE = "torch.distributed.tensor"
 
 
-def to_local(tensor: Tensor) -> Tensor:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def to_local(tensor: Any) -> Tensor:
     """This rank's part of a sharded tensor; any other one as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    module = sys.modules.get(_MODULE)  # not by is_sharded: this runs for every gradient
+    local: Tensor = tensor.to_local() if module is not None and isinstance(tensor, module.DTensor) else tensor
+    return local
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """All of a sharded tensor, on every rank (a collective); any other one as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
 
 
-def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, pattern: Any) -> Tensor:
     """This rank's part of ``tensor``, sharded as ``pattern`` of the same shape is; any other one as it is.
 
     Nothing is communicated: every rank has the whole.
     """
-    if not isinstance(pattern, DTensor) or tensor.shape != pattern.shape:
+    if not is_sharded(pattern) or tensor.shape != pattern.shape:
         return tensor
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  loaded already, see above
+
     mesh, rows = pattern.device_mesh, tensor
     for dimension, placement in enumerate(pattern.placements):
         if isinstance(placement, Shard):
@@ -35,8 +54,3 @@ def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
     return DTensor.from_local(
         part, mesh, pattern.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-def mebibytes(size: int) -> str:
-    """For people."""
-    return f"{size / 2**20:,.1f} MiB"

@@ -1,181 +1,64 @@
-"""How each engine is made of the settings, and what can be checked of these before there is a process group."""
+"""The registry of engines, and how one is made: settings checked before there is a process group, then wrapped.
+
+An engine's module is imported when that engine is prepared or made: FSDP2's and DeepSpeed's take seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
-from math import ceil
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
+from distaccum.config.engine import (
+    DDPConfig,
+    DeepSpeedConfig,
+    EngineConfig,
+    FSDP2Config,
+    Zero1Config,
+    engine_config,
+)
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.ddp import DDPEngine
-from distaccum.engines.deepspeed.compat import (
-    check_dimensions,
-    check_fp16,
-    check_known_bugs,
-    check_values,
-    load_deepspeed,
-)
-from distaccum.engines.deepspeed.config.generate import generate
-from distaccum.engines.deepspeed.engine import DeepSpeedEngine
-from distaccum.engines.fsdp2 import checks as fsdp2_checks
-from distaccum.engines.fsdp2 import engine as fsdp2
-from distaccum.engines.zero1 import ZeRO1
+from distaccum.engines.context import EngineContext
+from distaccum.engines.modules import is_meta
 from distaccum.errors import ConfigError
 from distaccum.precision import hardware
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
-
-_LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineContext:
-    """What an engine may want to know of a run."""
-
-    engine: EngineConfig
-    precision: PrecisionConfig
-    clip_norm: float | None
-    clip_value: float | None
-    global_batch_size: int | None
-    micro_batch_size: int | None
-    world_size: int
-    device: torch.device
-    seed: int = 0  # of weights that the engine makes
-    planned: bool = False  # the processes are yet to be launched
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The engine's own."""
-        options = asdict(self.engine)
-        del options["name"]
-        return options
-
-    @property
-    def micro_steps(self) -> int | None:
-        """Of a full window, where the sizes are known: ranks' shares differ by one sample at most."""
-        if self.global_batch_size is None or self.micro_batch_size is None:
-            return None
-        return ceil(ceil(self.global_batch_size / self.world_size) / self.micro_batch_size)
-
-    def common(self, policy: PrecisionPolicy, device: torch.device) -> dict[str, Any]:
-        """What the engines of our own take besides."""
-        scaler = _scaler(self.precision, device) if policy.scales_loss else None
-        return {
-            "policy": policy,
-            "scaler": scaler,
-            "underflow_every": self.precision.underflow_every,
-            "clip_norm": self.clip_norm,
-            "clip_value": self.clip_value,
-        }
-
-
-Make = Callable[[nn.Module, Sequence[Optimizer], World, PrecisionPolicy, EngineContext], Engine]
-
-
-def _anything(settings: EngineContext, model: nn.Module) -> None:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One engine: ``make`` is a collective; ``check`` raises ConfigError for what ``make`` would fail on."""
+    """One engine, by where its functions are: ``module:function`` below ``distaccum.engines``.
 
-    make: Make
-    check: Callable[[EngineContext, nn.Module], None] = _anything
-    makes_weights: bool = False  # of a model on the meta device
+    Args:
+        config: the engine's settings.
+        create: ``(model, optimizers, world, context) -> Engine``; a collective.
+        check: ``(model, context) -> Mapping | None``: raises ConfigError for what ``create`` would fail on; what it
+            returns becomes ``context.generated``. None: nothing to check.
+        makes_weights: of a model on the meta device.
+    """
 
-
-def _scaler(precision: PrecisionConfig, device: torch.device) -> LossScaler:
-    config = precision.scaler
-    options = asdict(config)
-    del options["initial_scale_power"]
-    static = options.pop("static_scale")
-    return LossScaler(device, init_scale=config.initial_scale, dynamic=static is None, **options)
-
-
-def _replicated(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
-) -> Engine:
-    return DDPEngine(model, optimizers, world, **settings.common(policy, world.device), **settings.options)
+    config: type[EngineConfig]
+    create: str
+    check: str | None = None
+    makes_weights: bool = False
 
 
-def _optimizer_sharded(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
-) -> Engine:
-    shards = ZeRO1(world)
-    options = settings.common(policy, world.device) | settings.options
-    return DDPEngine(model, optimizers, world, shards=shards, **options)
-
-
-def _sharded(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
-) -> Engine:
-    # Where shards are kept on the CPU, so are their gradients, and what decides about these.
-    device = torch.device("cpu") if settings.options["offload"] else world.device
-    options = settings.common(policy, device) | settings.options
-    del options["meta_init"]  # is for whoever builds the model
-    return fsdp2.FSDP2Engine(model, optimizers, world, seed=settings.seed, **options)
-
-
-def _check_sharded(settings: EngineContext, model: nn.Module) -> None:
-    policy = PrecisionPolicy.of(settings.precision)
-    fsdp2.check(settings.world_size, replicas=settings.options["replicas"], reduce_dtype=policy.reduce_dtype)
-    fsdp2_checks.check_meta(model, meta_init=settings.options["meta_init"])
-    fsdp2_checks.check_globs(model, settings.options["blocks"])
-    fsdp2_checks.check_parameters(model, settings.options["blocks"])
-
-
-def _deepspeed_json(settings: EngineContext) -> dict[str, Any]:
-    assert isinstance(settings.engine, DeepSpeedConfig)
-    return generate(
-        settings.engine,
-        settings.precision,
-        clip_norm=settings.clip_norm,
-        clip_value=settings.clip_value,
-        global_batch_size=settings.global_batch_size,
-        micro_batch_size=settings.micro_batch_size,
-        micro_steps=settings.micro_steps,
-        world_size=settings.world_size,
-    )
-
-
-def _check_deepspeed(settings: EngineContext, model: nn.Module) -> None:
-    check_dimensions(model)
-    found, policy = _deepspeed_json(settings), PrecisionPolicy.of(settings.precision)
-    deepspeed = load_deepspeed(settings.device, planned=settings.planned)
-    check_known_bugs(found, deepspeed.__version__, settings.device.type)
-    check_values(found)
-    if policy.compute_dtype is torch.float16:
-        check_fp16(deepspeed, settings.device)
-
-
-def _deepspeed(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, settings: EngineContext
-) -> Engine:
-    scaler = _scaler(settings.precision, world.device) if policy.scales_loss else None
-    found = _deepspeed_json(settings)
-    # By default 500 million elements, which stage 3 sets aside, however small the model.
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    found["zero_optimization"].setdefault("reduce_bucket_size", min(_LARGEST_BUCKET, elements))
-    return DeepSpeedEngine(model, optimizers, world, settings=found, policy=policy, scaler=scaler)
-
-
-REPLICATED = EngineSpec(make=_replicated)
-OPTIMIZER_SHARDED = EngineSpec(make=_optimizer_sharded)
-SHARDED = EngineSpec(make=_sharded, check=_check_sharded, makes_weights=True)
-DEEPSPEED = EngineSpec(make=_deepspeed, check=_check_deepspeed)
-
-_ENGINES = {"ddp": REPLICATED, "zero1": OPTIMIZER_SHARDED, "fsdp2": SHARDED, "deepspeed": DEEPSPEED}
+_SPECS = (
+    EngineSpec(config=DDPConfig, create="ddp:create"),
+    EngineSpec(config=Zero1Config, create="ddp:create_zero1"),
+    EngineSpec(config=FSDP2Config, create="fsdp2.engine:create", check="fsdp2.checks:check", makes_weights=True),
+    EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:create", check="deepspeed.compat:check"),
+)
+SPECS = {spec.config.name: spec for spec in _SPECS}
 
 
 def create_engine(
@@ -210,13 +93,8 @@ def create_engine(
             nobody would reduce, or that are another optimizer's; or the model or the hardware cannot do what engine and
             precision ask for.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    engine, precision = engine_config(engine), PrecisionConfig.of(precision)
-    _check_optimizers(model, optimizers)
-    if clip_norm is not None and clip_value is not None:
-        raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
-    policy = PrecisionPolicy.of(precision)
-    settings = EngineContext(
+    context = prepare(
+        model,
         engine=engine,
         precision=precision,
         clip_norm=clip_norm,
@@ -227,11 +105,93 @@ def create_engine(
         device=world.device,
         seed=seed,
     )
-    check_model(model, policy, world.device, settings)
+    return create(context, model, optimizer, world)
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    engine: str | EngineConfig,
+    precision: str | PrecisionConfig,
+    clip_norm: float | None,
+    clip_value: float | None,
+    global_batch_size: int | None,
+    micro_batch_size: int | None,
+    world_size: int,
+    device: torch.device,
+    seed: int,
+    planned: bool = False,
+) -> EngineContext:
+    """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
+
+    Args:
+        model, engine, precision, clip_norm, clip_value, global_batch_size, micro_batch_size, seed: see
+            :func:`create_engine`.
+        world_size: number of ranks.
+        device: this rank's.
+        planned: the processes are yet to be launched.
+
+    Raises:
+        ConfigError: no such engine or policy, or the model or the hardware cannot do what they ask for.
+    """
+    if clip_norm is not None and clip_value is not None:
+        raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
+    precision = PrecisionConfig.of(precision)
+    context = EngineContext(
+        engine=engine_config(engine),
+        precision=precision,
+        policy=PrecisionPolicy.of(precision),
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        world_size=world_size,
+        device=device,
+        seed=seed,
+        planned=planned,
+    )
+    return replace(context, generated=check_engine(model, context))
+
+
+def create(
+    context: EngineContext, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: World
+) -> Engine:
+    """The second half of :func:`create_engine`: wraps the model that ``context`` was prepared for; a collective.
+
+    Raises:
+        ConfigError: an optimizer that the engine cannot step.
+    """
+    assert (context.world_size, context.planned) == (world.size, False)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check_optimizers(model, optimizers)
     if world.is_main:
-        hardware.warn(policy, world.device)
-    hardware.configure(policy, world.device)
-    return _ENGINES[engine.name].make(model, optimizers, world, policy, settings)
+        hardware.warn(context.policy, world.device)
+    hardware.configure(context.policy, world.device)
+    made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
+    return made
+
+
+def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
+    """The engine's own configuration, as its check generates it; empty for most.
+
+    Raises:
+        ConfigError: the model, the hardware or the engine cannot do what is asked for.
+    """
+    check_parameters(model)
+    check_globs(model, context.policy)
+    check_compiled(model, context.policy)
+    hardware.check(context.policy, context.device)
+    spec = SPECS[context.engine.name]
+    if is_meta(model) and not spec.makes_weights:
+        able = ", ".join(name for name, other in SPECS.items() if other.makes_weights)
+        remedy = f"Use engine={able}, or build the model where it has memory"
+        raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
+    generated = _load(spec.check)(model, context) if spec.check else None
+    return generated or {}
+
+
+def _load(entry: str) -> Any:
+    return resolve_name(f"distaccum.engines.{entry}")
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -248,20 +208,6 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
             remedy = "Make it from model.parameters(), each in one; join several models in one nn.Module"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
         free -= set(held)
-
-
-def check_model(model: nn.Module, policy: PrecisionPolicy, device: torch.device, settings: EngineContext) -> None:
-    """Raises ConfigError where the model, the hardware or the engine cannot do what is asked for."""
-    check_parameters(model)
-    check_globs(model, policy)
-    check_compiled(model, policy)
-    hardware.check(policy, device)
-    engine = _ENGINES[settings.engine.name]
-    if any(parameter.is_meta for parameter in model.parameters()) and not engine.makes_weights:
-        able = ", ".join(name for name, entry in _ENGINES.items() if entry.makes_weights)
-        remedy = f"Use engine={able}, or build the model where it has memory"
-        raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
-    engine.check(settings, model)
 
 
 def blocks_of(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:

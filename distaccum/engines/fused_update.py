@@ -1,4 +1,4 @@
-"""The boundary's arithmetic on gradients that are reduced already: norm, decision, unscaling, clipping, step.
+"""The arithmetic of a step on reduced gradients: norm, decision, unscaling, clipping, step, loss scale.
 
 By hand that is six walks over gradient memory: unscale (read, write), norm (read), clip (read, write), step (read).
 Here the norm is read once, and is the overflow check too; an optimizer with a fused kernel then takes the decision as
@@ -17,26 +17,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.engines.base import StepOutput
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.host_copy import HostCopy
 from distaccum.errors import MisuseError
+from distaccum.precision.loss_scale import LossScale
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s own, so that clipped gradients equal its
 _LARGE = 2**17  # elements
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What the norm told. ``grad_norm`` and ``applied`` (1.0 or 0.0) are 0-dim, on the device."""
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What is done to a reduced gradient on its way into the weights.
 
-    grad_norm: Tensor
-    applied: Tensor
-    norms: Tensor  # one a gradient
-    names: Sequence[str]  # of the gradients
+    Args:
+        clip_norm: largest norm of the global gradient; None: no clipping by norm.
+        clip_value: largest absolute value of its elements; None: no clipping by value.
+        scaler: of the loss, where gradients pass through fp16.
+        underflow_every: with a scaler, attempts between two samples of the fraction that fp16 flushed to zero; 0: none.
+    """
 
-    def nonfinite(self) -> list[str]:
-        """The parameters whose gradient is NaN or infinite; reads the device."""
-        return [name for name, norm in zip(self.names, self.norms.tolist(), strict=True) if not math.isfinite(norm)]
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    scaler: LossScale | None = None
+    underflow_every: int = 0
 
 
 class FusedUpdate:
@@ -45,34 +50,35 @@ class FusedUpdate:
     Args:
         optimizers: over disjoint sets of the parameters.
         parameters: those whose gradients make up the global one, by name.
-        clip_norm: largest norm of the global gradient; None: no clipping by norm.
-        clip_value: largest absolute value of an element; None: no clipping by value.
-        add_up: sums a tensor in place over the ranks that hold the gradient's shards; None where it is whole.
+        options: clipping and the loss scale.
+        all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
+            gradient is whole.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         parameters: Mapping[str, nn.Parameter],
+        options: StepOptions,
         *,
-        clip_norm: float | None,
-        clip_value: float | None,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._optimizers, self._parameters, self._all_reduce_shards = optimizers, parameters, all_reduce_shards
-        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._options = options
+        self._all_reduce_shards = all_reduce_shards
         self._known = frozenset(map(id, parameters.values()))
-        self._begun: set[int] = set()
+        self._begun: set[int] = set()  # the parameters that have optimizer state
 
     def forget(self) -> None:
-        """After the optimizers' state was replaced: which parameters have one is not known any more."""
+        """Called after the optimizers' state was replaced: which parameters have one is unknown again."""
         self._begun.clear()
 
-    def step(self, scale: float | Tensor | None) -> Found:
-        """Steps on the gradients over ``scale`` (None: as they are), clipped.
+    def step(self, divisor: float = 1.0) -> StepOutput:
+        """Steps on the gradients over ``divisor`` and the loss scale, clipped; then moves the loss scale.
 
-        Nothing is read back on the way to a fused step, but for a parameter's first: a kernel that is told not to step
-        leaves the momentum that it was to make unset. An unfused step has to be left out by the host.
+        A fused step reads nothing back, except a parameter's first: a kernel that is told not to step leaves unset the
+        momentum that it was to make. The host has to leave out an unfused step.
 
         Raises:
             MisuseError: an optimizer holds a gradient that is none of the parameters'.
@@ -90,36 +96,44 @@ class FusedUpdate:
         if self._all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
             norms = self._all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)
         norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
+        scaler = self._options.scaler
+        scale: float | Tensor | None = scaler.current * divisor if scaler else None if divisor == 1.0 else divisor
         norm = norm if scale is None else norm / scale
         applied = (norm < math.inf).to(norm.dtype)  # NaN is not less
-        divisor = self._clipped(gradients, norm, scale)
+        self._apply(held, self._clipped(gradients, norm, scale), applied)
+        loss_scale = scaler.current.to(applied.dtype) if scaler else torch.ones_like(applied)
+        decision = HostCopy(torch.stack((applied, loss_scale)))
+        if scaler:
+            scaler.advance(1.0 - applied)
+        return StepOutput(grad_norm=norm, decision=decision, names=list(with_gradient), norms=norms)
+
+    def _apply(self, held: set[int], remaining: Tensor | None, applied: Tensor) -> None:
+        """Has the optimizers step on the gradients of ``held`` over ``remaining``, where ``applied`` is 1.0."""
         begun = held <= self._begun
         fused = [getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self._optimizers]
-        goes_on = (begun and all(fused)) or HostCopy(applied).read() == 1.0
+        if not ((begun and all(fused)) or HostCopy(applied).read() == 1.0):
+            return
         for optimizer, folds in zip(self._optimizers, fused, strict=True):
-            if not goes_on:
-                break
-            if folds and norms.dtype == torch.float32:
-                _step_fused(optimizer, divisor, 1.0 - applied)
+            if folds and applied.dtype == torch.float32:
+                _step_fused(optimizer, remaining, 1.0 - applied)
             elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits
-                _divide(_gradients_of(optimizer), divisor)
+                _divide(_gradients_of(optimizer), remaining)
                 _step_fused(optimizer, None, 1.0 - applied)
             else:
-                _divide(_gradients_of(optimizer), divisor)
+                _divide(_gradients_of(optimizer), remaining)
                 optimizer.step()
-        if goes_on and not begun:
+        if not begun:
             self._begun |= held
-        return Found(grad_norm=norm, applied=applied, norms=norms, names=list(with_gradient))
 
     def _clipped(self, gradients: list[Tensor], norm: Tensor, scale: float | Tensor | None) -> Tensor | None:
-        """By what the gradients are yet to be divided; None: by nothing. Clipping by value is done at once."""
-        if self._clip_value is not None:
-            bound = torch.zeros_like(norm) + self._clip_value * (1.0 if scale is None else scale)
+        """What the gradients are yet to be divided by; None: nothing. Clipping by value is done here, in place."""
+        if self._options.clip_value is not None:
+            bound = torch.zeros_like(norm) + self._options.clip_value * (1.0 if scale is None else scale)
             for gradient in gradients:
                 gradient.clamp_(-bound.to(gradient.dtype), bound.to(gradient.dtype))
-        if self._clip_norm is None:
+        if self._options.clip_norm is None:
             return None if scale is None else torch.ones_like(norm) * scale
-        excess = ((norm + _CLIP_EPSILON) / self._clip_norm).clamp_(min=1.0)
+        excess = ((norm + _CLIP_EPSILON) / self._options.clip_norm).clamp_(min=1.0)
         return excess if scale is None else excess * scale
 
 
@@ -170,10 +184,10 @@ def zero_in_place(parameters: Sequence[nn.Parameter]) -> None:
 def underflow_fraction(
     gradients: Sequence[Tensor], all_reduce_shards: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Which share of the elements is 0.0, rows that are 0.0 as a whole left out: 0-dim; one read of each gradient.
+    """The fraction of elements that are 0.0, but for rows that are 0.0 as a whole: 0-dim; one read of each gradient.
 
-    Of gradients that came through fp16 these are the ones too small for it at the loss scale of the window, since
-    others are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur.
+    In gradients that came through fp16 these are the elements too small for it at the window's loss scale, since others
+    are hardly ever exactly 0. Whole rows are: those of an embedding whose token did not occur.
     ``all_reduce_shards`` as :class:`FusedUpdate` takes it.
     """
     zeros = looked_at = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
@@ -185,5 +199,5 @@ def underflow_fraction(
         zeros = zeros + elements - nonzero.sum()
     both = torch.stack((zeros, looked_at))
     zeros, looked_at = both if all_reduce_shards is None else all_reduce_shards(both)
-    share: Tensor = zeros / looked_at.clamp(min=1)
-    return share
+    fraction: Tensor = zeros / looked_at.clamp(min=1)
+    return fraction

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distaccum.engines.dtensor import full_tensor, shard_like
+from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
 from distaccum.errors import MisuseError
 
 _PREFIX, _OF_GROUPS = "state.", "groups."
@@ -17,7 +16,7 @@ _OURS = ("params", "lr", "initial_lr")  # in groups
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """What the optimizers' groups say besides rates, as ``groups.OPTIMIZER.GROUP.KEY``; plain values only."""
+    """The optimizers' group settings but rates, as ``groups.OPTIMIZER.GROUP.KEY``; plain values only."""
     return {
         f"{_OF_GROUPS}{i}.{j}.{key}": value
         for i, optimizer in enumerate(optimizers)
@@ -30,12 +29,15 @@ def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
 def collect(
     optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter], *, owns: Callable[[int], bool]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and plain values that the optimizers here keep of the parameters; a collective where they are sharded.
+    """Tensors and plain values that this rank's optimizers keep; a collective where parameters are sharded.
 
     Args:
         optimizers: over disjoint sets of the parameters.
         parameters: by name, in the same order on every rank.
-        gives: whether this rank gives the n-th parameter's state, of those it holds a part of.
+        owns: whether this rank gives the n-th parameter's state, of those it holds a part of.
+
+    Raises:
+        MisuseError: an optimizer keeps something that is neither a tensor nor a plain value.
     """
     kept = {id(p): entries for optimizer in optimizers for p, entries in optimizer.state.items()}
     tensors: dict[str, Tensor] = {}
@@ -48,7 +50,7 @@ def collect(
             if isinstance(value, Tensor):
                 full = full_tensor(value)
                 if owns(n):
-                    tensors[f"{_PREFIX}{name}.{key}"] = full.cpu() if isinstance(value, DTensor) else full
+                    tensors[f"{_PREFIX}{name}.{key}"] = full.cpu() if is_sharded(value) else full
             elif owns(n):
                 values[f"{_PREFIX}{name}.{key}"] = value
     return tensors, values
@@ -60,12 +62,13 @@ def load(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    """Gives each optimizer here what was kept of its parameters, and of its groups what is no setting of theirs.
+    """Restores what was kept of each optimizer's parameters, and what its groups count.
 
-    A parameter of which nothing was kept, as the saved run had never used it, begins anew.
+    A parameter that the saved run had never used has no state, and starts without.
 
     Raises:
-        KeyError: something was kept of a parameter that there is not.
+        KeyError: something was kept of a parameter that the model has not.
+        ValueError: a tensor has another shape than its sharded parameter.
     """
     optimizers = list(optimizers)
     kept: dict[str, dict[str, str]] = {}  # by parameter: by key: the whole name
@@ -96,6 +99,6 @@ def load(
 
 
 def _part(tensor: Tensor, parameter: Tensor, name: str) -> Tensor:
-    if isinstance(parameter, DTensor) and tensor.ndim and tensor.shape != parameter.shape:
+    if is_sharded(parameter) and tensor.ndim and tensor.shape != parameter.shape:
         raise ValueError(f"{name} has another shape than its parameter, and cannot be cut into the same shards")
     return shard_like(tensor, parameter).clone()

@@ -1,4 +1,4 @@
-"""The whole of an engine's state on every rank."""
+"""A model's tensors by name, and the whole of an engine's state on every rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,36 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.errors import MisuseError
 
 
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names in the model as it was written; shards where it is sharded."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: PLC0415  a second to import
+
+    found: Any = get_model_state_dict(model)
+    tensors: dict[str, Tensor] = found
+    return tensors
+
+
+def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Restores :func:`model_state`.
+
+    Raises:
+        RuntimeError, KeyError, ValueError: as torch does, where the tensors belong to another model.
+    """
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict  # noqa: PLC0415
+
+    given: Any = dict(tensors)
+    set_model_state_dict(model, given)
+
+
 def whole_state(engine: Engine, world: World) -> EngineState:
-    """The state on every rank, whichever had it; a collective where the engine keeps a share on each.
+    """The whole state, on every rank; a collective where each rank keeps a share of it.
 
     Raises:
         MisuseError: it goes to files only.
@@ -33,6 +54,7 @@ def whole_state(engine: Engine, world: World) -> EngineState:
 
 
 def merged(values: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What any rank has, on every rank; a collective."""
     return {name: value for given in world.all_gather_object(dict(values)) for name, value in given.items()}
 
 

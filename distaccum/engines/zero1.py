@@ -1,9 +1,9 @@
-"""ZeRO stage 1 beside DDP: every parameter's optimizer state lives on one rank, which steps it and spreads the result.
+"""ZeRO stage 1 on DDP: each parameter's optimizer state lives on one rank, which steps it and broadcasts the result.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), with
-parameters dealt out whole, as torch's ``ZeroRedundancyOptimizer`` does it. That class makes the optimizer itself, hides
-its fused kernel, and joins state through pickles. Here the optimizer stays the user's own, of any kind: what its rule
-computes of a whole matrix stays right.
+parameters assigned whole, as torch's ``ZeroRedundancyOptimizer`` does it. That class makes the optimizer itself, hides
+its fused kernel, and joins state through pickles. Here the optimizer is the user's, of any kind: a rule that computes
+with whole matrices stays right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distaccum.distributed.world import World
 
 
 class ZeRO1:
-    """Which rank steps which parameters. Those of one rank lie in one stretch of memory, and travel as one.
+    """Which rank steps which parameters. Those of one rank lie in one flat buffer, and travel as one.
 
     Args:
         world: this rank.
@@ -30,10 +30,10 @@ class ZeRO1:
         self._flat_buffers: list[tuple[int, Tensor]] = []  # by the rank that steps them
 
     def partition(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leaves each optimizer the parameters that this rank steps; the same deal on every rank.
+        """Leaves each optimizer the parameters that this rank steps; every rank computes the same partition.
 
-        The largest go first, each to the rank with the least so far; those of each optimizer are dealt for themselves,
-        as one kind may keep more per element than another.
+        The largest go first, each to the rank with the least so far. Each optimizer's are partitioned separately, as
+        one kind may keep more per element than another.
         """
         for optimizer in optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -51,17 +51,17 @@ class ZeRO1:
 
     def _lay_out(self, parameters: Sequence[nn.Parameter], rank: int) -> None:
         for dtype in sorted({p.dtype for p in parameters}, key=str):
-            alike = [p for p in parameters if p.dtype is dtype]
-            sizes = [p.numel() for p in alike]
-            stretch = torch.empty(sum(sizes), dtype=dtype, device=alike[0].device)
-            for parameter, part in zip(alike, torch.split(stretch, sizes), strict=True):
+            same = [p for p in parameters if p.dtype is dtype]
+            sizes = [p.numel() for p in same]
+            buffer = torch.empty(sum(sizes), dtype=dtype, device=same[0].device)
+            for parameter, part in zip(same, torch.split(buffer, sizes), strict=True):
                 dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
                 strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
                 parameter.data = part.as_strided(parameter.shape, strides).copy_(parameter.detach())
-            self._flat_buffers.append((rank, stretch))
+            self._flat_buffers.append((rank, buffer))
 
     def broadcast(self) -> None:
-        """Gives every rank what each has stepped: one broadcast a rank, all under way at once."""
-        works = [dist.broadcast(stretch, src=rank, async_op=True) for rank, stretch in self._flat_buffers]
+        """Sends every rank what each has stepped: one broadcast a rank, all at the same time."""
+        works = [dist.broadcast(buffer, src=rank, async_op=True) for rank, buffer in self._flat_buffers]
         for work in works:
             work.wait()

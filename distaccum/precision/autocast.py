@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distaccum.errors import PrecisionWarning
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision.selection import SIXTEEN_BIT, select, shorten
+from distaccum.precision.selection import SIXTEEN_BIT, listed, select
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _KEY, _AWAITED = "_distaccum_precision", "_distaccum_precision_awaited"
@@ -125,7 +125,7 @@ def _tell_of_the_uncalled(model: nn.Module, args: Any, output: Any) -> None:
         if uncalled:
             verb, those = ("was", "it") if len(uncalled) == 1 else ("were", "them")
             text = f"{verb} not called in the first forward, so the setting had no effect on {those}"
-            warnings.warn(f"{setting}: {shorten(uncalled)} {text}", PrecisionWarning, stacklevel=2)
+            warnings.warn(f"{setting}: {listed(uncalled)} {text}", PrecisionWarning, stacklevel=2)
 
 
 def _in_a_context() -> bool:

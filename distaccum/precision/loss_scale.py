@@ -84,6 +84,11 @@ class LossScale:
         return self._scale
 
     @property
+    def floor(self) -> float | None:
+        """Where the scale cannot fall any further; None for a constant one."""
+        return self.min_scale if self.dynamic else None
+
+    @property
     def streak(self) -> Tensor:
         """Updates in a row since the last overflow or growth: 0-dim int32, changed in place."""
         return self._streak

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distaccum.errors import ConfigError, near_misses
+from distaccum.errors import ConfigError, near_misses, shorten
 from distaccum.precision.policy import PrecisionPolicy
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -23,10 +23,10 @@ def check_parameters(model: nn.Module) -> None:
     """
     small = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.dtype in SIXTEEN_BIT}
     if small:
-        name, dtype = next(iter(small.items()))
-        more = f" and {len(small) - 1} more" if len(small) > 1 else ""
+        dtype = next(iter(small.values()))
         shown = str(dtype).removeprefix("torch.")
-        problem = f"trainable parameters are {shown} ({name}{more}): small updates and sums of gradients round away"
+        which = shorten(small, most=1)
+        problem = f"trainable parameters are {shown} ({which}): small updates and sums of gradients round away"
         same = f"precision={'fp16' if dtype is torch.float16 else 'bf16'} computes in {shown} all the same"
         remedy = f"Load it in float32, as with dtype=torch.float32 or model.float(): {same}, from fp32 weights"
         raise ConfigError("model", type(model).__name__, problem, remedy)
@@ -84,19 +84,17 @@ def describe(model: nn.Module, policy: PrecisionPolicy) -> str:
     if policy.name == "tf32":
         line += " (matrix products and convolutions)"
     if only:
-        line += f": {shorten(only)}"
+        line += f": {listed(only)}"
     if only or kept:
-        line += f"; fp32: {', '.join([*([shorten(kept)] if kept else []), *(['all else'] if only else [])])}"
+        line += f"; fp32: {', '.join([*([listed(kept)] if kept else []), *(['all else'] if only else [])])}"
     if policy.reduce_dtype is not torch.float32:
         line += f"; gradients reduced in {'fp16' if policy.reduce_dtype is torch.float16 else 'bf16'}"
     return line
 
 
-def shorten(names: Iterable[str], most: int = 4) -> str:
-    """The first of the names, and how many more."""
-    shown = [name or "the whole model" for name in names]
-    more = len(shown) - most
-    return ", ".join(shown) if more <= 0 else f"{', '.join(shown[:most])} and {more} more"
+def listed(names: Iterable[str]) -> str:
+    """Modules' names for people, the first few of them."""
+    return shorten(name or "the whole model" for name in names)
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,7 +21,8 @@ from distaccum.data.factory import check_workers, make_plan
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
-from distaccum.engines.factory import EngineContext, check_model
+from distaccum.engines.context import EngineContext
+from distaccum.engines.factory import prepare
 from distaccum.errors import ConfigError
 from distaccum.losses.base import Loss
 from distaccum.precision.policy import PrecisionPolicy
@@ -54,9 +55,14 @@ class TrainingComponents:
     schedule: Schedule
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
-    policy: PrecisionPolicy
+    engine: EngineContext
     device: torch.device
     total_steps: int
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """What the model computes in."""
+        return self.engine.policy
 
 
 def components_from_config(
@@ -136,8 +142,8 @@ def build_components(
         raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
-    policy = PrecisionPolicy.of(config.precision)
-    settings = EngineContext(
+    engine = prepare(
+        model,
         engine=config.engine,
         precision=config.precision,
         clip_norm=config.optim.clip_norm,
@@ -146,9 +152,9 @@ def build_components(
         micro_batch_size=batch.micro_size,
         world_size=world_size,
         device=device,
+        seed=config.seed,
         planned=planned,
     )
-    check_model(model, policy, device, settings)
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
@@ -164,7 +170,7 @@ def build_components(
         schedule=build("schedule", config.schedule, total_steps=total_steps),
         callbacks=[*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())],
         metrics=metrics or {},
-        policy=policy,
+        engine=engine,
         device=device,
         total_steps=total_steps,
     )

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.config.precision import ScalerConfig
 from distaccum.distributed.world import World
-from distaccum.engines.fused_update import FusedUpdate, zero_in_place
-from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.fused_update import FusedUpdate, StepOptions, zero_in_place
 from distaccum.precision.loss_scale import LossScale
 
 SCALER = ScalerConfig()
@@ -99,14 +98,12 @@ def textbook(parameters: list[nn.Parameter], device: torch.device, **options: An
 
 def distaccum(parameters: list[nn.Parameter], device: torch.device, **options: Any) -> OptimizerStep:
     """The sequence of ``DDPEngine.step``."""
-    optimizer, scale = AdamW(parameters, **options), LossScale.of(SCALER, device)
     named = {str(i): parameter for i, parameter in enumerate(parameters)}
-    update = FusedUpdate([optimizer], named, clip_norm=CLIP_NORM, clip_value=None)
+    scaler = LossScale.of(SCALER, device)
+    update = FusedUpdate([AdamW(parameters, **options)], named, StepOptions(clip_norm=CLIP_NORM, scaler=scaler))
 
     def boundary() -> None:
-        found = update.step(scale.current * 1.0)
-        HostCopy(torch.stack((found.applied, scale.current)))
-        scale.advance(1.0 - found.applied)
+        update.step()
 
     return boundary
 

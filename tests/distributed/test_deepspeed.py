@@ -140,7 +140,7 @@ def test_mistakes_are_refused_by_name(quick: Mapping[str, Any]) -> None:
     assert "the forward went past the engine" in said["past"]
     assert said["fp16"].startswith("precision=fp16: DeepSpeed does not compute in fp16 on this cpu. Use precision=bf16")
     assert said["describe"].startswith("ZeRO-2: optimizer state and reduced gradients sharded")
-    assert said["documents"] == ["deepspeed.json"]
+    assert said["artifacts"] == ["deepspeed.json"]
 
 
 def test_silent_faults_are_refused_by_version() -> None:

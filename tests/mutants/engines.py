@@ -22,7 +22,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "ddp: the engine's averaging forgotten",
-            (("engines/ddp.py", "1 if scaler else world.size\n", "1\n"),),
+            (("engines/ddp.py", "1 if options.scaler else world.size\n", "1\n"),),
         ),
     ),
     (
@@ -30,27 +30,27 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "ddp: in fp16 the average is not made a sum",
-            (("engines/ddp.py", "self._sums_to = world.size if scaler else 1", "self._sums_to = 1"),),
+            (("engines/ddp.py", "self._sums_to = world.size if options.scaler else 1", "self._sums_to = 1"),),
         ),
     ),
     (
         "zero1",
         "fp32",
         Mutant(
-            "zero1: what each rank has stepped is not spread",
-            (("engines/ddp.py", "            self._shards.spread()", "            pass"),),
+            "zero1: what each rank has stepped is not broadcast",
+            (("engines/ddp.py", "            self._shards.broadcast()", "            pass"),),
         ),
     ),
     (
         "zero1",
         "fp32",
         Mutant(
-            "zero1: only the last rank's part is spread",
+            "zero1: only the last rank's part is broadcast",
             (
                 (
-                    "engines/optimizer_shards.py",
-                    "for rank, stretch in self._stretches]",
-                    "for rank, stretch in self._stretches[-1:]]",
+                    "engines/zero1.py",
+                    "for rank, buffer in self._flat_buffers]",
+                    "for rank, buffer in self._flat_buffers[-1:]]",
                 ),
             ),
         ),
@@ -60,7 +60,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "fsdp2: the loss is weighed as for an average",
-            (("engines/fsdp2.py", "averages_over = world.device, 1", "averages_over = world.device, world.size"),),
+            (("engines/fsdp2/engine.py", "gradient_divide_factor = 1\n", "gradient_divide_factor = world.size\n"),),
         ),
     ),
     (
@@ -68,7 +68,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "fsdp2: its own division left in",
-            (("engines/fsdp2.py", "            sharded.set_gradient_divide_factor(1.0)\n", ""),),
+            (("engines/fsdp2/engine.py", "            sharded.set_gradient_divide_factor(1.0)\n", ""),),
         ),
     ),
     (
@@ -77,8 +77,8 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         Mutant(
             "fsdp2: reduced in the first micro-step alone",
             (
-                ("window.py", "sync=i == boundary", "sync=i == 0"),
-                ("open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
+                ("accumulation/step.py", "sync=i == boundary", "sync=i == 0"),
+                ("accumulation/open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
             ),
         ),
     ),
@@ -86,16 +86,19 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fsdp2 boundary",
         "fp32",
         Mutant(
-            "fsdp2: ranks do not keep pace",
-            (("engines/pace.py", "return most - micro_steps", "return 0"),),
+            "fsdp2: missing micro-steps are not replayed",
+            (("engines/uneven_inputs.py", "return most - micro_steps", "return 0"),),
         ),
     ),
     (
         "fsdp2 every",
         "fp32",
         Mutant(
-            "fsdp2: a step for nothing adds its gradient",
-            (("engines/pace.py", "torch.zeros_like(output)", "torch.ones_like(output)"),),
+            "fsdp2: a replayed micro-step adds its gradient",
+            (
+                ("engines/uneven_inputs.py", "torch.zeros_like(output)", "torch.ones_like(output)"),
+                ("engines/comm_hooks.py", "            input_tensor.zero_()", "            pass"),
+            ),
         ),
     ),
     (
@@ -105,9 +108,9 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "fsdp2: shards go on from the last window's gradient",
             (
                 (
-                    "engines/fsdp2.py",
-                    "_boundary.step(divisor)\n        for parameter in self._boundary.parameters.values():",
-                    "_boundary.step(divisor)\n        for parameter in ():",
+                    "engines/fsdp2/engine.py",
+                    "_optimizer_step.step(divisor)\n        for parameter in self._parameters.values():",
+                    "_optimizer_step.step(divisor)\n        for parameter in ():",
                 ),
             ),
         ),
@@ -117,7 +120,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "deepspeed: its averaging forgotten",
-            (("engines/deepspeed.py", "1 if scaler else world.size\n", "1\n"),),
+            (("engines/deepspeed/engine.py", "1 if scaler else world.size\n", "1\n"),),
         ),
     ),
     (
@@ -125,7 +128,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "deepspeed: in fp16 the average is not made a sum",
-            (("engines/deepspeed.py", "divisor / (self._world.size if self._scaler else 1)", "divisor"),),
+            (("engines/deepspeed/engine.py", "divisor / (self._world.size if self._scaler else 1)", "divisor"),),
         ),
     ),
 )

@@ -18,22 +18,22 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        (loss if self._scale is None else self._scale(loss)).backward()",
+                "        (loss if self._scaler is None else self._scaler.scale(loss)).backward()",
                 (
-                    "        scaled, scaler = self._boundary.scaled(loss), self._boundary._scaler\n"
+                    "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n"
                     "        scaled.backward()\n"
-                    "        if scaler:\n"
-                    "            scaler.advance(1.0 - torch.isfinite(scaled).float())"
+                    "        if self._scaler:\n"
+                    "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())"
                 ),
             ),
-            ("engines/boundary.py", "            self._scaler.advance(1.0 - found.applied)", "            pass"),
+            ("engines/fused_update.py", "            scaler.advance(1.0 - applied)", "            pass"),
         ),
     ),
     Mutant(
         "clipping before unscaling",
         (
             (
-                "engines/update.py",
+                "engines/fused_update.py",
                 "excess = ((norm + _CLIP_EPSILON)",
                 "excess = ((norm * (1.0 if scale is None else scale) + _CLIP_EPSILON)",
             ),
@@ -44,9 +44,10 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        (loss if self._scale is None else self._scale(loss)).backward()",
+                "        (loss if self._scaler is None else self._scaler.scale(loss)).backward()",
                 (
-                    "        scaled, update = self._boundary.scaled(loss), self._boundary._update\n"
+                    "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n"
+                    "        update = self._optimizer_step._update\n"
                     "        with self._ddp.no_sync():\n"
                     "            own = torch.autograd.grad(scaled, self._parameters, retain_graph=True)\n"
                     "        finite = all(bool(one.isfinite().all()) for one in own)\n"
@@ -55,11 +56,11 @@ MUTANTS = (
                 ),
             ),
             (
-                "engines/update.py",
-                "        divisor = self._clipped(",
+                "engines/fused_update.py",
+                "        self._apply(",
                 (
                     "        applied = torch.full_like(norm, float(self.__dict__.pop('own', True)))\n"
-                    "        divisor = self._clipped("
+                    "        self._apply("
                 ),
             ),
         ),
@@ -68,7 +69,7 @@ MUTANTS = (
         "step and rate move on a skip",
         (
             (
-                "attempts.py",
+                "accumulation/tracker.py",
                 "applied, finite, tokens = outcome.applied, outcome.finite,",
                 "applied, finite, tokens = True, outcome.finite,",
             ),
@@ -78,9 +79,9 @@ MUTANTS = (
         "a scale without a floor",
         (
             (
-                "precision/scaler.py",
-                "self._now.mul_(factor).clamp_(self.min_scale, self.max_scale)",
-                "self._now.mul_(factor).clamp_(max=self.max_scale)",
+                "precision/loss_scale.py",
+                "self._scale.mul_(factor).clamp_(self.min_scale, self.max_scale)",
+                "self._scale.mul_(factor).clamp_(max=self.max_scale)",
             ),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Importing DeepSpeed: when it is needed, quietly, and not in a combination with a fault that nobody would notice."""
+"""Importing DeepSpeed when it is needed, without its output, and refusing what it cannot do or does wrongly."""
 
 from __future__ import annotations
 
@@ -15,24 +15,51 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distaccum.config.engine import DeepSpeedConfig
+from distaccum.engines.context import EngineContext
+from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.errors import ConfigError
-from distaccum.precision.policy import PrecisionPolicy
 
+_LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
 _BEFORE_MENDED = (0, 19, 8)
 _ZERO_KEY = "engine.json.zero_optimization"
 # Said at the import and at each skipped window. That there is no GPU is known; skips are logged by distaccum.
 _KNOWN = ("Setting accelerator to CPU", "[deepspeed] OVERFLOW!", "You are using ZeRO with an untested optimizer")
 
 
-def check(optimizers: Sequence[Optimizer], policy: PrecisionPolicy) -> None:
-    """Raises ConfigError for what DeepSpeed cannot do, before it is imported."""
+def check(model: nn.Module, context: EngineContext) -> dict[str, Any]:
+    """DeepSpeed's JSON for a model; see ``factory.EngineSpec``.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed, or cannot do, or does wrongly, what the settings ask for.
+    """
+    assert isinstance(context.engine, DeepSpeedConfig)
+    check_dimensions(model)
+    settings = generate(
+        context.engine,
+        context.precision,
+        clip_norm=context.clip_norm,
+        clip_value=context.clip_value,
+        global_batch_size=context.global_batch_size,
+        micro_batch_size=context.micro_batch_size,
+        micro_steps=context.micro_steps,
+        world_size=context.world_size,
+    )
+    deepspeed = load_deepspeed(context.device, planned=context.planned)
+    check_known_bugs(settings, deepspeed.__version__, context.device.type)
+    check_values(settings)
+    if context.policy.compute_dtype is torch.float16:
+        check_fp16(deepspeed, context.device)
+    # By default 500 million elements, which stage 3 sets aside, however small the model.
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    settings["zero_optimization"].setdefault("reduce_bucket_size", min(_LARGEST_BUCKET, elements))
+    return settings
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ConfigError for more than one optimizer, or none."""
     if len(optimizers) != 1:
         raise ConfigError("engine", "deepspeed", f"steps one optimizer, not {len(optimizers)}", "Join them in one")
-    for key in ("keep_fp32", "only"):
-        globs = list(getattr(policy, key))
-        if globs and policy.casts:
-            remedy = "Leave it empty, or use engine=ddp"
-            raise ConfigError(f"precision.{key}", globs, "DeepSpeed casts the model as a whole", remedy)
 
 
 def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,18 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.base import EngineState, StateLayout, StepOutput
+from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
+from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import files as deepspeed_files
-from distaccum.engines.deepspeed.compat import check, check_fp16, check_known_bugs, load_deepspeed, suppress_output
+from distaccum.engines.deepspeed.compat import check_optimizers, load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.gradients import accumulate_in_fp32, complete, gradients_of
 from distaccum.engines.deepspeed.module import EngineLock, compute_in
 from distaccum.engines.deepspeed.weights import MasterWeights
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import trained
 from distaccum.engines.uneven_inputs import UnevenInputs
-from distaccum.errors import ConfigError, MisuseError
-from distaccum.precision.policy import FP32, PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
+from distaccum.errors import ConfigError
+from distaccum.precision.loss_scale import LossScale
+from distaccum.precision.policy import PrecisionPolicy
 
 _FIRST_THAT_SHARDS_GRADIENTS, _FIRST_THAT_SHARDS_PARAMETERS = 2, 3  # stages
 _SHARDED = (
@@ -35,7 +36,7 @@ _SHARDED = (
 )
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """Exact accumulation on DeepSpeed's engine, at any ZeRO stage, with one reduction a window.
 
     The window's gradient accumulates on each rank, in fp32, and is reduced once, at the boundary. The loss scale is
@@ -47,13 +48,15 @@ class DeepSpeedEngine:
             of it; its inputs are then cast as well, and its outputs are fp32.
         optimizers: one, over the model's parameters.
         world: this rank; its process group is DeepSpeed's.
-        settings: DeepSpeed's JSON.
+        settings: DeepSpeed's JSON, checked (``compat.check_settings``).
         policy: what the model computes in; ``settings`` say the same.
         scaler: of the loss, where gradients pass through fp16.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or cannot do, or does wrongly, what the settings ask for.
+        ConfigError: DeepSpeed is not installed, or cannot do what the arguments ask for.
     """
+
+    state_layout = StateLayout.EXTERNAL
 
     def __init__(
         self,
@@ -62,35 +65,30 @@ class DeepSpeedEngine:
         world: World,
         *,
         settings: Mapping[str, Any],
-        policy: PrecisionPolicy = FP32,
-        scaler: LossScaler | None = None,
+        policy: PrecisionPolicy,
+        scaler: LossScale | None,
     ) -> None:
-        check(optimizers, policy)
-        deepspeed = load_deepspeed(world.device)
-        check_known_bugs(settings, deepspeed.__version__, world.device.type)
-        if policy.compute_dtype is torch.float16:
-            check_fp16(deepspeed, world.device)
+        check_optimizers(optimizers)
+        super().__init__(optimizers, world, policy, scaler)
         # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
         # gradient then does not depend on the world's size. DeepSpeed always averages.
-        self.device, self.gradient_divide_factor = world.device, 1 if scaler else world.size
-        self.min_loss_scale = scaler.min_scale if scaler and scaler.dynamic else None
-        self.artifacts: Mapping[str, Mapping[str, Any]] = {"deepspeed.json": settings}
-        self._world, self._policy, self._scaler, self._model = world, policy, scaler, model
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._trained = list(trained.values())
-        for group in optimizers[0].param_groups:
-            group.setdefault("initial_lr", group["lr"])
+        self.gradient_divide_factor = 1 if scaler else world.size
+        self.artifacts = {"deepspeed.json": settings}
+        self._model = model
+        parameters = trained(model)
+        self._trained = list(parameters.values())
         if policy.casts:
             compute_in(policy.compute_dtype, model)
+        deepspeed = load_deepspeed(world.device)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
-        self._deepspeed, self._optimizer = deepspeed, optimizers[0]
+        self._version = deepspeed.__version__
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
             )[0]
         self._weights.restore(self._engine)
         self._stage: int = int(self._engine.zero_optimization_stage())
-        self._gradients = gradients_of(self._engine, trained)
+        self._gradients = gradients_of(self._engine, parameters)
         # Its own wrapper at stage 0, and that of stage 1 in bf16, reduce all at once when they are told to.
         self._coalesces = self._gradients.sharded and hasattr(self._engine, "coalesce_grad_reduction")
         self._holds = self._coalesces or self._stage < _FIRST_THAT_SHARDS_GRADIENTS
@@ -98,11 +96,7 @@ class DeepSpeedEngine:
             for parameter in self._trained:
                 accumulate_in_fp32(parameter)
         gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
-        self.forward_communicates, self.state_layout, self.local_gradients = (
-            gathers or not self._holds,
-            StateLayout.EXTERNAL,
-            None,
-        )
+        self.forward_communicates = gathers or not self._holds
         self._uneven_inputs = UnevenInputs(self._engine, world) if gathers and self._holds else None
         self._window: AbstractContextManager[object] | None = None
         self._called = False
@@ -139,18 +133,13 @@ class DeepSpeedEngine:
         """The stage, what it shards, and what a window sends."""
         held = "gradients whole and fp32 until the boundary; one reduction per window"
         if not self._holds:
-            held = f"one reduction per micro-step: DeepSpeed {self._deepspeed.__version__} has no coalesced one"
+            held = f"one reduction per micro-step: DeepSpeed {self._version} has no coalesced one"
         elif self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
         return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
 
-    def sync_buffers(self) -> None:
-        """One broadcast a buffer: done for evaluations, not for every window."""
-        for buffer in self._model.buffers():
-            self._world.broadcast_(buffer)
-
     def begin_window(self, micro_steps: int) -> None:
-        """At stage 3 runs what other ranks have more of.
+        """At stage 3 replays an earlier input for each micro-step that another rank has more.
 
         Raises:
             ConfigError: ranks have windows of different lengths, and this DeepSpeed reduces at every micro-step.
@@ -215,24 +204,18 @@ class DeepSpeedEngine:
                 pass
 
     def autocast(self) -> AbstractContextManager[object]:
-        """None: the model itself is in the type that it computes in."""
+        """An empty context: the model itself is in the format that it computes in."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """DeepSpeed's, of the scaled loss; nothing is divided by accumulation steps."""
         if not self._called:
-            problem = "the forward went past the engine, so gradients would not be reduced"
-            raise MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
+            raise forward_past_engine()
         with self._lock:
             self._engine.backward(self._scaler.scale(loss) if self._scaler else loss, scale_wrt_gas=False)
 
-    def set_lr_factor(self, factor: float) -> None:
-        """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """One transaction: DeepSpeed steps where the norm over all ranks is finite, and is not asked to elsewhere."""
+        """See :class:`Engine`; DeepSpeed is asked to step only where the norm over all ranks is finite."""
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
         factor = float(scale) * divisor / (self._world.size if self._scaler else 1)
         names, norms = self._norms()
@@ -248,10 +231,11 @@ class DeepSpeedEngine:
                 self._engine.step()
             applied = bool(self._engine.was_step_applied())
         self.zero_gradients()
-        decision = HostCopy(torch.stack((found := torch.tensor(float(applied), device=self.device), scale)))
+        on_device = torch.tensor(float(applied), device=self.device)
+        decision = HostCopy(torch.stack((on_device, scale)))
         if self._scaler:
-            self._scaler.advance(1.0 - found)
-        return StepOutput(grad_norm=norm, decision=decision, nonfinite=partial(_nonfinite, names, norms))
+            self._scaler.advance(1.0 - on_device)
+        return StepOutput(grad_norm=norm, decision=decision, names=names, norms=norms)
 
     def _norms(self) -> tuple[list[str], Tensor]:
         """Of this rank's part of the gradient, by parameter."""
@@ -262,7 +246,7 @@ class DeepSpeedEngine:
         return [name for name, _ in held], torch.stack([norm.to(self.device) for norm in norms])
 
     def zero_gradients(self) -> None:
-        """Forgets a window, also one that is not reduced yet; no collective."""
+        """Drops a window's gradient, also one that is not reduced yet; no collective."""
         if self._window is not None:
             for parameter in self._trained:
                 parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]  # DeepSpeed's
@@ -282,11 +266,7 @@ class DeepSpeedEngine:
         return EngineState(model=self.whole_model(), optimizer={}, optimizer_values={}, scaler=scaler)
 
     def load_state(self, state: EngineState) -> None:
-        """Takes up weights, whichever engine saved them, and the loss scaler's state.
-
-        Raises:
-            KeyError, RuntimeError: they are another model's.
-        """
+        """Restores weights, whichever engine saved them, and the loss scale; see :class:`Engine`."""
         if state.model:
             self._weights.load(self._engine, state.model)
         if self._scaler and state.scaler:
@@ -300,11 +280,12 @@ class DeepSpeedEngine:
         deepspeed_files.save(self._engine, folder, self._about(), self._world)
 
     def load_files(self, folder: Path) -> None:
-        """Takes up :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
+        """Restores :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
         deepspeed_files.load(self._engine, folder, self._about())
         self._own_scale()
 
 
-def _nonfinite(names: Sequence[str], norms: Tensor) -> list[str]:
-    """Of this rank's part."""
-    return [name for name, finite in zip(names, norms.isfinite().tolist(), strict=False) if not finite]
+def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:
+    """For ``engine=deepspeed``; see ``factory.EngineSpec``."""
+    scaler = context.loss_scale(world.device)
+    return DeepSpeedEngine(model, optimizers, world, settings=context.generated, policy=context.policy, scaler=scaler)

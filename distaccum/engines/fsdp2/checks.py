@@ -7,28 +7,50 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from distaccum.engines.fsdp2.wrap import blocks_of, is_meta
-from distaccum.errors import ConfigError, near_misses
+from distaccum.config.engine import FSDP2Config
+from distaccum.engines.context import EngineContext
+from distaccum.engines.fsdp2.wrap import blocks_of
+from distaccum.engines.modules import is_meta
+from distaccum.errors import ConfigError, near_misses, shorten
 
-_NAMED = 4  # modules that a glob which matches none is answered with
 _REMEDY = "Use engine=zero1, or change the model"
 
 
+def check(model: nn.Module, context: EngineContext) -> None:
+    """Raises ConfigError for what ``create`` would fail on."""
+    config = context.engine
+    assert isinstance(config, FSDP2Config)
+    check_world(context.world_size, replicas=config.replicas, reduce_dtype=context.policy.reduce_dtype)
+    check_meta(model, meta_init=config.meta_init)
+    check_globs(model, config.blocks)
+    check_parameters(model, config.blocks)
+
+
+def check_world(world_size: int, *, replicas: int, reduce_dtype: torch.dtype) -> None:
+    """Raises ConfigError for a number of ranks or a format that cannot work."""
+    if world_size % replicas:
+        remedy = "Use a divisor of the number of processes"
+        raise ConfigError("engine.replicas", replicas, f"does not divide {world_size} processes", remedy)
+    if reduce_dtype is not torch.float32 and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        problem = f"torch {torch.__version__} has no way to send fp32 gradients of engine=fsdp2 in it"
+        raise ConfigError("precision.reduce_dtype", reduce_dtype, problem, "Use fp32, a newer torch, or engine=ddp")
+
+
 def check_meta(model: nn.Module, *, meta_init: bool) -> None:
-    """Raises ConfigError where weights are to be made by the engine, and are there already."""
+    """Raises ConfigError where the engine is to make weights that are there already."""
     if meta_init and not is_meta(model):
         problem = f"this {type(model).__name__} has its weights already"
         raise ConfigError("engine.meta_init", True, problem, "Build it under torch.device('meta'), or leave it out")
 
 
 def check_globs(model: nn.Module, globs: Sequence[str]) -> None:
-    """Raises ConfigError where a glob matches no module, and none is spelled nearly so (that, ``blocks_of`` says)."""
+    """Raises ConfigError where a glob matches no module and resembles none (``blocks_of`` names what it resembles)."""
     names = [name for name, _ in model.named_modules() if name]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in ["", *names]) and not near_misses(glob, names):
-            shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-            problem = f"matches no module of {type(model).__name__}, which has {shown or 'none'}"
+            problem = f"matches no module of {type(model).__name__}, which has {shorten(names) or 'none'}"
             raise ConfigError("engine.blocks", glob, problem, "Use names as of model.named_modules()")
 
 

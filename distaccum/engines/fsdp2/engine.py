@@ -4,53 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from distaccum.config.engine import FSDP2Config
 from distaccum.distributed.world import World
-from distaccum.engines.base import NO_ARTIFACTS, EngineState, StateLayout, StepOutput
+from distaccum.engines.base import Engine, EngineState, LocalGradients, StateLayout, StepOutput, mebibytes
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
-from distaccum.engines.dtensor import full_tensor, mebibytes, shard_like
-from distaccum.engines.fsdp2 import internals
-from distaccum.engines.fsdp2 import wrap as units
+from distaccum.engines.context import EngineContext
+from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
+from distaccum.engines.fsdp2 import internals, wrap
 from distaccum.engines.fsdp2.optimizers import rebind_optimizers
-from distaccum.engines.optimizer_step import OptimizerStep, trained
+from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.modules import is_meta, trained
+from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import MisuseError
 from distaccum.precision.autocast import apply_precision
-from distaccum.precision.policy import FP32, PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
+from distaccum.precision.policy import PrecisionPolicy
 
 
-class FSDP2Engine:
+class FSDP2Engine(Engine):
     """Exact accumulation on torch's ``fully_shard``: the sum over ranks, never their average.
 
     Args:
-        model: on any device; every rank is given rank 0's weights block by block, or weights are made so, where they
-            are on the meta device.
-        optimizers: over the model's parameters, and disjoint; they go on with the shards. None has stepped yet.
+        model: on any device; every rank gets rank 0's weights block by block. Weights on the meta device are made here,
+            block by block too.
+        optimizers: over the model's parameters, and disjoint; they hold shards afterwards. None has stepped yet.
         world: this rank.
-        clip_norm: largest norm of the global gradient; None: no clipping by norm.
-        clip_value: largest absolute value of its elements; None: no clipping by value.
-        scaler: of the loss, where gradients pass through fp16.
-        underflow_every: with a scaler, attempts between two samples of the share that is flushed to zero; 0: none.
+        config: how to shard, and when to reduce and gather.
         policy: what forwards compute in, and what gradients travel in between ranks. They accumulate in fp32.
-        sync, reshard_after_forward, gather_dtype, activation_checkpoint, offload, replicas, blocks: see
-            ``FSDP2Config``.
+        options: clipping and the loss scale.
         seed: of weights that are made here.
 
     Raises:
-        ConfigError: an optimizer has stepped, or ``blocks`` match nothing. See :func:`check` too.
+        ConfigError: an optimizer has stepped, or ``config.blocks`` match nothing. See ``checks.check`` too.
     """
+
+    forward_communicates = True
+    state_layout = StateLayout.SHARDED
 
     def __init__(
         self,
@@ -58,65 +57,50 @@ class FSDP2Engine:
         optimizers: Sequence[Optimizer],
         world: World,
         *,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        scaler: LossScaler | None = None,
-        underflow_every: int = 0,
-        policy: PrecisionPolicy = FP32,
-        sync: str = "boundary",
-        reshard_after_forward: bool = True,
-        gather_dtype: str = "compute",
-        activation_checkpoint: str = "none",
-        offload: bool = False,
-        replicas: int = 1,
-        blocks: Sequence[str] = (),
-        seed: int = 0,
+        config: FSDP2Config,
+        policy: PrecisionPolicy,
+        options: StepOptions,
+        seed: int,
     ) -> None:
-        self.device, self.gradient_divide_factor = world.device, 1
-        self.forward_communicates, self.artifacts, self.state_layout = True, NO_ARTIFACTS, StateLayout.SHARDED
-        self._world, self._policy, self._every = world, policy, sync == "every"
-        self.local_gradients = self._local_gradients
+        super().__init__(optimizers, world, policy, options.scaler)
+        self.gradient_divide_factor = 1
+        self._every = config.sync == "every"
+        self._reshards = config.reshard_after_forward
         self._zero_contribution: list[bool] = []  # not empty while a micro-step runs whose gradient counts for nothing
-        self._reshards, self._offload = reshard_after_forward, offload
-        self._gathers_compute = gather_dtype == "compute" and policy.casts and not (policy.keep_fp32 or policy.only)
-        self._mesh = _mesh(world, replicas)
+        everywhere = policy.casts and not (policy.keep_fp32 or policy.only)
+        self._gathers_compute = config.gather_dtype == "compute" and everywhere
+        self._mesh = _mesh(world, config.replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-        self._shard(model, units.blocks_of(model, blocks), activation_checkpoint, seed)
+        self._shard(model, config, seed)
         rebind_optimizers(model, optimizers, before)
         apply_precision(model, policy, world.device, warn=world.is_main)
         self._model = model
-        self._boundary = OptimizerStep(
-            optimizers,
-            trained(model),
-            (model,),
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            scaler=scaler,
-            underflow_every=underflow_every,
-            all_reduce_shards=self._all_reduce_shards,
+        self._parameters = trained(model)
+        self._optimizer_step = OptimizerStep(
+            optimizers, self._parameters, (model,), options, all_reduce_shards=self._all_reduce_shards
         )
-        self.min_loss_scale = self._boundary.min_loss_scale
         self._uneven_inputs = UnevenInputs(model, world)
         self._window_begun = False
 
-    def _shard(self, model: nn.Module, blocks: Sequence[nn.Module], activation_checkpoint: str, seed: int) -> None:
+    def _shard(self, model: nn.Module, config: FSDP2Config, seed: int) -> None:
         """Block by block, so that one at a time is whole on the device."""
+        blocks = wrap.blocks_of(model, config.blocks)
         names = {module: name for name, module in model.named_modules()}
-        if activation_checkpoint != "none":
-            units.checkpoint_activations(model, blocks, selective=activation_checkpoint == "selective")
+        if config.activation_checkpoint != "none":
+            wrap.checkpoint_activations(model, blocks, selective=config.activation_checkpoint == "selective")
         mixed = MixedPrecisionPolicy(
             param_dtype=self._policy.compute_dtype if self._gathers_compute else None,
             reduce_dtype=torch.float32 if self._gathers_compute else None,  # what is accumulated before, too
             cast_forward_inputs=False,  # autocast does
         )
         sixteen = self._policy.reduce_dtype if self._policy.reduce_dtype is not torch.float32 else None
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if config.offload else OffloadPolicy()
         for unit in [*blocks, model]:
-            if units.is_meta(unit):
-                units.materialize(unit, names, seed)
-                units.move_and_sync(unit, self.device, fill=lambda _: None)
+            if is_meta(unit):
+                wrap.materialize(unit, names, seed)
+                wrap.move_and_sync(unit, self.device, fill=lambda _: None)
             else:
-                units.move_and_sync(unit, self.device, fill=self._world.broadcast_)
+                wrap.move_and_sync(unit, self.device, fill=self._world.broadcast_)
             fully_shard(
                 unit,
                 mesh=self._mesh,
@@ -139,7 +123,7 @@ class FSDP2Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, whose class is now a subclass of its own and of ``FSDPModule``."""
+        """The user's model; ``fully_shard`` has made its class a subclass of itself and of ``FSDPModule``."""
         return self._model
 
     @property
@@ -149,7 +133,7 @@ class FSDP2Engine:
 
     def describe(self) -> str:
         """See :class:`Engine`."""
-        elements = sum(p.numel() for p in self._boundary.parameters.values())
+        elements = sum(p.numel() for p in self._parameters.values())
         shards = self._mesh["shard"].size()
         gathered = elements * (self._policy.compute_dtype.itemsize if self._gathers_compute else 4)
         sent = mebibytes(elements * self._policy.reduce_dtype.itemsize)
@@ -169,15 +153,10 @@ class FSDP2Engine:
     def _replicated(self) -> bool:
         return "replicate" in (self._mesh.mesh_dim_names or ())
 
-    def sync_buffers(self) -> None:
-        """One broadcast a buffer: done for evaluations, not for every window."""
-        for buffer in self._model.buffers():
-            self._world.broadcast_(buffer)
-
     def begin_window(self, micro_steps: int) -> None:
-        """One small host all-reduce a window, and micro-steps for nothing where another rank has more.
+        """One small host all-reduce a window; then the micro-steps that another rank has more, with a zero gradient.
 
-        Those of a rank without any leave the last one to :meth:`shadow_micro_step`.
+        A rank without any leaves the last of them to :meth:`shadow_micro_step`.
         """
         self._window_begun = True
         missing = self._uneven_inputs.missing_steps(micro_steps)
@@ -196,7 +175,7 @@ class FSDP2Engine:
             self._zero_contribution.clear()
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
-        """Gradients are reduced if ``sync``, or after every micro-step if so configured."""
+        """Gradients are reduced with ``sync``; with ``sync=every`` in the settings after every micro-step."""
         self._uneven_inputs.begin_micro_step()
         self._toggle(sync)
         return nullcontext()
@@ -207,6 +186,11 @@ class FSDP2Engine:
         if not self._reshards:
             sharded.set_reshard_after_backward(sync)
 
+    @property
+    def local_gradients(self) -> LocalGradients | None:
+        """See :class:`Engine`."""
+        return self._local_gradients
+
     @contextmanager
     def _local_gradients(self) -> Iterator[Callable[[], Mapping[str, Tensor]]]:
         every, self._every = self._every, False
@@ -216,15 +200,11 @@ class FSDP2Engine:
             self._every = every
 
     def _accumulated(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(parameter): name for name, parameter in self._boundary.parameters.items()}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
         for parameter in internals.parameters_of(self._model):
             gradient = internals.accumulated(parameter)
             if gradient is not None and id(parameter.sharded_param) in names:
                 yield names[id(parameter.sharded_param)], gradient
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The policy's."""
-        return self._policy.autocast(self.device)
 
     def backward(self, loss: Tensor) -> None:
         """Plain autograd, of the scaled loss in fp16: FSDP2 reduces in its hooks.
@@ -232,68 +212,56 @@ class FSDP2Engine:
         Raises:
             MisuseError: :meth:`begin_window` was left out.
         """
-        self._expect_pace()
-        self._boundary.scaled(loss).backward()  # type: ignore[no-untyped-call]
-
-    def set_lr_factor(self, factor: float) -> None:
-        """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``."""
-        self._boundary.set_lr_factor(factor)
+        if not self._window_begun:
+            problem = "all ranks of this engine must run the same number of micro-steps"
+            raise MisuseError(f"{problem}: call engine.begin_window(len(window.micro_batches)) before a window's first")
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """One transaction on the shards: the norm, and with it the decision, is that of all of them."""
+        """Steps on the shards: the norm, and with it the decision, is that of all of them."""
         self._window_begun = False
-        result = self._boundary.step(divisor)
-        for parameter in self._boundary.parameters.values():
+        output = self._optimizer_step.step(divisor)
+        for parameter in self._parameters.values():
             parameter.grad = None
-        return result
+        return output
 
     def zero_gradients(self) -> None:
-        """Frees the shards' gradients, and what a window that is not done has accumulated whole."""
-        for parameter in self._boundary.parameters.values():
+        """Frees the shards' gradients, and what an unfinished window has accumulated whole."""
+        for parameter in self._parameters.values():
             parameter.grad = None
         internals.drop(self._model)
 
     def state(self) -> EngineState:
-        """Tensors are put together one by one, each kept by one rank, on the host."""
+        """Gathers tensor by tensor; one rank keeps each, on the host."""
         model: dict[str, Tensor] = {}
-        found: dict[str, Any] = get_model_state_dict(self._model)
-        for i, (name, tensor) in enumerate(found.items()):
+        for i, (name, tensor) in enumerate(model_state(self._model).items()):
             full = full_tensor(tensor)
-            if self._owns(i) if isinstance(tensor, DTensor) else self._world.is_main:  # buffers are rank 0's
+            if self._owns(i) if is_sharded(tensor) else self._world.is_main:  # buffers are rank 0's
                 model[name] = full.cpu()
-        return self._boundary.state(model, owns=self._owns)
+        return self._optimizer_step.state(model, owns=self._owns)
 
     def _owns(self, i: int) -> bool:
         return i % self._world.size == self._world.rank
 
     def load_state(self, state: EngineState) -> None:
-        """Raises RuntimeError, KeyError or ValueError, as torch does, where the state belongs to another model."""
-        own: dict[str, Any] = get_model_state_dict(self._model)
-        # One tensor is read whole at a time. Names and shapes that differ are torch's to complain of.
+        """See :class:`Engine`."""
+        own = model_state(self._model)
+        # One tensor is read whole at a time. Torch complains of names and shapes that differ.
         parts = {name: shard_like(state.model[name], own.get(name, state.model[name])) for name in state.model}
-        set_model_state_dict(self._model, cast(Any, parts))
-        self._boundary.load_state(state)
-
-    def save_files(self, folder: Path) -> None:
-        """Nothing."""
-
-    def load_files(self, folder: Path) -> None:
-        """Nothing."""
-
-    def _expect_pace(self) -> None:
-        if not self._window_begun:
-            problem = "this engine's ranks have to run alike many micro-steps"
-            raise MisuseError(f"{problem}: call engine.begin_window(len(window.micro_batches)) before a window's first")
+        load_model_state(self._model, parts)
+        self._optimizer_step.load_state(state)
 
 
-def check(world_size: int, *, replicas: int, reduce_dtype: torch.dtype) -> None:
-    """Raises ConfigError for what cannot work, before there is a process group."""
-    if world_size % replicas:
-        remedy = "Use a divisor of the number of processes"
-        raise ConfigError("engine.replicas", replicas, f"does not divide {world_size} processes", remedy)
-    if reduce_dtype is not torch.float32 and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        problem = f"torch {torch.__version__} has no way to send fp32 gradients of engine=fsdp2 in it"
-        raise ConfigError("precision.reduce_dtype", reduce_dtype, problem, "Use fp32, a newer torch, or engine=ddp")
+def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> FSDP2Engine:
+    """For ``engine=fsdp2``; see ``factory.EngineSpec``."""
+    config = context.engine
+    assert isinstance(config, FSDP2Config)
+    # Shards on the CPU have their gradients there, and what decides about these.
+    options = context.step_options(torch.device("cpu") if config.offload else world.device)
+    return FSDP2Engine(
+        model, optimizers, world, config=config, policy=context.policy, options=options, seed=context.seed
+    )
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""What FSDP2 holds and has no public name for: gradients that are accumulated whole, and not reduced yet."""
+"""Gradients that FSDP2 has accumulated whole and not reduced yet: torch has no public name for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def drop(model: nn.Module) -> None:
-    """Drops a window half-way."""
+    """Drops what an unfinished window has accumulated."""
     for group in _groups(model):
         group._partial_reduce_output = None
     for parameter in parameters_of(model):
@@ -26,7 +26,7 @@ def parameters_of(model: nn.Module) -> Iterator[Any]:
 
 
 def accumulated(parameter: Any) -> Tensor | None:
-    """What one of :func:`parameters_of` holds."""
+    """The gradient that one of :func:`parameters_of` holds; None where it has none."""
     whole: Tensor | None = parameter.unsharded_accumulated_grad
     return whole if whole is not None else getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
 

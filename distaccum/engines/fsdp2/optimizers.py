@@ -1,4 +1,4 @@
-"""Optimizers of whole parameters, that go on with shards."""
+"""Re-points optimizers from full parameters to their DTensor shards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from distaccum.errors import ConfigError
 
 
 def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
-    """Has the optimizers hold the shards in place of the whole parameters, which went by these names by ``id``.
+    """Replaces, in the optimizers' groups, full parameters by their shards.
 
-    A fused kernel that takes no shards (SGD's, as of torch 2.13) is switched off.
+    ``names`` has the full parameters' names by ``id``. A fused kernel that takes no shards (SGD's, as of torch 2.13) is
+    switched off.
 
     Raises:
         ConfigError: an optimizer has stepped before, or cannot step on shards.
@@ -43,7 +44,7 @@ def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: 
 
 
 def _try(optimizer: Optimizer) -> Exception | None:
-    """What a step on zeros raises, of one parameter of each group and number of dimensions."""
+    """What a step on zeros raises, for one parameter of each group and number of dimensions."""
     trial: Any = copy(optimizer)
     trial.state, trial.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -1,4 +1,4 @@
-"""What FSDP2 shards one by one, and how each unit comes to its device: from the CPU, from rank 0, or from nothing."""
+"""The units that FSDP2 shards one by one, and how each comes to its device: from rank 0, or from meta."""
 
 from __future__ import annotations
 
@@ -59,18 +59,13 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def move_and_sync(unit: nn.Module, device: torch.device, fill: Callable[[Tensor], None]) -> None:
-    """Brings what is not sharded yet to ``device``, and has ``fill`` overwrite it by rank 0's."""
+    """Moves what is not sharded yet to ``device``, where ``fill`` overwrites it with rank 0's."""
     for module in unit.modules():
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
                 if tensor is not None and not isinstance(tensor, DTensor):
                     tensor.data = tensor.data.to(device)
                     fill(tensor.data)
-
-
-def is_meta(module: nn.Module) -> bool:
-    """Whether some weight of it is on the meta device: it has a shape, and no memory."""
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def materialize(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
@@ -114,13 +109,13 @@ def _initialise(module: nn.Module, name: str, seed: int) -> None:
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module], *, selective: bool) -> None:
-    """Has each block of ``model`` forget what it computes inside, and compute it once more in the backward.
+    """Recomputes each block of ``model`` in the backward instead of keeping its activations.
 
-    ``selective`` keeps the matrix products and attention.
+    ``selective`` keeps those of matrix products and attention.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # Hugging Face's: what is computed once more would be kept twice
+        config.use_cache = False  # Hugging Face's: what is recomputed would be kept twice
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)

@@ -23,14 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from distaccum import World
-from distaccum.config.precision import PrecisionConfig
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.base import EngineState
 from distaccum.engines.deepspeed.compat import load_deepspeed
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
+from distaccum.engines.factory import create_engine
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.losses.normalize import normalize_loss
+from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -135,13 +136,13 @@ def wrap(
     optimizer: Callable[[Any], Optimizer],
     *,
     clip: float = 0.0,
-    scaler: LossScaler | None = None,
+    scaler: LossScale | None = None,
     **zero: Any,
 ) -> DeepSpeedEngine:
     torch.manual_seed(world.rank + 1)  # rank 0's weights are everyone's
     model = Model()
     if precision == "fp16" and scaler is None:
-        scaler = LossScaler("cpu", init_scale=2.0**10)
+        scaler = LossScale.of(ScalerConfig(initial_scale_power=10), "cpu")
     return DeepSpeedEngine(
         model,
         [optimizer(model.parameters())],
@@ -366,20 +367,16 @@ PATTERN = "..XX.....XXXXX......"  # X: an overflow
 def overflow(world: World) -> Any:
     """Planted overflows: which windows step, at which scale, and how exactly where the scale has just grown."""
     found = {}
-    options: dict[str, Any] = {
-        "init_scale": 2.0**10,
-        "growth_interval": 2,
-        "hysteresis": 2,
-        "min_scale": 2.0**8,
-        "max_scale": 2.0**11,
-    }
-    rule = LossScaler("cpu", **options)
+    settings = ScalerConfig(
+        initial_scale_power=10, growth_interval=2, hysteresis=2, min_scale=2.0**8, max_scale=2.0**11
+    )
+    rule = LossScale.of(settings, "cpu")
     expected: list[Any] = []
     for kind in PATTERN:
         expected.append([kind == ".", float(rule.current)])
         rule.advance(torch.tensor(float(kind == "X")))
     for stage in STAGES:
-        engine = wrap(world, stage, "fp16", lambda p: SGD(p, lr=LR), scaler=LossScaler("cpu", **options))
+        engine = wrap(world, stage, "fp16", lambda p: SGD(p, lr=LR), scaler=LossScale.of(settings, "cpu"))
         seen, worst, before = [], 0.0, weights_of(engine)
         for number, kind in enumerate(PATTERN):
             engine.set_lr_factor(0.25)
@@ -506,7 +503,8 @@ def resume(world: World) -> Any:
         folder = Path(box[0]) / f"{stage} {precision}"
 
         def make(stage: int = stage, precision: str = precision) -> DeepSpeedEngine:
-            scaler = LossScaler("cpu", init_scale=2.0**10, growth_interval=2) if precision == "fp16" else None
+            settings = ScalerConfig(initial_scale_power=10, growth_interval=2)
+            scaler = LossScale.of(settings, "cpu") if precision == "fp16" else None
             return wrap(world, stage, precision, lambda p: AdamW(p, lr=1e-2), clip=CLIP, scaler=scaler)
 
         def go(engine: DeepSpeedEngine, numbers: Sequence[int], stage: int = stage) -> None:
@@ -571,19 +569,21 @@ def refusals(world: World) -> Any:
     def sgd(p: Any) -> Optimizer:
         return SGD(p, lr=1.0)
 
-    engine = wrap(world, 2, "fp32", sgd)
+    engine, model = wrap(world, 2, "fp32", sgd), Model()
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: False
     found = {
         "step": refusal(engine.model.step),  # type: ignore[operator]
         "backward": refusal(lambda: engine.model.backward(torch.ones(()))),  # type: ignore[operator]
-        "optimizer": refusal(engine._optimizer.step),
+        "optimizer": refusal(engine._optimizers[0].step),
         "zero_grad": refusal(engine.model.zero_grad),
         "past": refusal(lambda: engine.backward(torch.ones((), requires_grad=True))),
-        "fp16": refusal(lambda: wrap(world, 2, "fp16", sgd)),
+        "fp16": refusal(
+            lambda: create_engine(model, sgd(model.parameters()), world, engine="deepspeed", precision="fp16")
+        ),
     }
     accelerator.is_fp16_supported = lambda: True
-    return found | {"describe": engine.describe(), "documents": list(engine.artifacts)}
+    return found | {"describe": engine.describe(), "artifacts": list(engine.artifacts)}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from distaccum import World
 from distaccum.accumulation.diagnose import diagnose
 from distaccum.accumulation.step import run_window
 from distaccum.data.window import MicroBatch, Window
-from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.factory import create_engine
 
 # By case: the sample numbers of each rank's micro-batches.
 SHARES: dict[str, tuple[list[list[int]], list[list[int]]]] = {
@@ -61,7 +61,7 @@ def main(world: World) -> dict[str, Any]:
     """By case: whether the step was finite, and the findings of each rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    engine = DDPEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), world)
+    engine = create_engine(model, torch.optim.SGD(model.parameters(), lr=0.0), world)
     results = {}
     for case in SHARES:
         outcome = run_window(engine, window(case, world.rank), Loss())

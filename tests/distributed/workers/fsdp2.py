@@ -595,7 +595,7 @@ def held(world: World) -> dict[str, Any]:
     for window in islice(acc.windows(source_of(samples(16))), 1):
         acc.step(window, Squares())
     parameters = list(acc.model.parameters())
-    (optimizer,) = acc.engine._boundary._optimizers  # type: ignore[attr-defined]
+    (optimizer,) = acc.engine._optimizers  # type: ignore[attr-defined]
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     return {
         "total": sum(p.numel() * p.element_size() for p in parameters),

@@ -16,12 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.accumulation.step import run_window
+from distaccum.config.engine import DDPConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.fused_update import StepOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.testing.counters import OperationCounter
@@ -51,7 +53,8 @@ def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str =
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
     model.register_buffer("constant", torch.zeros(1000))  # must not travel with every window
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = DDPEngine(model, optimizer, world, clip_norm=1.0, policy=policy(dtype), bucket_cap_mb=0.25)
+    config, options = DDPConfig(bucket_cap_mb=0.25), StepOptions(clip_norm=1.0)
+    engine = DDPEngine(model, [optimizer], world, config=config, policy=policy(dtype), options=options)
     windows = MapWindowLoader(data, plan, world).windows(0, 0, GlobalCounter(world, loss.count))
     for window in islice(windows, 3):
         run_window(engine, window, loss)
@@ -80,7 +83,8 @@ class Product(nn.Module):
 def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
     """The average of the ranks' gradients, as the engine reduces it."""
     model = Product(gradient.numel())
-    engine = DDPEngine(model, torch.optim.SGD(model.parameters()), world, policy=policy(dtype))
+    optimizer = torch.optim.SGD(model.parameters())
+    engine = DDPEngine(model, [optimizer], world, config=DDPConfig(), policy=policy(dtype), options=StepOptions())
     with engine.micro_step(sync=True):
         engine.backward(engine.model(gradient))
     assert model.weight.grad is not None

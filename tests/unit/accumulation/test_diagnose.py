@@ -16,11 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum.accumulation.diagnose import NonFinite, Stage, diagnose, explain
 from distaccum.accumulation.step import run_window
+from distaccum.config.engine import DDPConfig
+from distaccum.config.precision import ScalerConfig
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
 from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.fused_update import StepOptions
+from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.precision.scaler import LossScaler
 
 FP32, FP16 = PrecisionPolicy(name="fp32"), PrecisionPolicy(name="fp16", compute_dtype=torch.float16)
 
@@ -63,8 +66,17 @@ class Sum:
         return self.function(model(batch)).sum()
 
 
-def _engine(model: nn.Module, world: World, **options: Any) -> DDPEngine:
-    return DDPEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), world, **options)
+def _engine(
+    model: nn.Module,
+    world: World,
+    *,
+    policy: PrecisionPolicy = FP32,
+    scaler: LossScale | None = None,
+    find_unused_parameters: bool = False,
+) -> DDPEngine:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config, options = DDPConfig(find_unused_parameters=find_unused_parameters), StepOptions(scaler=scaler)
+    return DDPEngine(model, [optimizer], world, config=config, policy=policy, options=options)
 
 
 def _window(batches: Sequence[Any]) -> Window:
@@ -177,10 +189,10 @@ def test_a_backward(gloo_world: World) -> None:
 
 def test_a_loss_scale_that_is_too_large(gloo_world: World) -> None:
     """What overflowed in fp16 overflows again: the loss is scaled as in training."""
-    scaler = LossScaler("cpu", init_scale=2.0**20, dynamic=False)
+    scaler = LossScale.of(ScalerConfig(static_scale=2.0**20), "cpu")
     engine = _engine(Net(), gloo_world, policy=FP16, scaler=scaler)
     assert diagnose(engine, _window([ONES]), Sum(), gloo_world) == _found(Stage.BACKWARD, "head", *BOTH, micro_batch=0)
-    scaler = LossScaler("cpu", init_scale=2.0**10, dynamic=False)
+    scaler = LossScale.of(ScalerConfig(static_scale=2.0**10), "cpu")
     engine = _engine(Net(), gloo_world, policy=FP16, scaler=scaler)
     assert diagnose(engine, _window([ONES]), Sum(), gloo_world) == ()
 

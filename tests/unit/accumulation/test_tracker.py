@@ -71,7 +71,7 @@ def _weights(acc: Accumulator) -> list[Tensor]:
 
 
 def _rates(acc: Accumulator) -> list[float]:
-    return [float(group["lr"]) for optimizer in acc.engine._boundary._optimizers for group in optimizer.param_groups]  # type: ignore[attr-defined]
+    return [float(group["lr"]) for optimizer in acc.engine._optimizers for group in optimizer.param_groups]  # type: ignore[attr-defined]
 
 
 def _run(acc: Accumulator, data: list[Tensor], epochs: int = 1) -> None:

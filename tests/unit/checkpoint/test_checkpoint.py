@@ -15,7 +15,8 @@ from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.distributed.world import World
-from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.base import Engine
+from distaccum.engines.factory import create_engine
 from distaccum.errors import CheckpointError
 
 
@@ -31,13 +32,13 @@ class Tied(nn.Module):
         return self.b(self.a(x).tanh())
 
 
-def _engine(world: World, seed: int = 1) -> DDPEngine:
+def _engine(world: World, seed: int = 1) -> Engine:
     torch.manual_seed(seed)
     model = Tied()
-    return DDPEngine(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), world)
+    return create_engine(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), world)
 
 
-def _update(engine: DDPEngine) -> None:
+def _update(engine: Engine) -> None:
     for sync in (False, True):
         with engine.micro_step(sync=sync):
             engine.backward(engine.model(torch.randn(2, 3)).square().sum())
@@ -53,7 +54,7 @@ RUN = state.RunState(
 )
 
 
-def _save(store: CheckpointStore, engine: DDPEngine, world: World, step: int, data: Any = None) -> Path:
+def _save(store: CheckpointStore, engine: Engine, world: World, step: int, data: Any = None) -> Path:
     return store.save(step, world, lambda folder: state.save(folder, engine, RUN, data, world))
 
 
@@ -167,7 +168,7 @@ def test_a_death_while_saving_leaves_the_one_before(gloo_world: World, tmp_path:
 def test_another_model_is_refused_by_name(gloo_world: World, tmp_path: Path) -> None:
     path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 1)
     model = nn.Linear(2, 2)
-    other = DDPEngine(model, torch.optim.AdamW(model.parameters()), gloo_world)
+    other = create_engine(model, torch.optim.AdamW(model.parameters()), gloo_world)
     with pytest.raises(CheckpointError, match="does not fit this model"):
         state.restore(state.read(path), other, gloo_world)
 

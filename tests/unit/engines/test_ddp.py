@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distaccum.config.engine import DDPConfig
 from distaccum.distributed.world import World
-from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.base import Engine
+from distaccum.engines.factory import create_engine
 from distaccum.errors import MisuseError
 from distaccum.testing.counters import OperationCounter
 
@@ -27,12 +29,12 @@ class Branches(nn.Module):
         return self.second(y) if bool(x[0, 0] > 0) else y
 
 
-def _engine(model: nn.Module, world: World, **options: bool) -> DDPEngine:
+def _engine(model: nn.Module, world: World, **options: bool) -> Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
-    return DDPEngine(model, optimizer, world, **options)
+    return create_engine(model, optimizer, world, engine=DDPConfig(**options))
 
 
-def _window(engine: DDPEngine, inputs: list[Tensor]) -> None:
+def _window(engine: Engine, inputs: list[Tensor]) -> None:
     for i, x in enumerate(inputs):
         with engine.micro_step(sync=i == len(inputs) - 1):
             engine.backward(engine.model(x).square().sum())
@@ -91,7 +93,7 @@ def test_the_learning_rate_is_a_factor_of_each_groups_own(gloo_world: World) -> 
     model = nn.Linear(3, 3)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    engine = DDPEngine(model, optimizer, gloo_world)
+    engine = create_engine(model, optimizer, gloo_world)
     engine.set_lr_factor(0.5)
     engine.set_lr_factor(0.2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.020000000000000004]
@@ -119,7 +121,7 @@ def test_a_loaded_optimizer_keeps_this_runs_settings(gloo_world: World) -> None:
     saved.step()
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.01, fused=True)
-    engine = DDPEngine(model, optimizer, gloo_world)
+    engine = create_engine(model, optimizer, gloo_world)
     engine.load_state(deepcopy(saved.state()))
     engine.set_lr_factor(0.5)
     (group,) = optimizer.param_groups
@@ -129,10 +131,10 @@ def test_a_loaded_optimizer_keeps_this_runs_settings(gloo_world: World) -> None:
 
 def test_state_lies_where_this_runs_kernel_wants_it(gloo_world: World) -> None:
     """torch reads in the groups that it is given whether a kernel is fused, which keeps ``step`` on the device."""
-    saved = DDPEngine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=False), gloo_world)
+    saved = create_engine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=False), gloo_world)
     _window(saved, [torch.ones(1, 3)])
     saved.step()
-    fresh = DDPEngine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=True), gloo_world)
+    fresh = create_engine(model := nn.Linear(3, 3), torch.optim.AdamW(model.parameters(), fused=True), gloo_world)
     given: list[object] = []
     load = torch.optim.AdamW.load_state_dict
 
@@ -184,7 +186,7 @@ def test_nobody_else_steps_or_zeroes(gloo_world: World) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()  # nobody owns it yet
     optimizer.zero_grad()
-    engine = DDPEngine(model, optimizer, gloo_world)
+    engine = create_engine(model, optimizer, gloo_world)
     _window(engine, [torch.ones(1, 3)])
     before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
     for method in ("step", "zero_grad"):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from distaccum.engines.fused_update import FusedUpdate, underflow_fraction
+from distaccum.config.precision import ScalerConfig
+from distaccum.engines.fused_update import FusedUpdate, StepOptions, underflow_fraction
 from distaccum.errors import MisuseError
+from distaccum.precision.loss_scale import LossScale
 
 Make = Callable[..., Optimizer]
 OPTIMIZERS = [partial(AdamW, lr=1e-2, weight_decay=0.1), partial(SGD, lr=1e-2, momentum=0.9, dampening=0.3)]
@@ -31,8 +34,8 @@ def _set_gradients(parameters: dict[str, nn.Parameter], seed: int, scale: float 
         parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
 
 
-def _update(optimizers: Sequence[Optimizer], parameters: dict[str, nn.Parameter], **clip: float | None) -> FusedUpdate:
-    return FusedUpdate(optimizers, parameters, **({"clip_norm": None, "clip_value": None} | clip))  # type: ignore[arg-type]
+def _update(optimizers: Sequence[Optimizer], parameters: dict[str, nn.Parameter], **options: Any) -> FusedUpdate:
+    return FusedUpdate(optimizers, parameters, StepOptions(**options))
 
 
 def _snapshot(parameters: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -53,7 +56,7 @@ def test_a_hundred_updates_with_overflows_equal_the_textbook(make: Make, clip: d
     skipped = 0
     for i in range(100):
         scaler.scale(torch.zeros(()))  # torch makes the scale in its first call
-        scale = torch.tensor(scaler.get_scale())
+        scale = scaler.get_scale()
         overflows = i % 9 == 0
         for parameters in (ours, theirs):
             _set_gradients(parameters, i, scale)
@@ -71,7 +74,7 @@ def test_a_hundred_updates_with_overflows_equal_the_textbook(make: Make, clip: d
         scaler.step(their_optimizer)
         scaler.update()
         skipped += overflows
-        assert found.applied.item() == float(not overflows)
+        assert found.applied is not overflows
         assert found.nonfinite() == (["b"] if overflows else [])
         if not overflows:
             torch.testing.assert_close(found.grad_norm, norm, rtol=3e-7, atol=0)
@@ -93,24 +96,25 @@ def test_no_optimizer_of_two_takes_anything_from_a_gradient_that_is_not_finite(
         OPTIMIZERS[0]([parameters["a"]], fused=fused[0]),
         OPTIMIZERS[1]([parameters["b"], parameters["c"]], fused=fused[1]),
     ]
-    update = _update(optimizers, parameters, clip_norm=1.0)
+    scale = LossScale.of(ScalerConfig(static_scale=8.0), "cpu")
+    update = _update(optimizers, parameters, clip_norm=1.0, scaler=scale)
     if begun:
         _set_gradients(parameters, 0)
-        update.step(None)
+        update.step()
     before = _snapshot(parameters, optimizers)
     _set_gradients(parameters, 1)
     gradient = parameters[place].grad
     assert gradient is not None
     gradient.view(-1)[-1] = bad
-    found = update.step(torch.tensor(8.0))
-    assert (found.applied.item(), found.nonfinite()) == (0.0, [place])
+    found = update.step()
+    assert (found.applied, found.loss_scale, found.nonfinite()) == (False, 8.0, [place])
     after = _snapshot(parameters, optimizers)
     assert len(after) == len(before)  # no state was made either
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     _set_gradients(parameters, 2)
     expected = {name: p.detach().clone() for name, p in parameters.items()}
-    assert update.step(None).applied.item() == 1.0
+    assert update.step().applied
     assert all(p.isfinite().all() and not torch.equal(p, expected[name]) for name, p in parameters.items())
 
 
@@ -121,11 +125,11 @@ def test_after_a_skipped_first_step_fused_momentum_starts_as_ever() -> None:
     optimizer, plain = make(ours.values(), fused=True), make(theirs.values(), fused=False)
     update = _update([optimizer], ours)
     _set_gradients(ours, 0, float("inf"))
-    update.step(None)
+    update.step()
     for i in range(3):
         _set_gradients(ours, i)
         _set_gradients(theirs, i)
-        update.step(None)
+        update.step()
         plain.step()
     for a, b in zip(ours.values(), theirs.values(), strict=True):
         torch.testing.assert_close(a, b)
@@ -138,7 +142,7 @@ def test_parameters_of_other_formats_step_too(make: Make, dtype: torch.dtype) ->
     optimizer, plain = make(ours.values(), fused=True), make(theirs.values(), fused=False)
     _set_gradients(ours, 0, 4.0)
     _set_gradients(theirs, 0)
-    _update([optimizer], ours, clip_norm=1.0).step(torch.tensor(4.0, dtype=torch.float64))
+    _update([optimizer], ours, clip_norm=1.0).step(4.0)
     nn.utils.clip_grad_norm_(theirs.values(), 1.0)
     plain.step()
     for a, b in zip(ours.values(), theirs.values(), strict=True):
@@ -150,7 +154,7 @@ def test_the_norm_of_a_large_gradient_is_right(shape: tuple[int, ...]) -> None:
     """Torch's own is off by 4e-4 for the first two on the CPU, where it adds up ten million squares in a row."""
     parameter = nn.Parameter(torch.zeros(shape))
     parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = _update([SGD([parameter], lr=0.0)], {"a": parameter}).step(None)
+    found = _update([SGD([parameter], lr=0.0)], {"a": parameter}).step()
     expected = parameter.grad.double().norm()
     torch.testing.assert_close(found.grad_norm.double(), expected, rtol=3e-6, atol=0)
     assert found.norms.shape == (1,)
@@ -163,7 +167,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     _set_gradients(parameters, 0)
     parameters["b"].grad = None
     before = parameters["b"].detach().clone()
-    update.step(None)
+    update.step()
     assert torch.equal(parameters["b"], before)
     assert parameters["b"] not in optimizer.state
 
@@ -185,7 +189,7 @@ def test_complex_parameters_train() -> None:
     optimizer, plain = SGD([ours], lr=0.1), SGD([theirs], lr=0.1)
     for parameter in (ours, theirs):
         parameter.grad = torch.tensor([3 + 4j, 0j])
-    found = _update([optimizer], {"weight": ours}, clip_norm=1.0).step(None)
+    found = _update([optimizer], {"weight": ours}, clip_norm=1.0).step()
     nn.utils.clip_grad_norm_([theirs], 1.0)
     plain.step()
     assert found.grad_norm.item() == 5.0
@@ -197,8 +201,8 @@ def test_a_gradient_that_nobody_reduces_is_refused() -> None:
     late = nn.Parameter(torch.zeros(2))
     update = _update([SGD([*parameters.values(), late], lr=0.1)], parameters)
     _set_gradients(parameters, 0)
-    update.step(None)
+    update.step()
     late.grad = torch.full((2,), float("nan"))
     with pytest.raises(MisuseError, match="unfrozen after wrapping"):
-        update.step(None)
+        update.step()
     assert not late.any()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from distaccum.distributed.world import World
-from distaccum.engines.ddp import DDPEngine
+from distaccum.engines.factory import create_engine
 from distaccum.engines.zero1 import ZeRO1
 
 SIZES = ((40, 30), (30,), (1, 1), (7, 11), (500,), (3, 3, 3), (90, 2))
@@ -77,11 +77,11 @@ def test_settings_of_groups_stay_and_state_of_others_parameters_goes() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_alone_it_steps_as_without(gloo_world: World, fused: bool) -> None:
     weights = []
-    for shards in (None, ZeRO1(gloo_world)):
+    for name in ("ddp", "zero1"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         optimizer = AdamW(model.parameters(), lr=0.1, fused=fused)
-        engine = DDPEngine(model, optimizer, gloo_world, shards=shards)
+        engine = create_engine(model, optimizer, gloo_world, engine=name)
         for _ in range(3):
             with engine.micro_step(sync=True):
                 engine.backward(engine.model(torch.ones(2, 3)).square().sum())
