@@ -20,6 +20,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
+from distaccum.engines.modules import clean
 from distaccum.errors import shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss
@@ -140,8 +141,8 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
                 micro_batch=i,
                 samples=tuple(map(int, next(islice(window.ids(), i, None), ()))),
                 stage=stage,
-                module=_plain(name if stage is Stage.FORWARD else name.rpartition(".")[0]),
-                parameters=tuple(_plain(name) for stage, name in nonfinite if stage is Stage.BACKWARD),
+                module=clean(name if stage is Stage.FORWARD else name.rpartition(".")[0]),
+                parameters=tuple(clean(name) for stage, name in nonfinite if stage is Stage.BACKWARD),
             )
     return found
 
@@ -231,8 +232,3 @@ def _floating(value: Any) -> list[Tensor]:
 
 def _finite(tensor: Tensor) -> Tensor:
     return to_local(tensor.detach()).isfinite().all()
-
-
-def _plain(name: str) -> str:
-    """The name in the user's model, without the part that torch.compile adds."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")

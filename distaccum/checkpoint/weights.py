@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distaccum.checkpoint.tensors import TensorFiles
+from distaccum.engines.state import model_state
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
@@ -20,7 +19,7 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
     except CheckpointError as error:
         remedy = "Name a safetensors file, a checkpoint, or a folder with model.safetensors"
         raise ConfigError(key, path, str(error), remedy) from error
-    own = _tensors_of(model)
+    own = model_state(model)
     missing = [name for name in own if name not in files]
     if missing:
         problem = f"has no {shorten(missing, most=1)}{near_misses(missing[0], files)}"
@@ -39,18 +38,5 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
 def fill(model: nn.Module, path: Path) -> None:
     """Overwrites every parameter and buffer; one tensor is read at a time."""
     files = TensorFiles(path)
-    for name, tensor in _tensors_of(model).items():
+    for name, tensor in model_state(model).items():
         tensor.copy_(files[name])
-
-
-def is_meta(model: nn.Module) -> bool:
-    """Whether the model has no memory yet, which its engine then allocates."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
-    # Imported here: it takes a second, and a run that starts from zero needs none of it.
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: PLC0415
-
-    found: Any = get_model_state_dict(model)
-    return cast(Mapping[str, Tensor], found)

@@ -18,6 +18,7 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.cursor import position_mismatch
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
+from distaccum.engines.modules import is_meta
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train.callbacks import named
 from distaccum.train.components import TrainingComponents
@@ -103,7 +104,7 @@ class Restore:
         self._saved, self._components = saved, components
         self._init_from = Path(config.init_from) if config.init_from and saved is None else None
         self._with_optimizer = saved is not None and saved.run.optimizer_format == config.optimizer_format(world.size)
-        self._on_meta = weights.is_meta(components.model)
+        self._on_meta = is_meta(components.model)
 
     def before_wrap(self) -> None:
         """Copies weights into the model that the engine cannot load."""
