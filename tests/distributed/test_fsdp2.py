@@ -15,6 +15,9 @@ from tests.support.commands import ROOT, succeed
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "fsdp2.py"
 TOLERANCE = 1e-6
+# Some models amplify what fp32 rounds, and how much depends on the processor's order of additions. Their bound is this
+# multiple of what a plain fp32 loop over whole windows is off by in the same run. Measured: 0.6 to 1.25 of it.
+PLAIN_LOOPS = 2
 LaunchEnvironment = list[dict[str, Any]]
 
 worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.heavy)])
@@ -36,12 +39,15 @@ def launched(folder: Path, world: int) -> LaunchEnvironment:
     return found
 
 
+def _exact(error: float, plain_loop: float) -> bool:
+    return error <= max(TOLERANCE, PLAIN_LOOPS * plain_loop)
+
+
 @worlds
 @pytest.mark.parametrize("part", ["settings", "models", "uneven", "meta"])
 def test_the_weights_are_those_of_whole_windows(launched: LaunchEnvironment, part: str) -> None:
     for rank in launched:
-        wrong = {name: error for name, error in rank[part].items() if not error <= TOLERANCE}
-        assert not wrong
+        assert not {name: errors for name, errors in rank[part].items() if not _exact(*errors)}
     assert len(launched[0][part]) >= 2
 
 
@@ -50,7 +56,7 @@ def test_dropped_windows_and_evaluations_leave_no_trace(launched: LaunchEnvironm
     for rank in launched:
         found = dict(rank["interrupted"])
         for sync in ("boundary", "every"):
-            assert found.pop(f"reference, {sync}") <= TOLERANCE
+            assert _exact(*found.pop(f"reference, {sync}"))
         assert len(found) == 14
         assert [name for name, same in found.items() if not same] == []
 

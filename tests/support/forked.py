@@ -3,7 +3,8 @@
 A fresh interpreter spends four to five seconds on imports, and torchrun as much again, so most of a test of two ranks
 would be imports. :class:`Forks` is the side of the tests. The other side is this file run as a program: a server that
 reads one request a line, forks one process a rank, and reports each rank's end. A rank is a process of its own, with a
-launcher's environment variables, and ends as an interpreter does, with its exit handlers.
+launcher's environment variables. It ends as an interpreter does, by joining threads and calling exit handlers, but for
+the teardown of modules: that copies all memory that the ranks share with the server, a third of a second each.
 
 What torchrun itself does (its own exit code and report, restarts, signals to its workers) is not imitated beyond one
 rule: when a rank fails, the others get SIGTERM. Tests of the launcher start the real one.
@@ -11,6 +12,7 @@ rule: when a rank fails, the others get SIGTERM. Tests of the launcher start the
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -18,11 +20,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Timer
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +127,7 @@ class _Launcher:
 def _await_ranks(server: subprocess.Popen[str], timeout: float) -> int:
     """Waits for every rank; when one fails the others get SIGTERM, and SIGKILL after a grace."""
     left: set[int] = set(_answer(server))
-    timers = [Timer(timeout, _signal, (left, signal.SIGKILL))]
+    timers = [threading.Timer(timeout, _signal, (left, signal.SIGKILL))]
     timers[0].start()
     failed = 0
     try:
@@ -135,7 +137,7 @@ def _await_ranks(server: subprocess.Popen[str], timeout: float) -> int:
             if code and not failed:
                 failed = code
                 _signal(left, signal.SIGTERM)
-                timers.append(Timer(GRACE_S, _signal, (left, signal.SIGKILL)))
+                timers.append(threading.Timer(GRACE_S, _signal, (left, signal.SIGKILL)))
                 timers[-1].start()
     finally:
         for timer in timers:
@@ -204,7 +206,21 @@ def _become(request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     script, *_ = sys.argv = request["arguments"]
     sys.path[0] = str(Path(script).parent)
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    runpy.run_path(script, run_name="__main__")
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # joins threads, as an interpreter does first
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve(answers: int) -> Mapping[str, Any] | None:
