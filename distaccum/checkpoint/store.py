@@ -59,6 +59,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 _log.warning("passing over a damaged checkpoint: %s", error)
             else:
+                _log.info("verified %s", path)
                 return path
         return None
 

@@ -107,6 +107,7 @@ def run(
         raise
     agree(None)
     with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
+        _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
         run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
         try:
             return train(components, saved, run_dir, world, signals=caught, began=began)
