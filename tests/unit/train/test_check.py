@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0"))
+    root = logging.getLogger()  # to which Hydra adds a handler of the stdout that pytest closes
+    monkeypatch.setattr(root, "handlers", [*root.handlers])
+    monkeypatch.setattr(root, "level", root.level)
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
     with pytest.raises(SystemExit) as caught:
         main()
