@@ -54,7 +54,7 @@ class Formats:
 
     Args:
         parameters: what the forward computes from.
-        copies: fp32 weights beside the parameters, sharded as the optimizer state is.
+        copies: fp32 weights in addition to the parameters, sharded as the optimizer state is.
         gradients: what the window accumulates.
         moments: the optimizer state.
         reduced: gradients on their way between ranks.

@@ -175,9 +175,9 @@ class Engine(ABC):
 
     @abstractmethod
     def shadow_micro_step(self, *, sync: bool = True) -> None:
-        """The last micro-step of a rank that has no micro-batch in a window: it takes part, and adds nothing.
+        """The last micro-step of a rank that has no micro-batch in a window: it joins the reduction with zeros.
 
-        Without ``sync`` it takes part only in what other ranks' forwards and backwards communicate.
+        Without ``sync`` it joins only what other ranks' forwards and backwards communicate.
         """
 
     @abstractmethod

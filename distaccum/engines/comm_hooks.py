@@ -1,4 +1,4 @@
-"""What gradients travel in between ranks."""
+"""Gradient reductions in another number format than that of the gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def average_in_dtype(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
-    """A hook for DDP that sends each bucket in ``dtype``, and puts the average back into it.
+    """A communication hook for DDP: averages each bucket over ``ranks``, sent in ``dtype``.
 
     Torch's own ``fp16_compress_hook`` casts before it divides: of 80000 and 20000 it makes infinity, though fp16 holds
     their average.
@@ -30,18 +30,19 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class ReduceScatterInDtype:
-    """For FSDP2: sums in ``dtype`` what is accumulated, and given back, in a wider one; divided before it is cast.
+    """A reduce-scatter for FSDP2: sends in ``dtype`` what is accumulated in a wider format; divides before it casts.
 
     Args:
-        dtype: None for that of what is given.
-        for_nothing: while it is not empty, this rank adds zeros, whatever it is given.
+        dtype: None: the input's own.
+        zero_contribution: while it is not empty, this rank adds zeros, whatever its input is.
     """
 
     def __init__(self, dtype: torch.dtype | None, *, zero_contribution: Sequence[object] = ()) -> None:
-        self._dtype, self._zero_contribution = dtype, zero_contribution
+        self._dtype = dtype
+        self._zero_contribution = zero_contribution
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2's memory for the two ends."""
+        """Allocates FSDP2's input and output buffers."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

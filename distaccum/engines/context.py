@@ -1,4 +1,4 @@
-"""What an engine is made of besides the model: the settings, checked."""
+"""The checked settings that an engine is made from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distaccum.precision.policy import PrecisionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What an engine may want to know of a run; ``factory.prepare`` makes it.
+    """What an engine may need to know about a run; ``factory.prepare`` makes it.
 
     Args:
         engine: the engine's settings.

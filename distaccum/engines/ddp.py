@@ -34,7 +34,7 @@ _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffe
 class DDPEngine(Engine):
     """Exact accumulation on torch's DDP, with gradients held once: in the buckets that are reduced.
 
-    By default DDP keeps a gradient beside every bucket. Here gradients *are* views of the buckets from the first
+    By default DDP keeps gradients and buckets. Here gradients *are* views of the buckets from the first
     backward on, and are zeroed in place, so the window accumulates where the reduction reads.
 
     Args:

@@ -77,7 +77,7 @@ class FusedUpdate:
     def step(self, divisor: float = 1.0) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, clipped; then moves the loss scale.
 
-        A fused step reads nothing back, except a parameter's first: a kernel that is told not to step leaves unset the
+        A fused step reads nothing back, except a parameter's first: with ``found_inf`` set, a kernel leaves unset the
         momentum that it was to make. The host has to leave out an unfused step.
 
         Raises:

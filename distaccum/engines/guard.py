@@ -1,4 +1,4 @@
-"""Keeps everyone but their owners from stepping optimizers and schedulers."""
+"""Refuses optimizer steps and zeroing by anyone but the engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from distaccum.errors import MisuseError
 class StepGuard:
     """Within the ``with`` block the optimizers step; anywhere else ``step`` and ``zero_grad`` raise MisuseError.
 
-    A step in between would use a part of a gradient, and a ``zero_grad`` lose one: silently, and on one rank alone.
-    The same holds for the ``zero_grad`` of the modules.
+    A step in between would use a part of a gradient, and a ``zero_grad`` would lose one: silently, on one rank only.
+    The same holds for the modules' ``zero_grad``.
+
+    Args:
+        optimizers: that only the engine steps.
+        modules: the model, and what wraps it.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> None:
@@ -34,7 +38,7 @@ class StepGuard:
 
 
 class _Lock:
-    """On one optimizer."""
+    """The guard of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.open = False
@@ -44,7 +48,7 @@ class _Lock:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Lock:
-        """The one lock of an optimizer, which may come under a second engine after the first."""
+        """The one lock of an optimizer, which a second engine may wrap after the first."""
         lock = getattr(optimizer, "_distaccum_lock", None)
         if not isinstance(lock, cls):
             lock = cls(optimizer)

@@ -1,4 +1,4 @@
-"""A few numbers of the device on their way to the host, which goes on meanwhile."""
+"""An asynchronous copy of a few numbers from the device to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Copies a small tensor to the host behind the work that is queued; only reading it waits, and for that work alone.
+    """Copies a small tensor to the host after the work that is queued; only reading it waits, and for that work alone.
 
     Args:
         numbers: on any device; not changed in place until they are read.

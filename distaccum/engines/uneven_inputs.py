@@ -1,4 +1,7 @@
-"""Keeps ranks in step where a forward is a collective: missing micro-steps are run on an earlier input, for nothing."""
+"""Uneven inputs where a forward is a collective: ranks with fewer micro-batches replay an earlier input.
+
+The gradient of a replay is zero.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 
-_NOTHING, _INPUT, _ALL = range(3)  # what a rank knows of a micro-step
+_NOTHING, _INPUT, _ALL = range(3)  # what a rank knows about a micro-step
 
 
 @dataclass
 class _Call:
-    """Of the model: with what, and which of its outputs a backward came to; None where nobody knows."""
+    """A call of the model: its arguments, and the numbers of the outputs that a backward reached; None: unknown."""
 
     args: Any
     kwargs: Any
@@ -28,10 +31,10 @@ class _Call:
 
 
 class UnevenInputs:
-    """Remembers how a micro-step called the model, and does so again where other ranks have a micro-step more.
+    """Remembers how a micro-step called the model, and replays it where other ranks have one micro-step more.
 
-    A rank that has nothing to remember, as it was never given a micro-batch, is told by another rank; in the very first
-    window only with what the model was called, not which of its outputs the loss used.
+    A rank that never had a micro-batch gets the call from another rank; in the very first window it gets the arguments
+    only, not which of the outputs the loss used.
 
     Args:
         model: whose forward is a collective.
@@ -39,16 +42,19 @@ class UnevenInputs:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._model, self._world = model, world
+        self._model = model
+        self._world = world
         self._call: _Call | None = None
-        self._forwards = 0  # of the micro-step
-        self._must_share = self._begins = self.replays = False
-        # The first of all hooks: others wait for ranks that wait for what is shared in it.
+        self._forwards = 0  # in the current micro-step
+        self._must_share = False
+        self._begins = False
+        self.replays = False
+        # The first of all hooks: others wait for ranks that wait for what this one shares.
         model.register_forward_pre_hook(self._remember, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._watch)
 
     def begin_micro_step(self) -> None:
-        """Before a micro-step's first forward, if it has one."""
+        """Called before a micro-step's first forward, if it has one."""
         self._begins = True
 
     def _remember(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -68,10 +74,10 @@ class UnevenInputs:
             tensor.register_hook(partial(_reach, self._call, i))  # type: ignore[no-untyped-call]
 
     def missing_steps(self, micro_steps: int) -> int:
-        """How many micro-steps another rank has more than this one's ``micro_steps``; a small host all-reduce.
+        """How many micro-steps this rank has to replay, given its own ``micro_steps``; a small host all-reduce.
 
         Raises:
-            MisuseError: some rank has to catch up, and the loss calls the model several times in a micro-batch.
+            MisuseError: some rank has to replay, and the loss calls the model several times in a micro-batch.
         """
         size, rank, knows = self._world.size, self._world.rank, self._knows()
         code = micro_steps * size + size - 1 - rank
@@ -83,7 +89,7 @@ class UnevenInputs:
         if most > -fewest and -least < _ALL:
             known = self._world.all_reduce_max_host([knows if rank == source else 0])[0] == _ALL
             if rank == source and not known:
-                self._must_share = True  # it is shared as soon as there is something to share
+                self._must_share = True  # in its next forward, when there is something to share
             else:
                 self._share(source, known=known)
         return most - micro_steps
@@ -104,7 +110,7 @@ class UnevenInputs:
             self._call = _Call(*tree_map_only(Tensor, lambda tensor: tensor.to(self._world.device), box[0]))
 
     def replay(self, autocast: Callable[[], Any]) -> None:
-        """A forward and a backward whose gradient is zero; random numbers and buffers are left as they were."""
+        """Runs a forward and a backward whose gradient is zero; random generators and buffers stay as they were."""
         assert self._call is not None, "no rank has a micro-batch"
         self.replays = True
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]  # statistics: an input counts once
@@ -131,7 +137,7 @@ def _reach(call: _Call, i: int, _: Tensor) -> None:
 
 
 def _grown(output: Any) -> Iterator[tuple[int, Tensor]]:
-    """The tensors of an output that a backward could come to, numbered."""
+    """The tensors of an output that a backward can reach, numbered."""
     for i, leaf in enumerate(_leaves(output)):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             yield i, leaf

@@ -1,4 +1,4 @@
-"""Which parameters take part in a window, where not all need to."""
+"""Parameters that no rank used in a window, which then must not move."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from distaccum.distributed.world import World
 
 
 class UnusedParameters:
-    """Which parameters any rank has used since the last step.
+    """Notes which parameters were used since the last step.
 
     A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
+
+    Args:
+        parameters: those that need a gradient, in the same order on every rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -27,12 +30,12 @@ class UnusedParameters:
         self._used[i] = 1
 
     def reset(self) -> None:
-        """After a step, or a window that is dropped."""
+        """Forgets what was used, after a step or a dropped window."""
         self._used = [0] * len(self._parameters)
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """What a backward uses within the block does not count as used."""
+        """Within the block a backward's parameters do not count as used."""
         used = list(self._used)
         yield
         self._used = used

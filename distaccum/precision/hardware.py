@@ -1,4 +1,4 @@
-"""What the hardware can honour of a policy: it is refused or warned of by name, and nothing falls back silently."""
+"""What the hardware can do of a policy: the rest is refused or warned of by name, and nothing falls back silently."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ class PrecisionPolicy:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients pass through fp16, whose range needs the loss scaler."""
+        """Whether gradients pass through fp16, whose range needs a loss scale."""
         return torch.float16 in (self.compute_dtype, self.reduce_dtype)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context for a forward pass on ``device``.
 
-        Where ``only`` some modules are covered, their hooks switch autocast on (see ``placement.py``); the context is
+        Where ``only`` some modules are covered, their hooks switch autocast on (see ``autocast.py``); the context is
         then one that has it off. On leaving it everything is as before, even if Ctrl-C kept a hook from its work.
         """
         if not self.casts:

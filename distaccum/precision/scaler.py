@@ -127,7 +127,7 @@ class LossScaler(ShardedGradScaler):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
         found = self._found()
-        # A fused optimizer's first step makes state that it would leave unset if it were told not to step.
+        # A fused optimizer's first step makes state that the kernel leaves unset where ``found_inf`` is 1.
         on_host = not all(getattr(o, "_step_supports_amp_scaling", False) and o.state for o in optimizers)
         if not (on_host and found.item()):  # host read: an unfused step can only be left out by the host
             for optimizer in optimizers:

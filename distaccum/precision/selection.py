@@ -56,7 +56,7 @@ def check_globs(model: nn.Module, policy: PrecisionPolicy) -> None:
 def check_compiled(model: nn.Module, policy: PrecisionPolicy) -> None:
     """What the globs name must not lie in what torch.compile was given: what that has traced runs past later hooks.
 
-    A model that is compiled after ``place`` computes as it says: the hooks are left out of what is traced.
+    A model that is compiled after ``apply_precision`` computes as the policy says: tracing leaves the hooks out.
 
     Raises:
         ConfigError: something does.

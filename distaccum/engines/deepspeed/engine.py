@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: its wrappers, its collectives and its files; our windows, loss scale and decision to step."""
+"""DeepSpeed's ZeRO: its wrappers, collectives and files; distaccum's windows, loss scale and decision to step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DeepSpeedEngine(Engine):
         self._weights.restore(self._engine)
         self._stage: int = int(self._engine.zero_optimization_stage())
         self._gradients = gradients_of(self._engine, parameters)
-        # Its own wrapper at stage 0, and that of stage 1 in bf16, reduce all at once when they are told to.
+        # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
         self._coalesces = self._gradients.sharded and hasattr(self._engine, "coalesce_grad_reduction")
         self._holds = self._coalesces or self._stage < _FIRST_THAT_SHARDS_GRADIENTS
         if self._holds:
@@ -106,7 +106,7 @@ class DeepSpeedEngine(Engine):
         self.sync_buffers()
 
     def _own_scale(self) -> None:
-        """Sets DeepSpeed's loss scale to 1, and lets it not raise at the lowest one."""
+        """Sets DeepSpeed's loss scale to 1, and keeps it from raising at the lowest one."""
         wrapper = self._engine.optimizer
         scaling = getattr(wrapper, "loss_scale_config", None)
         if scaling is not None:
@@ -163,7 +163,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _held_back(self) -> Iterator[None]:
-        """Around a forward and backward that reduce nothing yet; the window is open afterwards."""
+        """Around a forward and backward that do not reduce; the window is open afterwards."""
         if self._window is None and self._holds:
             self._window = self._engine.coalesce_grad_reduction() if self._coalesces else self._engine.no_sync()
             self._window.__enter__()
@@ -192,7 +192,7 @@ class DeepSpeedEngine(Engine):
             self._engine.allreduce_gradients()
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
-        """Takes part in the reduction with zeros; no forward runs but those of :meth:`begin_window`.
+        """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`.
 
         Raises:
             ConfigError: as :meth:`begin_window`.

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint, inside the verified folder of ours."""
+"""DeepSpeed's own checkpoint, inside distaccum's verified folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOLDER, _TAG, _ABOUT = "deepspeed", "state", "distaccum.json"
 
 
 def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> None:
-    """Writes it into the folder ``deepspeed``, and beside it what it fits; a collective."""
+    """Writes DeepSpeed's files and ``about``, the run that they fit, into the folder ``deepspeed``; a collective."""
     target = folder / _FOLDER
     with suppress_output():
         engine.save_checkpoint(str(target), tag=_TAG, save_latest=False)
@@ -25,10 +25,10 @@ def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> N
 
 
 def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
-    """Takes it up, bit by bit; learning rates and the like stay this run's. A collective.
+    """Restores :func:`save`, bit by bit; learning rates and other settings stay this run's. A collective.
 
-    DeepSpeed unpickles its files: whoever wrote them can run code. The manifest of the checkpoint's folder says that
-    they are those that were saved; it does not say by whom.
+    DeepSpeed unpickles its files: whoever wrote them can run code. The manifest of the checkpoint's folder proves that
+    the files are those that were saved; it does not say by whom.
 
     Raises:
         CheckpointError: they are missing, or are those of another world size, stage or precision.

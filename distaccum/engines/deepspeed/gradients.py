@@ -1,4 +1,4 @@
-"""Where DeepSpeed holds a window's reduced gradient, which differs between its optimizer wrappers."""
+"""DeepSpeed's reduced gradient: where each of its optimizer wrappers holds it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Named = tuple[str, Tensor]
 
 
 class Gradients(Protocol):
-    """What a rank holds of the reduced gradient."""
+    """A rank's part of the reduced gradient."""
 
     sharded: bool
     """Whether each rank holds a part of it; otherwise all hold the same."""
 
     def held(self) -> Iterator[Named]:
-        """This rank's part, by the names of the parameters."""
+        """Pairs of a parameter's name and this rank's part of its gradient."""
 
     def divide(self, divisor: float) -> None:
-        """Once a window: the next step takes the gradient over ``divisor``."""
+        """Makes the next step use the gradient over ``divisor``; once a window."""
 
     def drop(self) -> None:
-        """Forgets what was accumulated and reduced."""
+        """Drops what was accumulated and reduced."""
 
 
 class Replicated:
@@ -33,24 +33,25 @@ class Replicated:
     sharded = False
 
     def __init__(self, engine: Any, trained: Mapping[str, nn.Parameter]) -> None:
-        self._engine, self._trained = engine, trained
+        self._engine = engine
+        self._trained = trained
 
     def held(self) -> Iterator[Named]:
-        """All of it."""
+        """Whole gradients."""
         yield from ((name, p.grad) for name, p in self._trained.items() if p.grad is not None)
 
     def divide(self, divisor: float) -> None:
-        """In place."""
+        """Divides in place."""
         _divide([gradient for _, gradient in self.held()], divisor)
 
     def drop(self) -> None:
-        """The next backward makes new ones."""
+        """Frees them; the next backward makes new ones."""
         for parameter in self._trained.values():
             parameter.grad = None
 
 
 class MasterCopies:
-    """Stage 1 in bf16: whole fp32 gradients beside the parameters, of which each rank steps a part."""
+    """Stage 1 in bf16: whole fp32 gradients in buffers of the wrapper; each rank steps a part."""
 
     sharded = False
 
@@ -58,17 +59,17 @@ class MasterCopies:
         self._optimizer = engine.optimizer
 
     def held(self) -> Iterator[Named]:
-        """All of it."""
+        """Whole gradients."""
         names = self._optimizer.param_names
         for group, gradients in zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True):
             yield from ((names[p], gradient) for p, gradient in zip(group, gradients, strict=True))
 
     def divide(self, divisor: float) -> None:
-        """In place."""
+        """Divides in place."""
         _divide(self._optimizer.fp32_groups_gradients_flat, divisor)
 
     def drop(self) -> None:
-        """In place."""
+        """Zeroes in place."""
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads()
 
@@ -81,7 +82,7 @@ class _Sharded:
         self.divide(1.0)
 
     def divide(self, divisor: float) -> None:
-        """As the loss scale that DeepSpeed divides by: no walk over memory, and its clipping knows of it."""
+        """Sets the loss scale that DeepSpeed divides by: no walk over memory, and its clipping sees it."""
         self._optimizer.override_loss_scale(divisor)
 
 
@@ -89,7 +90,7 @@ class Partitions(_Sharded):
     """Stages 1 and 2: this rank's slice of all parameters end to end."""
 
     def held(self) -> Iterator[Named]:
-        """The slices, without what only aligns them."""
+        """This rank's slices, without padding."""
         optimizer = self._optimizer
         for i, parameters in enumerate(optimizer.params_in_partition):
             if optimizer.cpu_offload:
@@ -101,7 +102,7 @@ class Partitions(_Sharded):
             yield from ((optimizer.param_names[p], piece) for p, piece in zip(parameters, pieces, strict=False))
 
     def drop(self) -> None:
-        """As DeepSpeed does at an overflow."""
+        """Drops them as DeepSpeed does at an overflow."""
         optimizer = self._optimizer
         optimizer.zero_grad(set_to_none=True)
         optimizer.micro_step_id = -1
@@ -116,7 +117,7 @@ class ParameterShards(_Sharded):
     """Stage 3: this rank's slice of each parameter."""
 
     def held(self) -> Iterator[Named]:
-        """The slices."""
+        """This rank's slices."""
         optimizer = self._optimizer
         for i, parameters in enumerate(optimizer.fp16_groups):
             if optimizer.offload_optimizer:
@@ -128,7 +129,7 @@ class ParameterShards(_Sharded):
             yield from ((optimizer.param_names[p], piece) for p, piece in zip(parameters, pieces, strict=True))
 
     def drop(self) -> None:
-        """As DeepSpeed does at an overflow."""
+        """Drops them as DeepSpeed does at an overflow."""
         optimizer = self._optimizer
         optimizer.zero_grad(set_to_none=True)
         if optimizer.offload_optimizer:
@@ -140,7 +141,7 @@ class ParameterShards(_Sharded):
 
 
 def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:
-    """What fits the wrapper that DeepSpeed chose for a stage and a precision."""
+    """The gradients of the wrapper that DeepSpeed chose for a stage and a precision."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
         return MasterCopies(engine)
@@ -159,9 +160,9 @@ def complete(optimizer: Any, trained: Sequence[nn.Parameter]) -> None:
         used[:] = [True] * len(used)
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return
-    accumulates_beside = getattr(optimizer, "use_grad_accum_attribute", False)
+    has_own_attribute = getattr(optimizer, "use_grad_accum_attribute", False)
     for parameter in trained:
-        if accumulates_beside:
+        if has_own_attribute:
             if getattr(parameter, "grad_accum", None) is None:
                 zeros = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
                 parameter.grad_accum = zeros  # type: ignore[attr-defined]  # DeepSpeed's
@@ -174,13 +175,13 @@ def complete(optimizer: Any, trained: Sequence[nn.Parameter]) -> None:
 
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Lets autograd add up a 16-bit parameter's gradients in fp32, where torch can (2.10 and later)."""
+    """Makes autograd accumulate a 16-bit parameter's gradients in fp32, where torch can (2.10 and later)."""
     if hasattr(parameter, "grad_dtype"):
         parameter.grad_dtype = torch.float32
 
 
 def accumulated_in(parameter: nn.Parameter) -> torch.dtype:
-    """In what autograd adds up the parameter's gradients."""
+    """The format in which autograd accumulates the parameter's gradients."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 

@@ -1,4 +1,4 @@
-"""The model and the engine as DeepSpeed has them, and what is needed around their methods."""
+"""Hooks on DeepSpeed's model that cast, and a lock on its engine's methods."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from distaccum.errors import MisuseError
 
 
 def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
-    """Casts a model's floating inputs to ``dtype``, which DeepSpeed leaves as they are, and its outputs to fp32.
+    """Casts a model's floating inputs to ``dtype``, which DeepSpeed does not, and its outputs to fp32.
 
-    Losses add up, which 16 bits are too few for.
+    Losses are sums, for which 16 bits are too few.
     """
 
     def to(wanted: torch.dtype, values: Any) -> Any:
@@ -33,10 +33,11 @@ def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
 
 
 class EngineLock:
-    """Within the ``with`` block DeepSpeed's engine and its optimizer step; by hand both raise MisuseError."""
+    """Within the ``with`` block DeepSpeed's engine and its optimizer step; anywhere else both raise MisuseError."""
 
     def __init__(self, engine: Any, guard: StepGuard) -> None:
-        self._guard, self._open = guard, False
+        self._guard = guard
+        self._open = False
         for name in ("step", "backward", "zero_grad"):
             setattr(engine, name, partial(self._guarded, name, getattr(engine, name)))
 

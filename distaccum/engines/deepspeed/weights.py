@@ -1,4 +1,4 @@
-"""The fp32 weights that DeepSpeed steps: kept from its rounding at the start, and gathered for an export."""
+"""The fp32 weights that DeepSpeed steps: restored after its rounding at the start, and gathered for an export."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class MasterWeights:
     """
 
     def __init__(self, deepspeed: Any, model: nn.Module, *, casts: bool) -> None:
-        self._deepspeed, self._model = deepspeed, model
+        self._deepspeed = deepspeed
+        self._model = model
         # A cast makes new memory, and this stays as it is.
         self._before = {name: p.data for name, p in model.named_parameters() if casts and p.requires_grad}
 
     def restore(self, engine: Any) -> None:
-        """Undoes both, once the model is wrapped; rank 0's weights are everyone's."""
+        """Undoes the rounding and the step, once the model is wrapped; every rank gets rank 0's weights."""
         before, self._before = self._before, {}
         copies, parameters = _copies(engine.optimizer), dict(self._model.named_parameters())
         for name, kept in before.items():
@@ -46,7 +47,7 @@ class MasterWeights:
             self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
     def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up weights and buffers, in fp32 and in what the model computes in.
+        """Restores weights and buffers, in fp32 and in the format that the model computes in.
 
         Raises:
             KeyError: one is missing.
@@ -72,7 +73,7 @@ class MasterWeights:
             buffers[name].copy_(tensors[name])
 
     def whole(self, engine: Any, *, keep: bool) -> dict[str, Tensor]:
-        """All weights in fp32, and the buffers, on the host; nothing where not to ``keep``. A collective."""
+        """All weights in fp32, and the buffers, on the host; empty without ``keep``. A collective."""
         copies, found = _copies(engine.optimizer), {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             value = copies.get(id(parameter))
@@ -91,13 +92,13 @@ class MasterWeights:
 
 
 def _shard(value: Tensor, parameter: Any) -> Tensor:
-    """This rank's of as many equal parts as there are ranks; of all of it DeepSpeed would take one that is too long."""
+    """This rank's part of a value in equal parts; given the whole, DeepSpeed would take one that is too long."""
     size, rank = int(parameter.ds_tensor.ds_numel), torch.distributed.get_rank()
     return nn.functional.pad(value.flatten(), (0, size * (rank + 1)))[size * rank : size * (rank + 1)]
 
 
 def _copies(optimizer: Any) -> dict[int, Tensor]:
-    """By parameter: the fp32 weights that stage 0 keeps beside 16-bit ones."""
+    """The fp32 weights that stage 0 keeps next to 16-bit ones, by the parameter's ``id``."""
     if not (hasattr(optimizer, "fp16_groups") and hasattr(optimizer, "fp32_groups")):
         return {}
     groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)

@@ -66,7 +66,7 @@ class FSDP2Engine(Engine):
         self.gradient_divide_factor = 1
         self._every = config.sync == "every"
         self._reshards = config.reshard_after_forward
-        self._zero_contribution: list[bool] = []  # not empty while a micro-step runs whose gradient counts for nothing
+        self._zero_contribution: list[bool] = []  # not empty while a replay runs
         everywhere = policy.casts and not (policy.keep_fp32 or policy.only)
         self._gathers_compute = config.gather_dtype == "compute" and everywhere
         self._mesh = _mesh(world, config.replicas)

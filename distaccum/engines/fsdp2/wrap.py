@@ -75,7 +75,7 @@ def materialize(unit: nn.Module, names: dict[nn.Module, str], seed: int) -> None
     module depend on ``seed`` and its name: every rank makes the same weights, however many there are.
 
     Raises:
-        ConfigError: a module with weights or buffers of its own has no ``reset_parameters``.
+        ConfigError: a module that has weights or buffers itself has no ``reset_parameters``.
     """
     made: dict[int, Any] = {}  # tied weights stay tied
     for module in unit.modules():

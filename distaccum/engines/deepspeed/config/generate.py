@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, generated from the settings, and merged with a user's own. Needs neither DeepSpeed nor torch.
+"""DeepSpeed's JSON, generated from the settings and merged with a user's file. Needs neither DeepSpeed nor torch.
 
 Every key has one owner. What distaccum's settings decide is theirs, and a file that says otherwise is refused; the rest
 of a file is passed on as it is.
@@ -40,8 +40,8 @@ def generate(
     """The whole DeepSpeed JSON, with what the user's own adds.
 
     DeepSpeed insists on batch = micro-batch x accumulation steps x ranks. Where the global batch does not divide so,
-    the generated ``train_batch_size`` lies above it: nothing is computed from the three, for the loss is weighted by
-    its count and the window's end is told. A file's ``train_batch_size`` is held against the global batch itself.
+    the generated ``train_batch_size`` lies above it: nothing is computed from the three, as the loss is divided by its
+    count and the engine says where a window ends. A file's ``train_batch_size`` is compared with the global batch.
 
     Args:
         engine: stage, offloads, and the user's own JSON.
@@ -88,10 +88,11 @@ def _check_engine(engine: DeepSpeedConfig) -> None:
 
 
 def _check_precision(precision: PrecisionConfig) -> None:
-    casts = precision.name in ("bf16", "fp16")
     for key, globs in (("keep_fp32", precision.keep_fp32), ("only", precision.only)):
         remedy = "Leave it empty, or use precision=fp32 or another engine"
-        require(not (casts and globs), f"precision.{key}", globs, "DeepSpeed casts the model as a whole", remedy)
+        require(
+            not (precision.casts and globs), f"precision.{key}", globs, "DeepSpeed casts the model as a whole", remedy
+        )
     if precision.name != "fp16":
         return
     key, scaler = "precision.scaler", precision.scaler
@@ -121,8 +122,8 @@ def _formats(precision: PrecisionConfig, stage: int) -> Iterator[Owned]:
     name, scaler = precision.name, precision.scaler
     by = f"precision={name}"
     # Stage 0 refuses to accumulate in another format than that of the forward.
-    kept = name if stage == 0 and name in ("fp16", "bf16") else "fp32"
-    compute = name if name in ("fp16", "bf16") else "fp32"
+    kept = name if stage == 0 and precision.casts else "fp32"
+    compute = name if precision.casts else "fp32"
     reduce = precision.reduce_dtype
     yield Owned(path="communication_data_type", value=reduce, by=f"precision.reduce_dtype={reduce}")
     yield Owned(path="data_types.grad_accum_dtype", value=kept, by=f"{by} at engine.stage={stage} has {kept}")

@@ -115,7 +115,7 @@ REFUSED: dict[str, str] = {
 
 _ONE_NORMALISER = "distaccum divides the loss once, by its count"
 _MASTERS = "parameters and accumulated gradients are fp32"
-_REPLICAS = "every rank computes samples of its own"
+_REPLICAS = "every rank computes other samples"
 
 # Settings that may be left out, or else must have this value, with the reason.
 HELD: dict[str, tuple[Any, str]] = {

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed JSON: read, held against what distaccum decides, merged. No DeepSpeed needed."""
+"""A user's DeepSpeed JSON: read, compared with what distaccum decides, merged. Needs no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Owned:
 
 
 def needs(path: str, value: Any, why: str, *, emitted: bool = True) -> Owned:
-    """What no setting decides."""
+    """A value that no setting decides."""
     by = f"distaccum needs {shown(value)}: {why}"
     return Owned(path=path, value=value, by=by, emitted=emitted, remedy=_LEAVE_OUT)
 
 
 def held() -> list[Owned]:
-    """What may be left out of the JSON, or else must have one value."""
+    """The keys that may be left out of the JSON, or else must have one value."""
     return [needs(path, value, why, emitted=False) for path, (value, why) in HELD.items()]
 
 
@@ -98,7 +98,7 @@ def _without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(node: dict[str, Any]) -> dict[str, Any]:
-    """Old spellings, which DeepSpeed ignores or refuses beside the new ones, and other names of number formats."""
+    """Old spellings, which DeepSpeed ignores or refuses next to the new ones, and other names of number formats."""
     if "bfloat16" in node:
         if "bf16" in node:
             raise ConfigError(_KEY, None, "bf16 and bfloat16 are two names of one section", "Delete bfloat16")
@@ -148,8 +148,8 @@ def _fault(section: str, key: str, value: Any, owners: Mapping[str, Owned]) -> t
     kind = kind or (object if owner is None else type(owner.value))
     ours = "" if owner is None else owner.by
     if not _is(value, kind):
-        beside = f", and {ours}" if ours else ""
-        return f"{what} is not {_NAMES[kind]}{beside}", "Write numbers, true and false without quotes"
+        also = f", and {ours}" if ours else ""
+        return f"{what} is not {_NAMES[kind]}{also}", "Write numbers, true and false without quotes"
     if path == f"{_ZERO}.stage" and value not in STAGES:
         return f"{what} is no stage of ZeRO, and {ours}", "Use 0, 1, 2 or 3 in both places"
     if owner is not None and value != (owner.value if owner.stated is None else owner.stated):
