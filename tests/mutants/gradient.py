@@ -73,8 +73,8 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "self.gradient_divide_factor = world.device, 1 if scaler else world.size",
-                "self.gradient_divide_factor = world.device, 1",
+                "self.gradient_divide_factor = 1 if options.scaler else world.size",
+                "self.gradient_divide_factor = 1",
             ),
         ),
     ),
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "a leaked tail",
-        (("engines/ddp.py", "        self.zero_gradients()\n        return result", "        return result"),),
+        (("engines/ddp.py", "        self.zero_gradients()\n        return output", "        return output"),),
     ),
 )
 
