@@ -404,7 +404,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def state_of(engine: DeepSpeedEngine) -> list[Tensor]:
     """This rank's part of the optimizer's state."""
-    states = engine._optimizer.state.values()
+    states = engine._optimizers[0].state.values()
     return [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
