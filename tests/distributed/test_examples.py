@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, succeed
 
 PAGE = (ROOT / "docs" / "own-loop.md").read_text()
 LEVELS = ("loop", "accumulate", "trainer")
@@ -20,13 +18,8 @@ def _run(example: str, world: int, cwd: Path) -> str:
     """What the page's command for so many processes prints; run elsewhere, so that it leaves nothing here."""
     start = "python " if world == 1 else f"torchrun --standalone --nproc-per-node={world} "
     (line,) = [line for line in PAGE.splitlines() if line.startswith(f"{start}launch/examples/{example}.py")]
-    name, *arguments = shlex.split(line.replace("launch/examples/", f"{ROOT}/launch/examples/"))
-    command = [sys.executable, *(["-m", "torch.distributed.run"] if name == "torchrun" else []), *arguments]
-    finished = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, cwd=cwd, env=environment()
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+    script, *arguments = shlex.split(line.removeprefix(start).replace("launch/examples/", f"{ROOT}/launch/examples/"))
+    return succeed(*arguments, script=Path(script), world=world, timeout=120, cwd=cwd).stdout
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])

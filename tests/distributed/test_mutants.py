@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+from tests.mutants import engines as engine_mutants
 from tests.mutants import gradient as mutants
 from tests.mutants import scaling as scaling_mutants
+from tests.mutants.gradient import Mutant
+from tests.support.commands import ROOT
 
-pytestmark = pytest.mark.heavy
+EVERY = [*mutants.MUTANTS, *scaling_mutants.MUTANTS, *(mutant for _, _, mutant in engine_mutants.MUTANTS)]
 
 
+@pytest.mark.parametrize("mutant", EVERY, ids=lambda mutant: mutant.name)
+def test_what_a_mutant_replaces_is_in_the_package_once(mutant: Mutant) -> None:
+    for file, old, new in mutant.edits:
+        assert (ROOT / "distaccum" / file).read_text().count(old) == 1, f"bring the mutant up to date: {file}, {old!r}"
+        assert old != new
+
+
+@pytest.mark.heavy
 def test_every_mutant_of_the_gradient_is_caught() -> None:
     assert mutants.main() == 0
 
 
+@pytest.mark.heavy
 def test_every_mutant_of_scaling_and_skipping_is_caught() -> None:
     assert scaling_mutants.main() == 0

@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import ROOT, TINY, environment, status
+
+pytestmark = pytest.mark.slow
 
 ENTRY = ROOT / "launch" / "container.sh"
 

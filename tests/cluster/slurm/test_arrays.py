@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.slurm.cluster import Cluster
 from tests.cluster.slurm.runs import SETTINGS, STEPS, SWEEP, exact, logged, slow, submit
 from tests.support.commands import status
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_sweep_runs_each_line_and_requeues_each_by_itself(cluster: Cluster, tmp_path: Path) -> None:

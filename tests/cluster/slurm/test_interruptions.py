@@ -13,6 +13,8 @@ from tests.cluster.slurm.cluster import Cluster
 from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logged, logs, losses, slow, submit
 from tests.support.commands import status
 
+pytestmark = pytest.mark.slow
+
 _DONE = {"state": "done", "step": STEPS, "reason": ""}
 
 

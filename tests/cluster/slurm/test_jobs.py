@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.slurm.cluster import Cluster
 from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logs, submit
 from tests.support.commands import status
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_on_two_nodes(cluster: Cluster, whole: Path) -> None:

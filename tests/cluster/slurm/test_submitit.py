@@ -14,6 +14,8 @@ from tests.cluster.slurm.cluster import Cluster
 from tests.cluster.slurm.runs import SETTINGS, STEPS, logged, slow
 from tests.support.commands import TRAIN, metrics, status
 
+pytestmark = pytest.mark.slow
+
 
 def _await(condition: Callable[[], bool], timeout: float, what: str) -> None:
     deadline = time.monotonic() + timeout

@@ -21,6 +21,8 @@ from launch.bench.network import main as network
 from tests.cluster.two_hosts.hosts import Hosts, hosts, need_hosts, obstacle, succeed_on, torchrun, two_hosts
 from tests.support.commands import QUIET, TINY, metrics, status, succeed
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["hosts"]
 SETTINGS = (*TINY, *QUIET, "batch.micro_size=4", "trainer.max_steps=5")
 EXACT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens")

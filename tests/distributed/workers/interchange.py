@@ -23,6 +23,7 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.engines.state import whole_state
 from distaccum.losses.cross_entropy import cross_entropy
 from distaccum.models.gpt import GPT
 
@@ -95,7 +96,7 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """Losses, loss scale, and a digest of weights and optimizer state."""
-        state = checkpoint.whole_state(self.acc.engine, self.acc.world)
+        state = whole_state(self.acc.engine, self.acc.world)
         digest = sha256()
         for part in (state.model, state.optimizer):
             for name in sorted(part):
