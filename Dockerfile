@@ -14,12 +14,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv
 WORKDIR /opt/distaccum
-COPY requirements.lock ./
+COPY requirements.lock requirements-dev.lock ./
 # An index besides pip's own: that of torch's CPU wheels, for an image without CUDA. A pip configuration with secrets in
 # it (a private index) is the secret "pip", which no layer keeps.
 ARG TORCH_INDEX=""
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    grep -v '^deepspeed==' requirements.lock > /tmp/first.txt \
+    grep -hv -e "^deepspeed==" -e "^-r " requirements.lock requirements-dev.lock > /tmp/first.txt \
     && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /tmp/first.txt \
     && rm /tmp/first.txt
 # DeepSpeed comes as source, and asks the installed torch what to compile. Where there is nvcc, these kernels are compiled
@@ -34,7 +34,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     else \
         export DS_ACCELERATOR=cpu DEEPSPEED_OPS=""; \
     fi \
-    && pip install --use-pep517 --no-build-isolation --no-deps "$(grep '^deepspeed==' requirements.lock)" \
+    && pip install --use-pep517 --no-build-isolation --no-deps "$(grep "^deepspeed==" requirements-dev.lock)" \
     && python -c "from deepspeed.git_version_info_installed import installed_ops as built; \
 assert all(built[op.lower()] for op in '$DEEPSPEED_OPS'.split()), built"
 # The package itself is a link to this folder, so that its code may change without a new environment.

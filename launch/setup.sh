@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by train.sh and test.sh: a virtual environment in the checkout, made once from the lock file.
+# Sourced by train.sh and test.sh: a virtual environment in the checkout, made once from the lock files.
+# requirements.lock is what the main job needs; with development=yes, requirements-dev.lock comes on top.
 # PYTHON names the interpreter to make it from (3.11 or later). Sets $root and $python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -7,6 +8,7 @@ python="$root/.venv/bin/python"
 
 outdated() { ! cmp -s "$root/$1" "$root/.venv/installed/$1"; }
 remember() { mkdir -p "$root/.venv/installed" && cp "$root/$1" "$root/.venv/installed/$1"; }
+install() { "$python" -m pip install --quiet --disable-pip-version-check "$@" >&2; }
 
 if outdated requirements.lock; then
     base=${PYTHON:-python3}
@@ -16,10 +18,15 @@ if outdated requirements.lock; then
     fi
     echo "Setting up $root/.venv (once) ..." >&2
     "$base" -m venv --clear "$root/.venv"
-    "$python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock" >&2
+    install -r "$root/requirements.lock"
     remember requirements.lock
 fi
+if [ "${development:-no}" = yes ] && outdated requirements-dev.lock; then
+    echo "Adding what the tests need to $root/.venv (once) ..." >&2
+    install -r "$root/requirements-dev.lock"
+    remember requirements-dev.lock
+fi
 if outdated pyproject.toml; then
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps -e "$root" >&2
+    install --no-deps -e "$root"
     remember pyproject.toml
 fi

@@ -78,7 +78,7 @@ def test_installed_elsewhere_with_ones_own_configuration(tmp_path: Path) -> None
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements.lock", str(ROOT)],
+        [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-dev.lock", str(ROOT)],
         check=True,
         timeout=900,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -81,7 +82,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
             deepspeed: Any = import_module("deepspeed")
     except ModuleNotFoundError as error:
         problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
-        raise ConfigError("engine", "deepspeed", problem, "Run pip install 'distaccum[deepspeed]'") from error
+        raise ConfigError("engine", "deepspeed", problem, f"Run {sys.executable} -m pip install 'deepspeed>=0.16'") from error
     except ImportError as error:
         remedy = "Install versions of deepspeed and torch that go together, or use another engine"
         raise ConfigError("engine", "deepspeed", f"DeepSpeed cannot be imported ({error})", remedy) from error

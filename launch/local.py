@@ -1,0 +1,71 @@
+"""The main job on this machine: checks the command line, then starts torchrun, in one interpreter.
+
+``python launch/local.py [Hydra overrides]`` is what ``launch/train.sh`` runs, once there is an environment.
+
+torchrun turns every failure into its own exit code and report, so mistakes are found before it starts: exit code 2, and
+one message. The check runs in a forked process, which gives back the memory of its model, and whose CUDA context does
+not stay on a GPU; its imports are those of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from distaccum.distributed.signals import die_with_parent
+from distaccum.train import cli
+
+TRAIN = Path(__file__).with_name("train.py")
+SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=.*)?")
+# Asked to leave, the workers save; torchrun has to pass that on, and to wait for as long as a save may take.
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+
+
+def main() -> None:
+    """Checks, then trains; what only prints needs one process and no check."""
+    arguments, environment = sys.argv[1:], os.environ
+    if any(SHOWS.fullmatch(argument) for argument in arguments):
+        cli.main()
+        return
+    checks = [argument for argument in arguments if argument.partition("=")[0] == "--check"]
+    processes = checks[-1].partition("=")[2] if checks else ""
+    processes, code = _check(arguments, processes or environment.get("NPROC", ""))
+    if code or checks:
+        sys.exit(code)
+    if "OMP_NUM_THREADS" not in environment:
+        environment["OMP_NUM_THREADS"] = str(-(-(os.cpu_count() or 1) // int(processes)))
+    from torch.distributed import run  # noqa: PLC0415  a check alone does not need it
+
+    sys.argv[0] = run.__file__  # torchrun's own messages name it
+    options = ["--standalone", f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
+    options.append(f"--shutdown-timeout={environment.get('SHUTDOWN_TIMEOUT', '120')}")
+    run.main([*options, str(TRAIN), *arguments])
+
+
+def _check(arguments: list[str], processes: str) -> tuple[str, int]:
+    """The number of processes (by default one for each GPU, or two on the CPU), and the check's exit code."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        processes = processes or str(torch.cuda.device_count() or 2)
+        os.write(writer, processes.encode())
+        if {"-m", "--multirun"} & set(arguments):  # every job of a sweep is checked when its turn comes
+            os._exit(0)
+        rest = [argument for argument in arguments if argument.partition("=")[0] != "--check"]
+        sys.argv = [str(TRAIN), *rest, f"--check={processes}"]
+        cli.main()
+        sys.exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as given:
+        processes = given.read()
+    _, state = os.waitpid(child, 0)
+    return processes, os.waitstatus_to_exitcode(state)
+
+
+if __name__ == "__main__":
+    main()
