@@ -82,7 +82,8 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
             deepspeed: Any = import_module("deepspeed")
     except ModuleNotFoundError as error:
         problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
-        raise ConfigError("engine", "deepspeed", problem, f"Run {sys.executable} -m pip install 'deepspeed>=0.16'") from error
+        remedy = f"Run {sys.executable} -m pip install 'deepspeed>=0.16'"
+        raise ConfigError("engine", "deepspeed", problem, remedy) from error
     except ImportError as error:
         remedy = "Install versions of deepspeed and torch that go together, or use another engine"
         raise ConfigError("engine", "deepspeed", f"DeepSpeed cannot be imported ({error})", remedy) from error
