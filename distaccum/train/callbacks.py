@@ -61,7 +61,8 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """The callbacks by the name of their class and a number, which checkpoints keep their state under."""
     found: dict[str, Callback] = {}
     for callback in callbacks:
-        kind = type(callback).__name__
+        # "EarlyStop" was the name of EarlyStopping when the checkpoints' format 3 began.
+        kind = "EarlyStop" if type(callback) is EarlyStopping else type(callback).__name__
         found[f"{kind}-{sum(name.startswith(f'{kind}-') for name in found)}"] = callback
     return found
 

@@ -232,3 +232,13 @@ def test_no_fraction(value: float) -> None:
 def test_settings_made_in_python_are_checked_as_well(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [("config", "train"), ("plan", "plan"), ("bench", "bench"), ("link", "link")]
+)
+def test_the_job_of_a_command_has_the_commands_name(config: str, name: str) -> None:
+    """Slurm shows it; by default it is the name of whatever file calls Hydra."""
+    OmegaConf.register_new_resolver("distaccum.run_name", lambda *_: "run", replace=True)
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert compose(config, return_hydra_config=True).hydra.job.name == name

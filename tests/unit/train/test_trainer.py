@@ -31,7 +31,7 @@ from distaccum.data.adapters import split_by_rank
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.callbacks import Callback, EarlyStopping, Run
+from distaccum.train.callbacks import Callback, EarlyStopping, Run, named
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -371,6 +371,14 @@ def test_callbacks_are_resumed_by_name(gloo_world: World, tmp_path: Path) -> Non
     swapped = [EarlyStopping(patience=50), Heard(), EarlyStopping(patience=50, min_delta=9.0)]
     Trainer(_model(), CrossEntropy(), SOURCE, max_steps=8, callbacks=swapped, **again).fit()
     assert swapped[0].state_dict()["best"] == stop.state_dict()["best"]
+
+
+def test_early_stopping_has_one_key_in_all_checkpoints() -> None:
+    class Patient(EarlyStopping):
+        pass
+
+    names = [*named([EarlyStopping(), Patient(), EarlyStopping()])]
+    assert names == ["EarlyStop-0", "Patient-0", "EarlyStop-1"]  # its name when format 3 began
 
 
 def test_an_optimizer_may_be_trained_on_with(gloo_world: World, tmp_path: Path) -> None:
