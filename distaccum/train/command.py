@@ -39,7 +39,6 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
             if not any(folder.iterdir()):
                 folder.rmdir()
 
-    sys.argv[1:] = resolve_aliases(sys.argv[1:])
     composing.enter_context(redirect_stderr(said))  # Hydra prints its own errors, in its own words
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(task)()
