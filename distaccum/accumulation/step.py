@@ -84,7 +84,7 @@ def run_window(
 
     The loss is a sum, and it is divided once: by the count of the whole window on all ranks.
     ``gradient_divide_factor`` undoes the engine's own averaging. Only a rank's last micro-step, the boundary,
-    communicates gradients.
+    communicates gradients, except on fsdp2 with ``sync=every``, which reduces in each micro-step.
 
     Args:
         engine: owns the model, the gradients and the step.

@@ -1,7 +1,7 @@
 """The content of a checkpoint: tensors as safetensors, everything else as JSON. Loading these executes no code.
 
 Tensors are whole, whatever engine held them, and each is in one file: any engine on any number of ranks reads what it
-needs. An engine whose optimizer state has a format of its own adds its files, which it alone reads.
+needs. An engine with its own format of optimizer state adds files that only it reads.
 
 ::
 

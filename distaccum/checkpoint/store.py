@@ -1,4 +1,4 @@
-"""Folders of files that appear all at once and can be verified: temporary name, fsync, SHA-256 manifest, rename."""
+"""Checkpoint folders: written whole, verified by SHA-256, oldest pruned."""
 
 from __future__ import annotations
 

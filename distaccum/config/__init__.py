@@ -1,5 +1,6 @@
 """What a run is told: frozen dataclasses that are the schema of ``conf/``, checked as they are made.
 
-May import ``errors``; no torch. Only ``schema``, ``instantiate`` and ``hydra_errors`` know OmegaConf and Hydra.
+May import ``errors``; no torch. In this room only ``schema``, ``instantiate`` and ``hydra_errors`` know OmegaConf and
+Hydra.
 Begin with ``schema.py``; an engine's settings are in ``engine.py``, number formats in ``precision.py``.
 """

@@ -30,7 +30,11 @@ BY_PARAMETER = "kept by parameter name"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ABC):
-    """What all engines' settings have; an engine is one subclass here and one line in ``engines/factory.py``."""
+    """The base of an engine's settings.
+
+    An engine is one subclass here, listed in ``ENGINES``; one line in ``engines/factory.py``; and
+    ``conf/engine/NAME.yaml``.
+    """
 
     name: str = ""
 

@@ -1,4 +1,4 @@
-"""The settings: frozen dataclasses that are the schema of ``conf/``; only this file handles ``DictConfig``.
+"""The settings: frozen dataclasses that are the schema of ``conf/``.
 
 A group whose content is the user's to choose (model, data, loss, schedule, ``optim.optimizer``) is a plain mapping with
 a ``_target_``; everything else is typed here and checked in ``__post_init__``.

@@ -50,7 +50,7 @@ class PadCollator:
             tensors = [value if isinstance(value, Tensor) else torch.tensor(value) for value in field]
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"field {name!r} of the samples cannot be made a tensor: {error}") from error
-        # An empty list has no dtype of its own, and a list of whole numbers may stand for floats.
+        # An empty list has no dtype, and a list of whole numbers may stand for floats.
         types = [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype]
         common = reduce(torch.promote_types, types)
         tensors = [tensor.to(common) for tensor in tensors]

@@ -26,7 +26,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class WindowLoader(ABC):
-    """A source of counted windows. Data that is one is used as it is: only subclasses are recognised."""
+    """A source of counted windows. A user's subclass of it is used unchanged."""
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ FEWEST = 2  # micro-batches on the device at once: one is computed while the nex
 def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Iterator[Any]:
     """The batches on ``device``, at most ``limit`` of them at a time, the caller's current one included.
 
-    On a GPU the copies run on a stream of their own, concurrently with the compute; the host does not wait for them.
+    On a GPU the copies run on a separate stream, concurrently with the compute; the host does not wait for them.
     """
     move = _on_copy_stream(device) if device.type == "cuda" else lambda batch: lambda: to_device(batch, device)
     ahead: deque[Callable[[], Any]] = deque()

@@ -143,7 +143,7 @@ class IterableWindowLoader(WindowLoader):
         return {"taken": self._taken, "ended": list(self._ended), "stream": stream}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`state`; a stream without a state of its own skips the items that were taken."""
+        """Restores :meth:`state`; a stream that saves no state skips the items that were taken."""
         owner = _owner_of_state(self._stream)
         if owner is not None and state["stream"] is not None:
             owner.load_state_dict(state["stream"])

@@ -2,4 +2,5 @@
 
 May import ``errors``.
 Begin with ``world.py``; ``environment.py`` reads the launcher's variables, ``rendezvous.py`` finds the other ranks.
+``signals.py`` turns SIGTERM, SIGUSR1 and SIGUSR2 into a request to stop.
 """

@@ -82,7 +82,7 @@ LocalGradients = Callable[[], AbstractContextManager[Callable[[], Mapping[str, T
 class Engine(ABC):
     """Owner of parameters, gradients and optimizer state on one rank.
 
-    An engine defines the abstract members. Of the others it overrides what it does differently.
+    An engine defines the abstract members. It overrides a default where it differs.
 
     Args:
         optimizers: over the model's parameters, and disjoint.
@@ -92,14 +92,14 @@ class Engine(ABC):
     """
 
     gradient_divide_factor: int
-    """By what the engine itself divides the summed gradient: the world size where it averages, 1 where it sums."""
+    """The number by which the engine divides the summed gradient: the world size where it averages, 1 where it sums."""
     min_loss_scale: float | None
-    """Where the loss scale cannot fall any further; None where there is no scale that could."""
+    """The loss scale below which it never falls; None without a dynamic scale."""
     forward_communicates: bool = False
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
     state_layout: StateLayout = StateLayout.FULL
     artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """By file name: what the run directory keeps of how the engine was set up, as JSON."""
+    """The engine's own configuration files, by name, for the run directory; written as JSON."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, scaler: LossScale | None
@@ -117,7 +117,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def model(self) -> nn.Module:
-        """What a training forward calls."""
+        """The module that a training forward calls."""
 
     @property
     @abstractmethod

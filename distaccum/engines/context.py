@@ -18,12 +18,12 @@ from distaccum.precision.policy import PrecisionPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What an engine may need to know about a run; ``factory.prepare`` makes it.
+    """A run's checked settings for its engine; ``factory.prepare`` makes it.
 
     Args:
         engine: the engine's settings.
         precision: the precision's settings.
-        policy: what they come to.
+        policy: the policy made from ``precision``.
         clip_norm: largest norm of the global gradient; None: no clipping by norm.
         clip_value: largest absolute value of its elements; None: no clipping by value.
         global_batch_size, micro_batch_size: where they are known, for engines that state them in their own
@@ -31,7 +31,7 @@ class EngineContext:
         world_size: number of ranks.
         device: this rank's.
         seed: of weights that the engine makes.
-        planned: the processes are yet to be launched.
+        planned: True where the processes are not launched yet.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
 

@@ -129,7 +129,7 @@ def prepare(
             :func:`create_engine`.
         world_size: number of ranks.
         device: this rank's.
-        planned: the processes are yet to be launched.
+        planned: True where the processes are not launched yet.
 
     Raises:
         ConfigError: no such engine or policy, or the model or the hardware cannot do what they ask for.

@@ -77,8 +77,8 @@ class FusedUpdate:
     def step(self, divisor: float = 1.0) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, clipped; then moves the loss scale.
 
-        A fused step reads nothing back, except a parameter's first: with ``found_inf`` set, a kernel leaves unset the
-        momentum that it was to make. The host has to leave out an unfused step.
+        A fused step reads nothing back, except a parameter's first: with ``found_inf`` set, a kernel would
+        leave the momentum uninitialised. The host has to leave out an unfused step.
 
         Raises:
             MisuseError: an optimizer holds a gradient that is none of the parameters'.
@@ -126,7 +126,7 @@ class FusedUpdate:
             self._begun |= held
 
     def _clipped(self, gradients: list[Tensor], norm: Tensor, scale: float | Tensor | None) -> Tensor | None:
-        """What the gradients are yet to be divided by; None: nothing. Clipping by value is done here, in place."""
+        """The remaining divisor of the gradients; None: 1. Clipping by value is done here, in place."""
         if self._options.clip_value is not None:
             bound = torch.zeros_like(norm) + self._options.clip_value * (1.0 if scale is None else scale)
             for gradient in gradients:

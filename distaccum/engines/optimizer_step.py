@@ -1,4 +1,4 @@
-"""A step on a reduced gradient: one transaction over all optimizers, and the state that goes with it."""
+"""Steps the optimizers through ``FusedUpdate``; saves and loads their state."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _NOTHING, _INPUT, _ALL = range(3)  # what a rank knows about a micro-step
 
 @dataclass
 class _Call:
-    """A call of the model: its arguments, and the numbers of the outputs that a backward reached; None: unknown."""
+    """One call of the model: its arguments, and the outputs that the backward reached, by number (None: unknown)."""
 
     args: Any
     kwargs: Any

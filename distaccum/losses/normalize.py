@@ -34,7 +34,7 @@ def as_counts(count: float | Counts) -> Counts:
 
 
 def nearest_power_of_two(count: float) -> float:
-    """The power of two nearest to a count; 1 for 0. Dividing by it, and correcting that later, rounds nothing."""
+    """The power of two nearest to a count; 1 for 0. Dividing by a power of two is exact; the step corrects it."""
     return 2.0 ** round(log2(count)) if count else 1.0
 
 

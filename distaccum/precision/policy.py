@@ -24,7 +24,7 @@ class PrecisionPolicy:
         parameter_dtype: of the weights that the optimizer steps and of the gradients that it accumulates.
         reduce_dtype: what gradients travel in between ranks.
         keep_fp32: globs of module names that autocast leaves alone; a ModuleList stands for what it holds.
-        only: globs of the modules that autocast covers, where it shall not cover all.
+        only: globs of the modules that autocast covers, where it covers only some.
     """
 
     name: str

@@ -139,7 +139,7 @@ class LossScaler(ShardedGradScaler):
         """Once a window, after all steps: moves the scale, or sets it to ``new_scale``.
 
         Raises:
-            AssertionError: no gradient was looked at since the last call.
+            AssertionError: no gradient was unscaled since the last call.
         """
         if new_scale is not None:
             self._loss_scale.set(new_scale)

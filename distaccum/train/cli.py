@@ -59,7 +59,7 @@ def main() -> None:
     if is_left_behind():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code)  # everything of ours is written and closed
+        os._exit(exit_code)  # all files of the run are written and closed
     sys.exit(exit_code)
 
 

@@ -1,4 +1,4 @@
-"""The loop over windows: what follows each of them, in order. No arithmetic."""
+"""Runs windows; then logs, evaluates, saves and calls callbacks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Loop:
         self._evaluation: tuple[int, dict[str, float]] | None = None
         # A run from another run's checkpoint has saved none itself.
         self._saved_step = self.progress.step if components.config.resume == "auto" else 0
-        self._last: tuple[Window, Outcome] | None = None  # of which nobody has asked yet whether it was applied
+        self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
         self._watched = any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
@@ -126,10 +126,10 @@ class Loop:
         return self._finish()
 
     def step_window(self, window: OpenWindow) -> None:
-        """Trains on one window, then logs, evaluates, saves and calls back as far as that is due.
+        """Trains on one window, then logs, evaluates, saves and calls back where that is due.
 
-        Whether the window was applied is looked at when the next one is done, by when nobody waits for it; or at once
-        where something may be due.
+        Whether the window was applied is read after the next window, when the device has finished it; or at once where
+        something may be due.
         """
         outcome = self._accumulator.step(window, self._components.loss)
         self._time_limit.window_ended()
@@ -250,7 +250,7 @@ class Loop:
         evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
         if self._unlogged is not None:
             self._log(*self._unlogged, self.progress, evaluates=evaluates)
-        elif evaluates:  # a finished run that is resumed makes no update, and is evaluated all the same
+        elif evaluates:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
         self._save_last()
         results = self._evaluation[1] if self._evaluation else {}

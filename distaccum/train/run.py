@@ -56,7 +56,7 @@ class RunResult:
 
 
 def _alone(_: str | None) -> None:
-    """Agrees with nobody: an error on a rank is its own."""
+    """Asks no other rank: an error on a rank is that rank's alone."""
 
 
 def _join(_: torch.device) -> AbstractContextManager[World]:
@@ -209,7 +209,7 @@ def train(
 
 
 def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:
-    """The accumulator that the configuration describes: the one place where its settings become arguments."""
+    """The accumulator that the configuration describes."""
     config = components.config
     return Accumulator(
         components.model,

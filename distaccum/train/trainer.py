@@ -1,4 +1,4 @@
-"""Level 3: no loop at all."""
+"""Level 3: the ``Trainer``, which runs the loop itself."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class FSDP2Engine(Engine):
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """Steps on the shards: the norm, and with it the decision, is that of all of them."""
+        """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""
         self._window_begun = False
         output = self._optimizer_step.step(divisor)
         for parameter in self._parameters.values():

@@ -87,7 +87,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
-    """At every depth: "auto" asks for our value, or for DeepSpeed's default, and both come to leaving it out."""
+    """At every depth: "auto" asks for our value, or for DeepSpeed's default, and both mean leaving it out."""
     plain: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Mapping):
