@@ -29,7 +29,7 @@ def export(checkpoint: Path, file: Path) -> int:
 
 
 def main() -> None:
-    """The command."""
+    """Runs ``distaccum-export``."""
     parser = argparse.ArgumentParser(prog="distaccum-export", description="A checkpoint's weights in one file.")
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N")
     parser.add_argument("file", type=Path, help="the safetensors file to write")

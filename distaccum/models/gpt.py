@@ -128,7 +128,7 @@ class Block(nn.Module):
         self.scale_residuals()
 
     def scale_residuals(self) -> None:
-        """Draws what is added to the residual stream once more, the smaller the deeper the model."""
+        """Draws the projections into the residual stream again, the smaller the deeper the model."""
         for projection in (self.attention.project, self.contract):
             nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self._depth))
 

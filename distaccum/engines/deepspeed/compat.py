@@ -66,7 +66,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
     """The module ``deepspeed``, set to ``device``'s kind of accelerator.
 
-    ``planned``: only to check what processes will do that a launcher is yet to start. DeepSpeed's logger, which writes
+    ``planned``: only to check a run whose processes are not launched yet. DeepSpeed's logger, which writes
     to stdout, keeps warnings but for those that say nothing new.
 
     Raises:

@@ -136,7 +136,7 @@ class ParameterShards(_Sharded):
             optimizer.reset_cpu_buffers()
         else:
             optimizer.averaged_gradients = {}
-        # Or what a parameter had in a window that did not use it is what it had in the window before.
+        # Otherwise a parameter that a window does not use keeps its gradient of the window before.
         optimizer.grad_partitions_flat_buffer.zero_()
 
 
