@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by train.sbatch and sweep.sbatch, which set $home (the checkout), $job (its number, as Slurm's commands take it),
-# $run_dir, and $chain (not empty: the next element of the array goes on, so nothing is requeued).
+# $run_dir, and $chain (not empty: the next element of the array continues, so nothing is requeued).
 #
 # Variables, given before sbatch (DISTACCUM_ENV=... sbatch ...) or with --export:
 #   DISTACCUM_ENV  venv:FOLDER (default: .venv of the checkout), module:NAME[,NAME...], apptainer:IMAGE.sif, pyxis:IMAGE.
@@ -47,7 +47,7 @@ train() {
     finish
 }
 
-# Sets $overrides: those given, the run directory, and resume=auto. A run that has begun goes on, whatever it began from.
+# Sets $overrides: those given, the run directory, and resume=auto. A run that has begun continues, whatever it began from.
 read_overrides() {
     local argument resume=resume=auto
     overrides=()
@@ -193,7 +193,7 @@ keep_asking() {
     pkill -TERM -P $$ srun # which ends all tasks, within Slurm's KillWait
 }
 
-# Ends the job by what became of the run.
+# Ends the job as the run ended.
 finish() {
     local state=""
     if [ "$(stat -c %i.%Y "$run_dir/status.json" 2> /dev/null)" != "$written" ]; then # else this start never got so far
@@ -218,7 +218,7 @@ show_reason() {
     exit "$1"
 }
 
-# In a chain the next element goes on. Otherwise this job does, unless it gets nowhere.
+# In a chain the next element continues. Otherwise this job does, unless it gets nowhere.
 go_on() {
     [ -z "$chain" ] || exit 0
     local step last
