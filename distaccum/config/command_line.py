@@ -1,10 +1,15 @@
-"""The command line before Hydra reads it: distaccum's own flags, and names that stand for others."""
+"""What the command line has beside Hydra's own: distaccum's flags, and names that stand for others."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from distaccum.config.precision import canonical
+from hydra.core.config_store import ConfigStore
+
+from distaccum.config.precision import ALIASES
+
+_NUMBER = re.compile(r"(?<=[=,])(\d+)(?=,|$)")
 
 
 def take_flag(arguments: Sequence[str], *names: str) -> tuple[list[str], str | None]:
@@ -18,13 +23,14 @@ def take_flag(arguments: Sequence[str], *names: str) -> tuple[list[str], str | N
     return others, given[-1].partition("=")[2] if given else None
 
 
-def resolve_aliases(arguments: Sequence[str]) -> list[str]:
-    """Replaces aliases in ``precision=NAME`` by the names in ``conf/``; in a sweep's ``precision=A,B`` as well."""
-    return [_resolved(argument) for argument in arguments]
+def register_aliases(arguments: Sequence[str]) -> list[str]:
+    """Makes every alias of a precision a choice of Hydra's group ``precision``.
 
+    Hydra resolves it: however it is quoted or swept over, and in the defaults list of a user's own file as well.
 
-def _resolved(argument: str) -> str:
-    key, _, value = argument.partition("=")
-    if key != "precision":
-        return argument
-    return f"{key}={','.join(canonical(name) for name in value.split(','))}"
+    Returns:
+        The arguments, with quotes around a choice that Hydra would read as a number (``precision=32``).
+    """
+    for alias, name in ALIASES.items():
+        ConfigStore.instance().store(group="precision", name=alias, node={"defaults": [name]})
+    return [_NUMBER.sub(r"'\1'", argument) if argument.startswith("precision=") else argument for argument in arguments]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from distaccum.config.precision import ALIASES
 from distaccum.config.schema import RunConfig, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses
 
@@ -45,8 +44,6 @@ def check_overrides(overrides: Sequence[str], engine: str) -> None:
 def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     options = list(error.options or [])
-    if group == "precision":
-        options = sorted([*options, *ALIASES.keys() - options])
     if not group:
         return ConfigError("command line", error.missing_cfg_file, message.splitlines()[0], "Give a config that exists")
     return ConfigError(

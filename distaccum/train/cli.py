@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
-from distaccum.config.command_line import resolve_aliases, take_flag
+from distaccum.config.command_line import register_aliases, take_flag
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
@@ -34,7 +34,7 @@ from distaccum.distributed.world import open_world
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
-from distaccum.train.log_handler import log_to_stderr
+from distaccum.train.log_handler import enable_loggers, log_to_stderr
 from distaccum.train.metrics.wandb import is_left_behind
 from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     """Runs the job (or the sweep of jobs) that the command line describes, on this rank."""
     arguments, verbose = take_flag(sys.argv[1:], "-v")
-    sys.argv[1:] = resolve_aliases(arguments)
+    sys.argv[1:] = register_aliases(arguments)
     with ExitStack() as log:
         try:
             environment = LaunchEnvironment.from_environment()
@@ -130,8 +130,9 @@ class _Jobs:
         return SubmititJob, ()
 
     def stop_capturing(self) -> None:
-        """Lets stderr through from here on."""
+        """Lets stderr and the log through from here on."""
         self._composing.close()
+        enable_loggers()
 
     def __call__(self, node: DictConfig) -> None:
         self.stop_capturing()

@@ -14,7 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from distaccum.config.command_line import resolve_aliases
+from distaccum.config.command_line import register_aliases
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
@@ -24,7 +24,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
     """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the run directory; returns the exit code."""
     exit_code = 0
     said, composing, composed = io.StringIO(), ExitStack(), False
-    sys.argv[1:] = resolve_aliases(sys.argv[1:])
+    sys.argv[1:] = register_aliases(sys.argv[1:])
 
     def task(node: DictConfig) -> None:
         nonlocal exit_code, composed

@@ -36,3 +36,10 @@ def log_to_stderr(rank: int, *, verbose: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.level, logger.propagate = before
+
+
+def enable_loggers() -> None:
+    """Enables the package's loggers again: Hydra's ``hydra/job_logging=disabled`` disables every logger there is."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "distaccum" and isinstance(logger, logging.Logger):
+            logger.disabled = False

@@ -22,7 +22,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from distaccum.config.command_line import resolve_aliases
+from distaccum.config.command_line import register_aliases
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
@@ -59,6 +59,6 @@ def main() -> int:
     """Runs the command; returns its exit code."""
     if sys.argv[1:] and sys.argv[1] in PROGRAMS:
         return PROGRAMS[sys.argv.pop(1)]()
-    sys.argv[1:] = resolve_aliases(sys.argv[1:])
+    sys.argv[1:] = register_aliases(sys.argv[1:])
     hydra.main(config_path=str(conf_dir()), config_name="bench", version_base="1.3")(run)()
     return 0

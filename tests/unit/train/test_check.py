@@ -63,6 +63,22 @@ def test_a_setting_of_another_engine_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("logging", ["hydra/job_logging", "hydra/hydra_logging"])
+def test_an_error_is_said_where_hydra_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], logging: str
+) -> None:
+    assert _check(monkeypatch, tmp_path, f"{logging}=disabled", "batch.micro_size=0", "--check") == 2
+    assert "batch.micro_size=0: must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["choice(no,bf16-mixed)", "no, bf16-mixed", "'16-mixed'"])
+def test_aliases_may_be_swept_over_and_quoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    sweep = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    assert _check(monkeypatch, tmp_path, "-m", f"precision={precision}", sweep, "--check") == 0, capsys.readouterr().err
+
+
 def test_flags_and_aliases_are_resolved_before_hydra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
