@@ -102,8 +102,17 @@ class PrecisionConfig:
 
     @classmethod
     def of(cls, precision: str | PrecisionConfig) -> PrecisionConfig:
-        """The settings of a policy that is given by name, or as they are."""
-        return cls(name=precision) if isinstance(precision, str) else precision
+        """The settings of a policy that is given by name, or as they are.
+
+        Raises:
+            ConfigError: it is neither, or no policy has that name.
+        """
+        if isinstance(precision, str):
+            return cls(name=precision)
+        problem = f"neither a name nor settings but {type(precision).__name__}"
+        remedy = f"Use one of {', '.join(PRECISIONS)}, or a PrecisionConfig"
+        require(isinstance(precision, cls), "precision", precision, problem, remedy)
+        return precision
 
     @property
     def casts(self) -> bool:

@@ -181,6 +181,10 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
+        for key, kind in (("seed", int), ("resume", str)):
+            value = getattr(self, key)
+            holds = isinstance(value, kind) and not isinstance(value, bool)
+            require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
         require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 from torch.distributed.rendezvous import rendezvous
 
@@ -48,6 +49,18 @@ class LaunchEnvironment:
                 raise ConfigError(name, environment[name], "not a number", "Start with torchrun, which sets it")
             numbers[name] = int(environment[name])
         return cls(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True)
+
+    @classmethod
+    def current(cls) -> LaunchEnvironment:
+        """As :meth:`from_environment`; without a launcher, the process group that the program has opened, if any.
+
+        Raises:
+            ConfigError: as :meth:`from_environment`.
+        """
+        launched = cls.from_environment()
+        if launched.launched or not dist.is_initialized():
+            return launched
+        return cls(rank=dist.get_rank(), size=dist.get_world_size())
 
     def device(self) -> torch.device:
         """This rank's GPU if the machine has any, else the CPU.

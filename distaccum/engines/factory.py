@@ -159,9 +159,12 @@ def create(
     """The second half of :func:`create_engine`: wraps the model that ``context`` was prepared for; a collective.
 
     Raises:
-        ConfigError: an optimizer that the engine cannot step.
+        ConfigError: an optimizer that the engine cannot step, or another number of ranks than was prepared for.
     """
-    assert (context.world_size, context.planned) == (world.size, False)
+    if context.planned or context.world_size != world.size:
+        problem = f"the model was prepared for {context.world_size}"
+        remedy = "Open the process group before the Trainer is made, or start with torchrun"
+        raise ConfigError("world size", world.size, problem, remedy)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(model, optimizers)
     if world.is_main:

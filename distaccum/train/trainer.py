@@ -76,7 +76,7 @@ class Trainer:
         precision: str | PrecisionConfig | None = None,
         clip_norm: float | None = None,
         seed: int | None = None,
-        resume: str | None = None,
+        resume: str | Path | None = None,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, EvaluationMetric] | None = None,
@@ -84,7 +84,7 @@ class Trainer:
         config: RunConfig | None = None,
     ) -> None:
         self._began = monotonic()
-        self._environment = LaunchEnvironment.from_environment()
+        self._environment = LaunchEnvironment.current()
         self._run_dir = run_dir
         self.preempted = False
         """Whether :meth:`fit` saved and returned before its end, as a signal or ``trainer.max_time`` asked it to."""
@@ -99,7 +99,7 @@ class Trainer:
             optim=replace(config.optim, **_given(clip_norm=clip_norm)),
             engine=config.engine if engine is None else engine_config(engine),
             precision=config.precision if precision is None else PrecisionConfig.of(precision),
-            **_given(seed=seed, resume=resume),
+            **_given(seed=seed, resume=str(resume) if isinstance(resume, Path) else resume),
         )
         if run_dir is None and config.resume == "auto":
             problem = "is not given, and resume=auto looks for its run there"

@@ -28,7 +28,9 @@ from distaccum import (
 )
 from distaccum.accumulation.step import Outcome
 from distaccum.data.adapters import split_by_rank
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
+from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, EarlyStopping, Run, named
@@ -405,3 +407,41 @@ def test_streams_that_would_be_used_wrongly_are_refused() -> None:
     theirs = datasets.Dataset.from_list([{"x": 1}]).to_iterable_dataset()
     with pytest.raises(ConfigError, match=r"not split over the 2 ranks.*split_dataset_by_node"):
         split_by_rank(DataLoader(theirs, batch_size=1), 0, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ({"seed": "1"}, "seed=1: not of type int"),
+        ({"seed": 1.5}, "seed=1.5: not of type int"),
+        ({"resume": True}, "resume=True: not of type str"),
+        ({"precision": 16}, "precision=16: neither a name nor settings but int"),
+    ],
+)
+def test_a_keyword_of_another_type_is_refused_by_name(keyword: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), **keyword)
+
+
+def test_a_group_that_the_program_opened_has_the_plans_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    assert LaunchEnvironment.current() == LaunchEnvironment(rank=1, size=2)
+    assert not Trainer(_model(), CrossEntropy(), SOURCE, config=_config()).is_main
+
+
+def test_a_group_of_another_size_than_was_planned_is_refused(gloo_world: World) -> None:
+    model = _model()
+    settings: Any = dict.fromkeys(("clip_norm", "clip_value", "global_batch_size", "micro_batch_size"))
+    context = prepare(model, engine="ddp", precision="fp32", world_size=2, device=gloo_world.device, seed=0, **settings)
+    with pytest.raises(ConfigError, match="world size=1: the model was prepared for 2"):
+        create(context, model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
+
+
+def test_a_checkpoint_to_resume_may_be_a_path(gloo_world: World, tmp_path: Path) -> None:
+    arguments = (_model(), CrossEntropy(), SOURCE)
+    Trainer(*arguments, config=_config(), max_steps=2, run_dir=tmp_path / "one").fit()
+    first = tmp_path / "one" / "checkpoints" / "step-2"
+    Trainer(*arguments, config=_config(), max_steps=4, resume=first, run_dir=tmp_path / "two").fit()
+    state = json.loads((tmp_path / "two" / "checkpoints" / "step-4" / "state.json").read_text())
+    assert state["config"]["resume"] == str(first)
