@@ -123,7 +123,7 @@ def test_a_streams_state_executes_no_code_either(
     "name", ["model.safetensors", "optimizer.safetensors", "state.json", "random-0.json", "data-0.pt"]
 )
 def test_damage_is_found_and_the_one_before_is_used(
-    gloo_world: World, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+    gloo_world: World, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, store = _engine(gloo_world), CheckpointStore(tmp_path, keep=0)
     _update(engine)
@@ -144,7 +144,7 @@ def test_damage_is_found_and_the_one_before_is_used(
     with pytest.raises(CheckpointError, match="missing, added or changed: .*" + name.split(".", maxsplit=1)[0]):
         verify(paths[1])
     assert store.newest_valid() == paths[0]
-    assert "step-2" in capsys.readouterr().err
+    assert "step-2" in caplog.text
 
 
 def test_a_death_while_saving_leaves_the_one_before(gloo_world: World, tmp_path: Path) -> None:
