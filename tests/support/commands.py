@@ -28,10 +28,10 @@ QUIET = ("trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl", "trainer
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables, one thread a process."""
+    """This process's environment without a launcher's variables; one thread a process, or OMP_NUM_THREADS of them."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
-    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+    return {"OMP_NUM_THREADS": "1"} | kept | {"CUDA_VISIBLE_DEVICES": ""} | extra
 
 
 def command(world: int, script: Path, arguments: Sequence[object]) -> list[str]:
