@@ -19,7 +19,7 @@ COPY requirements.lock requirements-dev.lock ./
 # it (a private index) is the secret "pip", which no layer keeps.
 ARG TORCH_INDEX=""
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    grep -hv -e "^deepspeed==" -e "^-r " requirements.lock requirements-dev.lock > /tmp/first.txt \
+    grep -hv -e "^deepspeed==" -e "^-c " requirements.lock requirements-dev.lock > /tmp/first.txt \
     && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /tmp/first.txt \
     && rm /tmp/first.txt
 # DeepSpeed comes as source, and asks the installed torch what to compile. Where there is nvcc, these kernels are compiled

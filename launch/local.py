@@ -14,10 +14,14 @@ import re
 import sys
 from pathlib import Path
 
-import torch
+from distaccum.train.startup import without_garbage_collection
 
-from distaccum.distributed.signals import die_with_parent
-from distaccum.train import cli
+with without_garbage_collection():
+    import torch
+    from torch.distributed import run
+
+    from distaccum.distributed.signals import die_with_parent
+    from distaccum.train import cli
 
 TRAIN = Path(__file__).with_name("train.py")
 SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=.*)?")
@@ -37,9 +41,7 @@ def main() -> None:
     if code or checks:
         sys.exit(code)
     if "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(-(-(os.cpu_count() or 1) // int(processes)))
-    from torch.distributed import run  # noqa: PLC0415  a check alone does not need it
-
+        environment["OMP_NUM_THREADS"] = str(-(-_cores() // int(processes)))
     sys.argv[0] = run.__file__  # torchrun's own messages name it
     options = ["--standalone", f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
     options.append(f"--shutdown-timeout={environment.get('SHUTDOWN_TIMEOUT', '120')}")
@@ -65,6 +67,11 @@ def _check(arguments: list[str], processes: str) -> tuple[str, int]:
         processes = given.read()
     _, state = os.waitpid(child, 0)
     return processes, os.waitstatus_to_exitcode(state)
+
+
+def _cores() -> int:
+    """The cores that this process may use: a container or a batch system may give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from distaccum.config.extras import install_command
 from distaccum.config.schema import RunConfig, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses
 
@@ -44,6 +45,10 @@ def check_overrides(overrides: Sequence[str], engine: str) -> None:
 def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     options = list(error.options or [])
+    if group == "hydra/launcher" and option.startswith("submitit"):
+        return ConfigError(
+            group, option, "Hydra's submitit launcher is not installed", f"Run {install_command('slurm')}"
+        )
     if not group:
         return ConfigError("command line", error.missing_cfg_file, message.splitlines()[0], "Give a config that exists")
     return ConfigError(

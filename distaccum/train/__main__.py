@@ -1,6 +1,16 @@
-"""``python -m distaccum.train``: the main job."""
+"""``python -m distaccum.train``, ``distaccum-train`` and ``launch/train.py``: the main job, with fast imports."""
 
-from distaccum.train.cli import main
+from __future__ import annotations
+
+from distaccum.train.startup import without_garbage_collection
+
+
+def main() -> None:
+    """Imports the main job, and runs it."""
+    with without_garbage_collection():
+        from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

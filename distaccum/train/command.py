@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from distaccum.config.command_line import register_aliases
+from distaccum.config.extras import install_command
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
@@ -68,6 +69,6 @@ def plot_file(key: str, asked: str | Path | None, default: Path) -> Path | None:
     if find_spec("matplotlib") is not None:
         return Path(asked or default)
     if asked is not None:
-        raise ConfigError(key, asked, "matplotlib is missing", "pip install 'distaccum[plot]'")
-    print(f"no {default.name}: matplotlib is missing; pip install 'distaccum[plot]'", file=sys.stderr)  # noqa: T201
+        raise ConfigError(key, asked, "matplotlib is missing", f"Run {install_command('plot')}")
+    print(f"no {default.name}: matplotlib is missing; {install_command('plot')}", file=sys.stderr)  # noqa: T201
     return None

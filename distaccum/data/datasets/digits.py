@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distaccum.config.checks import require_fraction
+from distaccum.config.extras import install_command
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -20,7 +21,7 @@ def digits(*, held_out: float) -> DataSpec:
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415  an optional extra
     except ImportError as error:
-        remedy = "Install the extra: pip install 'distaccum[digits]'"
+        remedy = f"Run {install_command('digits')}"
         raise ConfigError("data", "digits", "scikit-learn is not installed", remedy) from error
     require_fraction("data.held_out", held_out)
     data = load_digits()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from distaccum.config.extras import install_command
 from distaccum.errors import ConfigError
 
 _PAD, _BEGIN, _END = "[PAD]", "[CLS]", "[SEP]"
@@ -68,6 +69,6 @@ def _import_transformers() -> ModuleType:
     try:
         import transformers  # noqa: PLC0415  an optional extra
     except ImportError as error:
-        remedy = "Install the extra: pip install 'distaccum[hf]'"
+        remedy = f"Run {install_command('hf')}"
         raise ConfigError("data.tokenizer", None, "transformers is not installed", remedy) from error
     return transformers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distaccum.config.engine import DeepSpeedConfig
+from distaccum.config.extras import install_command
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.errors import ConfigError
@@ -82,7 +82,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
             deepspeed: Any = import_module("deepspeed")
     except ModuleNotFoundError as error:
         problem = "DeepSpeed is not installed" if error.name == "deepspeed" else f"DeepSpeed needs {error.name}"
-        remedy = f"Run {sys.executable} -m pip install 'deepspeed>=0.16'"
+        remedy = f"Run {install_command('deepspeed')}"
         raise ConfigError("engine", "deepspeed", problem, remedy) from error
     except ImportError as error:
         remedy = "Install versions of deepspeed and torch that go together, or use another engine"

@@ -128,5 +128,5 @@ def test_bad_inputs_name_the_key_and_the_line(
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'distaccum\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"-m pip install .*'distaccum\[hf\]'"):
         labelled_text(path=_csv(tmp_path / "reviews.csv"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distaccum.config.extras import install_command
 from distaccum.errors import ConfigError
 from distaccum.train import command, plan
 from tests.support.commands import ROOT, TINY, run, succeed
@@ -76,6 +77,6 @@ def test_a_plot_is_an_error_only_where_it_is_asked_for(
     assert command.plot_file("plan.plot", "my.png", default) == Path("my.png")
     monkeypatch.setattr(command, "find_spec", lambda _: None)
     assert command.plot_file("plan.plot", None, default) is None
-    assert capsys.readouterr().err == "no plan.png: matplotlib is missing; pip install 'distaccum[plot]'\n"
+    assert capsys.readouterr().err == f"no plan.png: matplotlib is missing; {install_command('plot')}\n"
     with pytest.raises(ConfigError, match=r"plan\.plot=my\.png: matplotlib is missing"):
         command.plot_file("plan.plot", "my.png", default)

@@ -1,0 +1,105 @@
+"""The lock files, and the lines that install what they leave out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tomllib
+from importlib.metadata import distributions, requires
+from pathlib import Path
+
+import pytest
+from hydra.errors import MissingConfigException
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from distaccum.config import extras
+from distaccum.config.extras import install_command
+from distaccum.config.hydra_errors import from_hydra
+from tests.support.commands import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CUDA = re.compile("nvidia-|cuda-|triton$")  # torch pins these itself, where its wheel is one for GPUs
+
+
+def _pins(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line[0] not in "#-"]
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines)
+    return {canonicalize_name(name): number for name, number in pins.items()}
+
+
+@pytest.fixture
+def locked() -> None:
+    """Skips in an environment of other versions: what they need is not what the lock files list."""
+    pins = _pins("requirements.lock") | _pins("requirements-dev.lock")
+    installed = {canonicalize_name(one.name): one.version.partition("+")[0] for one in distributions()}
+    other = sorted(name for name, number in pins.items() if installed.get(name) != number)
+    if other:
+        pytest.skip(f"not the locked versions: {', '.join(other)}")
+
+
+def _closure(requirements: list[str]) -> set[str]:
+    """The packages that these need on this machine, themselves included, but for CUDA's libraries."""
+    found, open_ = set[tuple[str, str]](), [(Requirement(one), "") for one in requirements]
+    while open_:
+        requirement, extra = open_.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        if CUDA.match(name):
+            continue
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in found:
+                found.add((name, wanted))
+                open_ += [(Requirement(one), wanted) for one in requires(name) or []]
+    return {name for name, _ in found} - {"distaccum", "setuptools"}
+
+
+def _own(*names: str) -> list[str]:
+    """The packages of these extras; an extra of distaccum itself stands for its packages."""
+    listed = [Requirement(one) for name in names for one in PROJECT["optional-dependencies"][name]]
+    inner = [extra for one in listed if one.name == "distaccum" for extra in one.extras]
+    return [str(one) for one in listed if one.name != "distaccum"] + (_own(*inner) if inner else [])
+
+
+@pytest.mark.usefixtures("locked")
+def test_the_runtime_lock_holds_what_the_main_job_needs_and_no_more() -> None:
+    assert set(_pins("requirements.lock")) == _closure(PROJECT["dependencies"])
+
+
+@pytest.mark.usefixtures("locked")
+def test_the_development_lock_adds_every_extra() -> None:
+    runtime, development = _pins("requirements.lock"), _pins("requirements-dev.lock")
+    assert not set(runtime) & set(development)
+    assert set(runtime) | set(development) == _closure(
+        PROJECT["dependencies"] + _own(*PROJECT["optional-dependencies"])
+    )
+    assert "-c requirements.lock" in (ROOT / "requirements-dev.lock").read_text().splitlines()
+
+
+def test_a_missing_extra_is_answered_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [sys.executable, "-m", "pip", "install", "-c", str(ROOT / "requirements-dev.lock"), "distaccum[hf]"]
+    assert shlex.split(install_command("hf")) == line
+    monkeypatch.setattr(extras, "_LOCK", tmp_path / "none")  # a wheel has no lock
+    assert shlex.split(install_command("hf")) == [*line[:4], "distaccum[hf]"]
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    named = {
+        extra
+        for path in (ROOT / "distaccum").rglob("*.py")
+        for extra in re.findall(r"install_command\([\"'](\w+)", path.read_text())
+    }
+    assert named == {"deepspeed", "digits", "hf", "plot", "slurm"}
+    assert named <= set(PROJECT["optional-dependencies"])
+
+
+def test_without_submitit_its_launcher_names_the_extra() -> None:
+    error = MissingConfigException(
+        "In 'hydra/launcher/slurm': ...", "hydra/launcher/submitit_slurm", ["basic", "slurm"]
+    )
+    assert "'distaccum[slurm]'" in str(from_hydra(error, ["-m", "hydra/launcher=slurm"]))
