@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.support.commands import ROOT, environment, metrics, status, succeed
 
@@ -74,11 +75,12 @@ def test_default_losses_do_not_depend_on_the_factorization(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(1200)
-def test_installed_elsewhere_with_ones_own_configuration(tmp_path: Path) -> None:
+def test_the_wheel_elsewhere_trains_forecasts_and_exports(tmp_path: Path) -> None:
+    """In a clean environment, outside the checkout, with a configuration folder of the user's."""
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-dev.lock", str(ROOT)],
+        [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements.lock", str(ROOT)],
         check=True,
         timeout=900,
     )
@@ -93,12 +95,24 @@ def test_installed_elsewhere_with_ones_own_configuration(tmp_path: Path) -> None
         "batch.micro_size=2",
         "metrics=jsonl",
     ]
-    for start, run_dir in (
-        ([python.parent / "distaccum-train"], "a"),
-        ([python.parent / "torchrun", "--standalone", "--nproc-per-node=2", "-m", "distaccum.train"], "b"),
-    ):
+
+    def call(*command: str) -> None:
+        program, *arguments = command
         subprocess.run(
-            [*start, *settings, f"hydra.run.dir={run_dir}"], cwd=tmp_path, env=environment(), check=True, timeout=240
+            [python.with_name(program), *arguments],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=""),  # the wheel's package, not the checkout's
+            check=True,
+            timeout=240,
         )
-        assert status(tmp_path / run_dir) == {"state": "done", "step": 3, "reason": ""}
-        assert json.loads((tmp_path / run_dir / "plan.json").read_text())["total_steps"] == 3
+
+    call("distaccum-train", *settings, "hydra.run.dir=one")
+    call("torchrun", "--standalone", "--nproc-per-node=2", "-m", "distaccum.train", *settings, "hydra.run.dir=two")
+    for run_dir in (tmp_path / "one", tmp_path / "two"):
+        assert status(run_dir) == {"state": "done", "step": 3, "reason": ""}
+        assert json.loads((run_dir / "plan.json").read_text())["total_steps"] == 3
+    call("distaccum-plan", "cluster.micro_step_ms=1", "hydra.run.dir=forecast")
+    assert json.loads((tmp_path / "forecast" / "plan.json").read_text())["cluster"]["micro_step_ms"] == 1
+    call("distaccum-export", "one/checkpoints/step-3", "weights.safetensors")
+    weights = tmp_path / "one" / "checkpoints" / "step-3" / "model.safetensors"
+    assert load_file(tmp_path / "weights.safetensors").keys() == load_file(weights).keys()
