@@ -9,6 +9,7 @@ with whole matrices stays right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+
+_ALIGNMENT = 64  # bytes, torch's own on the CPU
 
 
 class ZeRO1:
@@ -52,12 +55,13 @@ class ZeRO1:
     def _lay_out(self, parameters: Sequence[nn.Parameter], rank: int) -> None:
         for dtype in sorted({p.dtype for p in parameters}, key=str):
             same = [p for p in parameters if p.dtype is dtype]
-            sizes = [p.numel() for p in same]
-            buffer = torch.empty(sum(sizes), dtype=dtype, device=same[0].device)
-            for parameter, part in zip(same, torch.split(buffer, sizes), strict=True):
+            # Each begins where torch would have put it by itself: the bits that a kernel gives depend on that.
+            starts = [0, *accumulate(_aligned(p) for p in same)]
+            buffer = torch.zeros(starts.pop(), dtype=dtype, device=same[0].device)
+            for parameter, start in zip(same, starts, strict=True):
                 dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
                 strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-                parameter.data = part.as_strided(parameter.shape, strides).copy_(parameter.detach())
+                parameter.data = buffer.as_strided(parameter.shape, strides, start).copy_(parameter.detach())
             self._flat_buffers.append((rank, buffer))
 
     def broadcast(self) -> None:
@@ -65,3 +69,9 @@ class ZeRO1:
         works = [dist.broadcast(buffer, src=rank, async_op=True) for rank, buffer in self._flat_buffers]
         for work in works:
             work.wait()
+
+
+def _aligned(parameter: nn.Parameter) -> int:
+    """Its elements, and those up to the next aligned address."""
+    unit = _ALIGNMENT // parameter.element_size()
+    return -(-parameter.numel() // unit) * unit
