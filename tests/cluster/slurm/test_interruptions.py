@@ -100,9 +100,10 @@ def test_at_its_time_limit_it_goes_on_bitwise(cluster: Cluster, whole: Path, tmp
 
 @pytest.mark.heavy
 def test_what_does_not_save_in_time_goes_on_from_the_last_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
-    stuck = slow(1000)  # no second window comes
+    asleep = tmp_path / "asleep"
+    stuck = (*slow(1000), f"+callbacks.slow.sleeps={asleep}")  # no second window comes
     job = submit(cluster, *SETTINGS, *stuck, options=("--nodes=2",), RUN_DIR=str(tmp_path), STOP_WITHIN="4")
-    cluster.wait_for((tmp_path / "status.json").exists, job)
+    cluster.wait_for(asleep.exists, job)  # before its first window it would leave at once
     cluster.tell_to_stop(job)
     cluster.wait_for(lambda: cluster.fields(job)["Restarts"] == "1", job)
     assert "not saved within 4 s" in cluster.output(job)
