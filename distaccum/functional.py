@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from distaccum.accumulation.step import run_window
+from distaccum.accumulation import step
+from distaccum.accumulation.step import Outcome
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
@@ -28,7 +29,8 @@ from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
-from distaccum.losses.base import from_mean
+from distaccum.errors import MisuseError
+from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
 from distaccum.losses.normalize import Count, normalize_loss
 
@@ -85,7 +87,39 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
     A rank without a micro-batch in the window takes part in the reduction here. Where the gradient is NaN or infinite
     on any rank, no optimizer steps: the result's ``applied`` is False, and a schedule should not step either. The loop
     decides how many of those in a row are too many.
+
+    Raises:
+        MisuseError: this rank could not compute its gradient; no rank has stepped.
     """
     if not window.micro_batches:
         engine.shadow_micro_step()
-    return engine.step()
+    output = engine.step()
+    if output.fault:
+        raise MisuseError(output.fault)
+    return output
+
+
+def run_window(
+    engine: Engine,
+    window: Window,
+    loss: Loss,
+    *,
+    prefetch: int = 2,
+    before_step: Callable[[], None] | None = None,
+) -> Outcome:
+    """Computes the exact gradient of the window's global mean loss, and steps.
+
+    Args:
+        engine: owns the model, the gradients and the step.
+        window: its counts must be known.
+        loss: gives a sum for each micro-batch.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        before_step: called between the last backward and the step, as to set the learning rate.
+
+    Raises:
+        MisuseError: as :func:`finish_step`.
+    """
+    outcome = step.run_window(engine, window, loss, prefetch=prefetch, before_step=before_step)
+    if outcome.step is not None and outcome.step.fault:
+        raise MisuseError(outcome.step.fault)
+    return outcome

@@ -30,7 +30,7 @@ from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
-from distaccum.errors import DataError, NonFiniteError
+from distaccum.errors import DataError, MisuseError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, nearest_power_of_two
 
@@ -320,7 +320,10 @@ class Accumulator:
     def _begin_step(self) -> None:
         try:
             self.tracker.begin_step()
-        except NonFiniteError:  # raised for the window before: this one made no step, and can be run again
+        except (
+            NonFiniteError,
+            MisuseError,
+        ):  # raised for the window before: this one made no step, and can be run again
             self.abandon()
             raise
 

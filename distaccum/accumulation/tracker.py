@@ -60,6 +60,7 @@ class ProgressTracker:
         self._skips_in_a_row = 0
         self._unresolved: tuple[Window, Outcome, Loss | None] | None = None  # the last step, not asked for yet
         self._fatal: tuple[Window, Outcome, Loss | None] | None = None  # the step that ends the run
+        self._own_fault: str | None = None  # of the last step, where it was not finite: no rank knows the others'
         self.last: Outcome | None = None
 
     @property
@@ -80,7 +81,7 @@ class ProgressTracker:
 
     def restore(self, progress: Progress) -> None:
         """Continues from saved progress."""
-        self._unresolved = self._fatal = None
+        self._unresolved = self._fatal = self._own_fault = None
         self._progress = self._known_progress = progress
         self._skips_in_a_row = 0
 
@@ -104,7 +105,7 @@ class ProgressTracker:
         """Resolves the step before, and sets the learning rate of the one that follows.
 
         Raises:
-            NonFiniteError: as :meth:`raise_if_nonfinite`.
+            NonFiniteError, MisuseError: as :meth:`raise_if_nonfinite`.
         """
         self.raise_if_nonfinite()
         if self._schedule is not None:
@@ -130,6 +131,7 @@ class ProgressTracker:
         self._known_progress = self._progress
         for scheduler in self._schedulers if applied else ():
             scheduler.step()
+        self._own_fault = None if finite or outcome.step is None else outcome.step.fault
         lowest = self._engine.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
             self._skips_in_a_row = 0
@@ -147,8 +149,16 @@ class ProgressTracker:
 
         Raises:
             NonFiniteError: on every rank, and once.
+            MisuseError: some rank could not compute its gradient; on every rank.
         """
         self.resolve_last_step()
+        if self._own_fault is not None:
+            own = [self._own_fault] if self._own_fault else []
+            faults = self._world.all_gather_names(own) if together else own
+            if faults:
+                raise MisuseError("; ".join(faults))
+            if together:
+                self._own_fault = None
         if self._fatal is not None:
             explanation = self._explanation(*self._fatal, together=together)
             self._fatal, self._skips_in_a_row = None, 0

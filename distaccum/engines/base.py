@@ -34,6 +34,8 @@ class StepOutput:
         norms: the norm of each of these gradients, on the device.
         underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None where it was
             not sampled.
+        fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
+            where it gave none. Other ranks do not know.
     """
 
     grad_norm: Tensor
@@ -41,6 +43,7 @@ class StepOutput:
     names: Sequence[str]
     norms: Tensor
     underflow: Tensor | None = None
+    fault: str = ""
 
     @property
     def applied(self) -> bool:
@@ -84,6 +87,10 @@ class Engine(ABC):
 
     An engine defines the abstract members. It overrides a default where it differs.
 
+    A window is open from its first :meth:`begin_window`, :meth:`micro_step` or :meth:`shadow_micro_step` to
+    :meth:`step` or :meth:`zero_gradients`. Each of these calls :meth:`_open_window` or :meth:`_close_window`. A window
+    begins without gradients, whoever has left some; while it is open the engine alone changes them.
+
     Args:
         optimizers: over the model's parameters, and disjoint.
         world: this rank.
@@ -110,9 +117,33 @@ class Engine(ABC):
         self._world = world
         self._policy = policy
         self._scaler = scaler
+        self._window_open = self._closed = False
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
+
+    @property
+    def window_open(self) -> bool:
+        """Whether gradients of a window may lie there, which nobody but the engine may change."""
+        return self._window_open
+
+    def _open_window(self) -> None:
+        """Opens a window unless one is open: what was accumulated before is none of it, and is dropped.
+
+        Raises:
+            MisuseError: after :meth:`close`.
+        """
+        if self._closed:
+            raise MisuseError("a window after close(): make a new engine (Accumulator)")
+        if not self._window_open:
+            self._drop_stray_gradients()
+            self._window_open = True
+
+    def _close_window(self) -> None:
+        self._window_open = False
+
+    def _drop_stray_gradients(self) -> None:  # noqa: B027  an engine that has nothing to drop needs none
+        """Drops gradients that were accumulated outside of a window; local, and in place where they lie in buckets."""
 
     @property
     @abstractmethod
@@ -144,12 +175,14 @@ class Engine(ABC):
         for buffer in self.unwrapped_model.buffers():
             self._world.broadcast_(buffer)
 
-    def begin_window(self, micro_steps: int) -> None:  # noqa: B027  ranks may have different numbers by default
+    def begin_window(self, micro_steps: int) -> None:
         """Called before a window's first micro-step, with the number of micro-steps that this rank has in it.
 
         Where a forward communicates this is a collective: a rank with fewer micro-steps than another replays an earlier
-        input with a zero gradient for each missing one. Elsewhere ranks may have different numbers; it does nothing.
+        input with a zero gradient for each missing one. Elsewhere ranks may have different numbers; it only opens the
+        window, as the first micro-step would.
         """
+        self._open_window()
 
     @abstractmethod
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
@@ -213,6 +246,14 @@ class Engine(ABC):
 
     def load_files(self, folder: Path) -> None:  # noqa: B027
         """Restores what :meth:`save_files` wrote, before the first window; a collective."""
+
+    def close(self) -> None:
+        """Gives model and optimizers back: unwrapped, without hooks, guards and gradients; local, and final.
+
+        Where parameters are sharded they stay so.
+        """
+        self._closed = True
+        self._close_window()
 
 
 def forward_past_engine() -> MisuseError:

@@ -1,10 +1,12 @@
-"""DistributedDataParallel: parameters replicated, gradients averaged in buckets, ``no_sync`` up to the boundary."""
+"""DistributedDataParallel: parameters replicated, gradients averaged in buckets at the boundary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from inspect import signature
+from math import nan
 from typing import Any
 
 import torch
@@ -13,16 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distaccum.config.engine import DDPConfig, Zero1Config
+from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine, mebibytes
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.context import EngineContext
+from distaccum.engines.ddp_internals import Reduction
 from distaccum.engines.fused_update import StepOptions, zero_in_place
+from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import trained
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
 from distaccum.engines.zero1 import ZeRO1
+from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -79,11 +85,23 @@ class DDPEngine(Engine):
         if policy.reduce_dtype is not torch.float32:
             self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
         self.sync_buffers()
-        parameters = trained(model)
-        self._optimizer_step = OptimizerStep(optimizers, parameters, (model, self._body, self._ddp), options)
-        self._parameters = list(parameters.values())
+        self._named = trained(model)
+        self._parameters = list(self._named.values())
+        self._reduction = Reduction(self._ddp, self._parameters)
+        self._reduction.place_gradients()
+        self._views = [p.grad for p in self._parameters]
+        self._watch = GradientWatch(lambda: [p.grad for p in self._parameters])
+        self._watch.note()
+        self._optimizer_step = OptimizerStep(
+            optimizers,
+            self._named,
+            (model, self._body, self._ddp),
+            options,
+            window_open=lambda: self.window_open,
+        )
         self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None
-        self._place_gradients_in_buckets()
+        self._ran = self._syncs = self._reduced = False
+        self._fault = ""  # why this rank's gradient is NaN
 
     @property
     def model(self) -> nn.Module:
@@ -105,36 +123,149 @@ class DDPEngine(Engine):
         return f"{line}; optimizer state on one rank each, {mebibytes(4 * elements)} of parameters broadcast a window"
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
-        """DDP's ``no_sync`` unless ``sync``; it must cover the forward, where DDP prepares the reduction."""
+        """Local but for the :meth:`backward` of one with ``sync``.
+
+        Raises:
+            MisuseError: the window is reduced already.
+        """
+        self._open_window()
+        if self._reduced:
+            raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         self._body.called = False
-        return nullcontext() if sync else self._ddp.no_sync()
+        self._ran, self._syncs = True, sync
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Plain autograd, of the scaled loss in fp16: DDP reduces in its hooks."""
+        """Plain autograd, of the scaled loss in fp16: DDP reduces in its hooks where the micro-step syncs.
+
+        A loss that needs no gradient, as of a micro-batch without labels may, adds nothing.
+
+        Raises:
+            MisuseError: see :class:`Engine`; or gradients were changed by hand; or the window is reduced already.
+        """
         if not self._body.called:
             raise forward_past_engine()
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        if self._reduced:
+            raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
+        self._watch.check()
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        if not self._syncs:
+            if loss.requires_grad:
+                scaled.backward()  # type: ignore[no-untyped-call]
+        elif self._unused is None:
+            self._reduce(scaled)
+        elif loss.requires_grad:
+            self._reduction.backward(scaled)
+            self._end_reduction()
+        else:
+            self.shadow_micro_step()
+        self._watch.note()
+
+    def _reduce(self, loss: Tensor) -> None:
+        """The boundary's backward, which has to reach every parameter.
+
+        What it leaves out this rank sends as NaN: no rank then waits for it, and none steps.
+        """
+        if loss.requires_grad:
+            self._reduction.backward(loss)
+        if not loss.requires_grad or self._watch.unchanged:
+            self._fault = self._unused_message(list(self._parameters))
+            self._reduction.join(nan)
+        elif unreached := self._reduction.unreached():
+            self._fault = self._unused_message([self._parameters[number] for number in unreached])
+            self._reduction.complete(unreached, nan)
+        self._reduced = True
+
+    def _end_reduction(self) -> None:
+        """With ``find_unused_parameters`` DDP reduces for the parameters that the loss does not depend on."""
+        if self._watch.unchanged:  # it depends on none, and DDP has not begun
+            with self._unused_ignored():
+                self._reduction.join(0.0)
+        elif unreached := self._reduction.unreached():  # part of the loss, and the backward stopped before
+            with self._unused_ignored():
+                self._reduction.complete(unreached, 0.0)
+        self._reduced = True
+
+    def _unused_message(self, unreached: Sequence[nn.Parameter]) -> str:
+        left = set(map(id, unreached))
+        names = [name for name, parameter in self._named.items() if id(parameter) in left]
+        where = f"rank {self._world.rank}: the loss of a window's last micro-batch"
+        if len(names) == len(self._named):
+            problem = f"{where} depends on no trained parameter (was it detached, or computed under no_grad?)"
+        else:
+            problem = f"{where} does not depend on {shorten(names)}"
+        frozen = [name for name in names if not self._named[name].requires_grad]
+        if frozen:
+            remedy = f"freeze {shorten(frozen)} before the model is wrapped"
+        else:
+            remedy = "if that is meant, set engine.find_unused_parameters=true"
+        return f"{problem}, so gradients would not be reduced: {remedy}"
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
-        """A backward from a zero that depends on every parameter: its hooks fire, the user's forward does not run."""
+        """A backward from a constant: its hooks fire, the user's forward does not run."""
+        self._open_window()
         if sync:
-            with nullcontext() if self._unused is None else self._unused.ignoring():
-                self._zero_backward()
+            self._watch.check()
+            with self._unused_ignored():
+                self._reduction.join(0.0)
+            self._reduced = True
+            self._watch.note()
+
+    def _unused_ignored(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._unused is None else self._unused.ignoring()
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision."""
-        among = None if self._unused is None else self._unused.masked(self._world)
+        """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision.
+
+        Raises:
+            MisuseError: gradients were changed by hand, or no micro-step was one with ``sync``.
+        """
+        if not self._reduced:
+            raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
+        self._watch.check()
+        among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
         output = self._optimizer_step.step(divisor / self._sums_to, among=among)
+        if self._fault:
+            output = replace(output, fault=self._fault)
         if self._shards is not None:
             self._shards.broadcast()
         self.zero_gradients()
         return output
 
     def zero_gradients(self) -> None:
-        """In place: the gradients stay views of the buckets."""
+        """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""
+        if self._reduction.running:
+            self._reduction.complete(self._reduction.unreached(), nan)
+        self._drop_gradients()
+        self._ran = self._reduced = False
+        self._fault = ""
+        self._close_window()
+
+    def _drop_stray_gradients(self) -> None:
+        if not self._watch.unchanged:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
         zero_in_place(self._parameters)
+        self._watch.note()
         if self._unused is not None:
             self._unused.reset()
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        super().close()
+        self._optimizer_step.release()
+        self._reduction.close()
+        if self._unused is not None:
+            self._unused.close()
+        model = self.unwrapped_model
+        apply_precision(model, PrecisionPolicy.of(PrecisionConfig()), self.device)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._views = []
 
     def state(self) -> EngineState:
         """Each rank gives the model, and the optimizer state that it holds."""
@@ -144,30 +275,6 @@ class DDPEngine(Engine):
         """See :class:`Engine`."""
         load_model_state(self.unwrapped_model, state.model)
         self._optimizer_step.load_state(state)
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _place_gradients_in_buckets(self) -> None:
-        """Makes every gradient a view of its bucket before the first window, by a backward that adds nothing.
-
-        DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
-        accumulates under ``no_sync`` would hold gradients and buckets, twice, until then. The user's forward does not
-        run; the buckets keep the order that DDP assumes at first, the reverse of the parameters'.
-        """
-        for _ in range(2):
-            self._drop_gradients()
-            self._zero_backward()
-        if self._unused is not None:
-            self._unused.reset()
-
-    def _zero_backward(self) -> None:
-        self._body.zero = True
-        try:
-            self._ddp().backward()
-        finally:
-            self._body.zero = False
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
@@ -193,20 +300,13 @@ def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World
 
 
 class _Body(nn.Module):
-    """What DDP wraps: the user's model, or, when asked for, a zero that depends on every parameter."""
+    """What DDP wraps: the user's model, which it calls; notes that it was called."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.zero = False
         self.called = False  # since the last micro-step began
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.zero:
-            self.called = True
-            return self.model(*args, **kwargs)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        total = torch.zeros((), device=parameters[0].device)
-        for parameter in parameters:
-            total = total.to(parameter.device) + parameter.sum().float() * 0.0
-        return total
+        self.called = True
+        return self.model(*args, **kwargs)

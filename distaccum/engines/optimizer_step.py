@@ -24,8 +24,9 @@ class OptimizerStep:
     Args:
         optimizers: over disjoint sets of the parameters.
         parameters: those whose gradients make up the global one, by name.
-        modules: the model, and what wraps it: their ``zero_grad`` is refused.
+        modules: the model, and what wraps it: their ``zero_grad`` is refused while a window is open.
         options: clipping and the loss scale.
+        window_open: whether one is.
         all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
             gradient is whole.
     """
@@ -37,6 +38,7 @@ class OptimizerStep:
         modules: Sequence[nn.Module],
         options: StepOptions,
         *,
+        window_open: Callable[[], bool] = lambda: True,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.parameters = parameters
@@ -46,7 +48,7 @@ class OptimizerStep:
         self._attempts = 0
         self._all_reduce_shards = all_reduce_shards
         self._update = FusedUpdate(optimizers, parameters, options, all_reduce_shards=all_reduce_shards)
-        self._guard = StepGuard(optimizers, modules)
+        self._guard = StepGuard(optimizers, modules, window_open)
         self._settings = optimizer_state.settings_of(optimizers)
 
     def step(self, divisor: float, *, among: AbstractContextManager[None] | None = None) -> StepOutput:
@@ -59,6 +61,10 @@ class OptimizerStep:
         gradients = [to_local(p.grad) for p in self.parameters.values() if p.grad is not None]
         sampled = underflow_fraction(gradients, self._all_reduce_shards) if gradients else None
         return replace(output, underflow=sampled)
+
+    def release(self) -> None:
+        """Gives the optimizers and modules back unguarded."""
+        self._guard.release()
 
     def state(self, model: Mapping[str, Tensor], *, owns: Callable[[int], bool]) -> EngineState:
         """With the ``model``'s tensors; ``owns`` says whether this rank gives the n-th parameter's optimizer state."""

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from distaccum.distributed.world import World
+from distaccum.errors import MisuseError
 
 
 class UnusedParameters:
@@ -23,11 +24,18 @@ class UnusedParameters:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._used = [0] * len(parameters)
-        for i, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
+            for i, parameter in enumerate(parameters)
+        ]
 
     def _mark(self, i: int, _: Tensor) -> None:
         self._used[i] = 1
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def reset(self) -> None:
         """Forgets what was used, after a step or a dropped window."""
@@ -41,9 +49,16 @@ class UnusedParameters:
         self._used = used
 
     @contextmanager
-    def masked(self, world: World) -> Iterator[None]:
-        """Within the block parameters that no rank used have no gradient; one small host all-reduce."""
+    def masked(self, world: World, *, needs_some: bool) -> Iterator[None]:
+        """Within the block parameters that no rank used have no gradient; one small host all-reduce.
+
+        Raises:
+            MisuseError: no rank used any, and ``needs_some``.
+        """
         anywhere = world.all_reduce_max_host(self._used)
+        if needs_some and not any(anywhere):
+            problem = "no loss of this window depends on a trained parameter, on any rank"
+            raise MisuseError(f"{problem}: look for a detach(), a no_grad(), or a model that is not the accumulator's")
         unused = [(p, p.grad) for p, used in zip(self._parameters, anywhere, strict=True) if not used]
         for parameter, _ in unused:
             parameter.grad = None

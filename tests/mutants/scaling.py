@@ -44,15 +44,13 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        (loss if self._scaler is None else self._scaler.scale(loss)).backward()",
+                "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n",
                 (
                     "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n"
                     "        update = self._optimizer_step._update\n"
-                    "        with self._ddp.no_sync():\n"
-                    "            own = torch.autograd.grad(scaled, self._parameters, retain_graph=True)\n"
+                    "        own = torch.autograd.grad(scaled, self._parameters, retain_graph=True)\n"
                     "        finite = all(bool(one.isfinite().all()) for one in own)\n"
                     "        update.own = getattr(update, 'own', True) and finite\n"
-                    "        scaled.backward()"
                 ),
             ),
             (

@@ -1,0 +1,149 @@
+"""When DDP reduces: in backwards that are announced, and in no other. Torch has no public names for this.
+
+All names of DDP's that torch may change are here, and are tried when an engine is made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum.errors import ConfigError
+
+_NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
+_UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
+
+
+class Reduction:
+    """DDP's reduction of one model's gradients.
+
+    DDP announces a reduction in its forward. Then a forward whose backward never comes, or that belongs to another
+    loss, shifts this rank's collectives against the others'. Here the backward itself is announced, and every forward
+    is local. With ``find_unused_parameters`` DDP looks for unused parameters from the loss on, so that outputs which
+    the loss leaves out count as unused.
+
+    Args:
+        ddp: right after it was made.
+        parameters: those that it reduces, in its own order: the model's.
+
+    Raises:
+        ConfigError: this torch's DDP works in another way.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+        self._reducer: Any = getattr(ddp, "reducer", None)
+        self._parameters = parameters
+        self._finds_unused = ddp.find_unused_parameters
+        self.running = False
+        missing = [name for name in _NAMES if not hasattr(self._reducer, name)]
+        if missing or not hasattr(ddp, "require_backward_grad_sync"):
+            raise _other_torch(f"has no {', '.join(missing) or 'require_backward_grad_sync'}")
+        ddp.require_backward_grad_sync = False
+
+    def place_gradients(self) -> None:
+        """Makes every gradient a view of its bucket, by backwards that add nothing; a collective.
+
+        DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
+        accumulates locally would hold gradients and buckets, twice, until then. The buckets keep the order that DDP
+        assumes at first, the reverse of the parameters'.
+
+        The first backward leaves a parameter out, to see that this torch tells.
+        """
+        for left_out in (1, 0):
+            for parameter in self._parameters:
+                parameter.grad = None
+            reached = self._parameters[left_out:] or self._parameters
+            self.backward(_constant(reached, 0.0))
+            unreached = self.unreached()
+            complete = self._finds_unused or len(reached) == len(self._parameters)
+            if unreached != ([] if complete else [0]):
+                raise _other_torch(f"says of a backward without its parameter 0 that it was without {unreached}")
+            self.complete(unreached, 0.0)
+            self._reducer._rebuild_buckets()
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward of ``loss``, which reduces; :meth:`unreached` tells whether it has reduced everything."""
+        self._reducer.prepare_for_backward([loss])
+        self.running = True
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unreached(self) -> list[int]:
+        """The parameters that keep the reduction from its end, by number; empty if it has ended.
+
+        A backward that reached no parameter at all leaves it untouched: DDP then says nothing.
+        """
+        try:
+            self._reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _UNREACHED.search(str(error))
+            if found is None:
+                raise _other_torch("does not say which parameters its reduction waits for") from error
+            return [int(number) for number in found[1].split()]
+        self.running = False
+        return []
+
+    def complete(self, numbers: Sequence[int], value: float) -> None:
+        """Ends the reduction with gradients of ``value`` for these parameters; the other ranks are waiting for it."""
+        if numbers:
+            left = [self._parameters[number] for number in numbers]
+            with _needing_gradients(left):
+                _constant(left, value).backward()  # type: ignore[no-untyped-call]
+        if self.unreached():
+            raise _other_torch("does not end a reduction that was completed")
+
+    def join(self, value: float) -> None:
+        """A whole reduction with gradients of ``value``, which are added to what has accumulated."""
+        with _needing_gradients(self._parameters):
+            self.backward(_constant(self._parameters, value))
+        self.complete(self.unreached(), value)
+
+    def close(self) -> None:
+        """Removes DDP's hooks from the parameters."""
+        self._reducer._remove_autograd_hooks()
+
+
+class _Constant(torch.autograd.Function):
+    """Passes ``total`` on, with a constant gradient for every element of a parameter; does not read the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, parameter: Tensor, value: float) -> Tensor:  # type: ignore[override]
+        ctx.gradient = torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradient, ctx.gradient, None
+
+
+def _constant(parameters: Sequence[nn.Parameter], value: float) -> Tensor:
+    """A zero, whose backward reaches the last parameter first, as a model's would."""
+    total = torch.zeros((), device=parameters[0].device)
+    with torch.enable_grad():
+        for parameter in parameters:
+            total = _Constant.apply(total, parameter, value)  # type: ignore[no-untyped-call]
+    return total
+
+
+@contextmanager
+def _needing_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within the block parameters that were frozen since the wrapping take gradients again, as DDP still expects."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _other_torch(problem: str) -> ConfigError:
+    return ConfigError(
+        "torch", torch.__version__, f"its DistributedDataParallel {problem}", "Use a torch from 2.8 to 2.15"
+    )

@@ -1,0 +1,50 @@
+"""Tells whether anybody but the engine has changed the gradients of an open window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from distaccum.errors import MisuseError
+
+
+class GradientWatch:
+    """Compares gradients with those that the engine left: which tensors they are, and their versions.
+
+    A tensor's version counts what was written into it. The host knows both, so no device is read. Views of one buffer
+    share a version: a change of one is a change of all.
+
+    Args:
+        gradients: gives the tensors in which the window accumulates, always in the same order; None for one that is not
+            there.
+    """
+
+    def __init__(self, gradients: Callable[[], Iterable[Tensor | None]]) -> None:
+        self._gradients = gradients
+        self._left: list[tuple[Tensor | None, int]] = []
+
+    def note(self) -> None:
+        """Called by the engine after it has changed gradients."""
+        self._left = [(g, 0 if g is None else g._version) for g in self._gradients()]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody has changed a gradient since :meth:`note`."""
+        return all(
+            now is left and (now is None or now._version == version)
+            for now, (left, version) in zip(self._gradients(), self._left, strict=True)
+        )
+
+    def check(self) -> None:
+        """Called by the engine in an open window before it changes gradients itself.
+
+        Raises:
+            MisuseError: somebody has changed a gradient since :meth:`note`.
+        """
+        if not self.unchanged:
+            raise MisuseError(
+                "gradients were changed by hand inside a window (clip_grad_norm_, a backward() past the accumulator, "
+                "zeroing or writing .grad), which makes the window's gradient another one: delete the line. Clip with "
+                "clip_norm= or clip_value=; run other backwards between two windows, or as torch.autograd.grad(...)"
+            )
