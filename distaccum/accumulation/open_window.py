@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from distaccum.accumulation.step import LossSums
@@ -152,9 +153,14 @@ class OpenWindow:
 
     def _provisional_counts(self, count: float | Tensor | Counts | None) -> Counts:
         """Adds ``count`` to the late count; the true one is known at the window's end, when the step divides by it."""
-        if not isinstance(count, int | float | Tensor):
+        if count is None or isinstance(count, Mapping):
             what = f"backward() with the count {count}"
             refuse(what, "where nothing was counted beforehand", "pass a number, or give count= to the Accumulator")
+        if not isinstance(count, Tensor):
+            count = as_counts(count)[SINGLE]
+        elif count.numel() != 1 or count.dtype is torch.bool:
+            what = f"backward() with a count of shape {list(count.shape)} and type {count.dtype}"
+            refuse(what, "for one micro-batch", "pass one number, as in (labels != -100).sum()")
         # fp64: fp32 stops counting at 2**24, and sums of 16-bit weights lose theirs far earlier
         self._late_count = self._late_count + (count.detach().double() if isinstance(count, Tensor) else count)
         return {SINGLE: self.provisional_count}
