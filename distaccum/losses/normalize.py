@@ -69,7 +69,7 @@ def as_loss_sums(loss: LossSum) -> Mapping[str, Tensor]:
         return {SINGLE: loss}
     if isinstance(loss, Mapping) and loss and all(isinstance(part, Tensor) for part in loss.values()):
         return loss
-    refuse_loss(loss)
+    raise MisuseError(_not_a_loss(loss))
 
 
 def refuse_loss(loss: object) -> NoReturn:
@@ -93,7 +93,9 @@ def _not_a_loss(loss: object) -> str:
     return f"the loss is {loss!r:.80}, a {type(loss).__name__}, which has no gradient: {remedy}"
 
 
-def normalize_loss(loss: LossSum, counts: Counts, gradient_divide_factor: int) -> Tensor:
+def normalize_loss(
+    loss: LossSum, counts: Counts, gradient_divide_factor: int, *, own_counts: Counts | None = None
+) -> Tensor:
     """The tensor that one micro-step backpropagates: ``loss * gradient_divide_factor / count``, added over the losses.
 
     Its gradients, summed over the micro-batches of all ranks and divided by ``gradient_divide_factor`` in the engine's
@@ -104,6 +106,7 @@ def normalize_loss(loss: LossSum, counts: Counts, gradient_divide_factor: int) -
         counts: the counts of the whole window, over all ranks. A loss with a count of 0 adds nothing.
         gradient_divide_factor: what the engine divides the summed gradient by: the world size for DDP, 1 for
             a plain sum.
+        own_counts: the micro-batch's, if they are known: where it counts nothing, its loss may be a constant.
 
     Returns:
         0-dim.
@@ -125,7 +128,7 @@ def normalize_loss(loss: LossSum, counts: Counts, gradient_divide_factor: int) -
     result = weighed[0]
     for part in weighed[1:]:
         result = result + part
-    if not result.requires_grad:
+    if not result.requires_grad and (own_counts is None or any(own_counts.values())):
         problem = f"the loss has no gradient ({', '.join(sums)}): it does not depend on a parameter that is trained"
         cut = ".detach(), .item(), torch.tensor(...) and torch.no_grad() cut it off"
         raise MisuseError(f"{problem}. Compute it from the output of the model that the loss is given; {cut}")

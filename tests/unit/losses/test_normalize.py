@@ -204,3 +204,12 @@ def test_a_count_of_one_element_weighs_a_mean() -> None:
     mean = torch.tensor(2.0, requires_grad=True)
     assert from_mean(mean, torch.tensor([3])).shape == ()
     assert from_mean(mean, np.int64(3)).item() == 6.0  # type: ignore[arg-type]
+
+
+def test_only_a_micro_batch_that_counts_nothing_may_have_a_constant_loss() -> None:
+    """Of one that counts, a loss without a gradient would be left out, and counted all the same."""
+    constant = torch.zeros(())
+    assert normalize_loss(constant, {"loss": 4}, 1, own_counts={"loss": 0}).item() == 0
+    for own_counts in (None, {"loss": 2}):
+        with pytest.raises(MisuseError, match="the loss has no gradient"):
+            normalize_loss(constant, {"loss": 4}, 1, own_counts=own_counts)
