@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from math import inf, nan
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
 from distaccum.errors import DataError, MisuseError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
-from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, nearest_power_of_two
+from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 
 _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
 
@@ -243,7 +244,7 @@ class Accumulator:
         window = self._current("backward()")
         if reduction != "sum":
             require_choice("reduction", reduction, ("sum", "mean"))
-            if not isinstance(loss, Tensor) or isinstance(num_items, Mapping):
+            if isinstance(loss, Mapping) or isinstance(num_items, Mapping):
                 refuse("backward() of several means", "at once", "give their sums, by name")
             loss = from_mean(loss, window.count if num_items is None else num_items)
         window.backward(loss, num_items)
@@ -332,8 +333,9 @@ class Accumulator:
         assert self._open is not None
         window, counts, divisor = self._open.plain, self._open.counts, 1.0
         if not counts:  # reads the device once, if the loop counted there
-            (total,) = self.world.all_reduce_host([float(late_count)])
-            counts, divisor = {SINGLE: total}, total / self._open.provisional_count
+            own = float(late_count)
+            (total,) = self.world.all_reduce_host([own if 0 <= own < inf else nan])  # NaN refuses it on every rank
+            counts, divisor = as_counts({SINGLE: total}), total / self._open.provisional_count
             self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
             self._begin_step()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from distaccum.accumulation.step import LossSums
@@ -127,7 +128,11 @@ class OpenWindow:
         self.expect(Phase.FORWARD, "backward()", "call acc.backward() once in each `with acc.accumulate():`")
         self._end_autocast()
         counts = self._known_counts(count) if self.counts else self._provisional_counts(count)
-        self._engine.backward(normalize_loss(loss, counts, gradient_divide_factor=self._engine.gradient_divide_factor))
+        own_counts = self._current.counts if self.counts and self._current else None
+        if own_counts is None and not isinstance(count, Tensor):  # one on a device is not read
+            own_counts = as_counts(count)
+        factor = self._engine.gradient_divide_factor
+        self._engine.backward(normalize_loss(loss, counts, factor, own_counts=own_counts))
         self._sums.add(loss)
         self.phase = Phase.BACKWARD
 
@@ -152,9 +157,14 @@ class OpenWindow:
 
     def _provisional_counts(self, count: float | Tensor | Counts | None) -> Counts:
         """Adds ``count`` to the late count; the true one is known at the window's end, when the step divides by it."""
-        if not isinstance(count, int | float | Tensor):
+        if count is None or isinstance(count, Mapping):
             what = f"backward() with the count {count}"
             refuse(what, "where nothing was counted beforehand", "pass a number, or give count= to the Accumulator")
+        if not isinstance(count, Tensor):
+            count = as_counts(count)[SINGLE]
+        elif count.numel() != 1 or count.dtype is torch.bool:
+            what = f"backward() with a count of shape {list(count.shape)} and type {count.dtype}"
+            refuse(what, "for one micro-batch", "pass one number, as in (labels != -100).sum()")
         # fp64: fp32 stops counting at 2**24, and sums of 16-bit weights lose theirs far earlier
         self._late_count = self._late_count + (count.detach().double() if isinstance(count, Tensor) else count)
         return {SINGLE: self.provisional_count}

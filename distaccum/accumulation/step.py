@@ -100,7 +100,8 @@ def run_window(
         with engine.micro_step(sync=i == boundary):
             with engine.autocast():
                 total = loss(engine.model, batch)
-            engine.backward(normalize_loss(total, window.counts, gradient_divide_factor=engine.gradient_divide_factor))
+            own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
+            engine.backward(normalize_loss(total, window.counts, factor, own_counts=own_counts))
         sums.add(total)
     if not window.micro_batches:
         engine.shadow_micro_step()  # the other ranks' reduction needs this rank's zeros

@@ -4,7 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
+# What a path that does not hold what was asked for gives. Any other error says nothing about what is on the disk:
+# EIO, ESTALE or EINTR of a network file system, EACCES, EMFILE.
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_ATTEMPTS = 4
+
+
+def retried(read: Callable[[], _T]) -> _T:
+    """What ``read`` returns; an error of the file system that says nothing about the content is tried again.
+
+    Raises:
+        OSError: the last of ``_ATTEMPTS`` errors, or that something is not there.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return read()
+        except ABSENT:
+            raise
+        except OSError:
+            continue
+    return read()
 
 
 def sync(path: Path) -> None:

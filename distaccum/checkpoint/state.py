@@ -26,6 +26,7 @@ import torch
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
+from distaccum.checkpoint.files import retried
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -102,7 +103,7 @@ def read(folder: Path) -> SavedState:
         CheckpointError: it is of another version, or a part is missing.
     """
     try:
-        record: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_bytes))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
     if record.get("version") not in _READ:
@@ -155,11 +156,13 @@ def restore(
             engine.load_state(state)
         if with_optimizer:
             engine.load_files(folder)
-    except (RuntimeError, KeyError, TypeError, ValueError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
     if saved.world_size != world.size:
         return False, None
-    generators = json.loads((folder / f"random-{world.rank}.json").read_text())
+    generators = json.loads(retried((folder / f"random-{world.rank}.json").read_bytes))
     RNGState.from_json(generators, world.device).restore()
     data = folder / f"data-{world.rank}.pt"
     return True, torch.load(data, weights_only=True) if data.exists() else None

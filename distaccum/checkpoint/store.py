@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 
-from distaccum.checkpoint.files import sync, write_json, write_text
+from distaccum.checkpoint.files import ABSENT, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -19,6 +22,11 @@ _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _LATEST = "latest"
 _STEP = re.compile(r"step-(\d+)")
+_TRY_AGAIN = "that is no damage, and nothing was changed. Mend the file system, and start again"
+
+
+class UnreadableError(CheckpointError):
+    """The file system gives an error, which says nothing about what a checkpoint holds."""
 
 
 class CheckpointStore:
@@ -52,10 +60,16 @@ class CheckpointStore:
         return final
 
     def newest_valid(self) -> Path | None:
-        """The newest checkpoint that verifies; the log warns of damaged ones, which are passed over."""
+        """The newest checkpoint that verifies; the log warns of damaged ones, which are passed over.
+
+        Raises:
+            UnreadableError: a newer one cannot be read, so that nobody knows whether it is damaged.
+        """
         for path in reversed(self._steps()):
             try:
                 verify(path)
+            except UnreadableError:
+                raise
             except CheckpointError as error:
                 _log.warning("passing over a damaged checkpoint: %s", error)
             else:
@@ -64,13 +78,18 @@ class CheckpointStore:
         return None
 
     def _steps(self) -> list[Path]:
-        found = [path for path in self.root.glob("step-*") if _STEP.fullmatch(path.name)]
-        return sorted(found, key=_number)
+        try:
+            found = retried(lambda: list(self.root.iterdir()))  # not glob, which passes over errors
+        except ABSENT:
+            return []
+        except OSError as error:
+            raise UnreadableError(f"{self.root}: cannot be read ({error}): {_TRY_AGAIN}") from error
+        return sorted((path for path in found if _STEP.fullmatch(path.name)), key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        for path in self._steps():  # what lies at or beyond this step was found damaged when the run was resumed
+        for path in self._steps():
             if _number(path) >= _number(final):
-                shutil.rmtree(path)
+                _clear(path)
         temporary.rename(final)
         sync(self.root)
         write_text(self.root / _LATEST, final.name + "\n")
@@ -84,20 +103,37 @@ def _number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def _clear(path: Path) -> None:
+    """Takes a checkpoint out of the way of one that is being saved: only what is damaged is deleted."""
+    try:
+        verify(path)
+    except UnreadableError:
+        pass
+    except CheckpointError:
+        shutil.rmtree(path)
+        return
+    aside = next(aside for i in count() if not (aside := path.with_name(f"aside-{path.name}-{i}")).exists())
+    path.rename(aside)
+    _log.warning("%s is in the way of a checkpoint of this run, and not damaged: it is %s now", path, aside.name)
+
+
 def verify(path: Path) -> None:
     """Compares every file of a checkpoint with its manifest.
 
     Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing, added or changed.
+        CheckpointError: it is damaged: there is no manifest, or a file is missing, added or changed.
+        UnreadableError: a file cannot be read, again and again.
     """
     try:
-        expected: dict[str, str] = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
-    try:
+        text = retried((path / MANIFEST).read_bytes)
+        expected: dict[str, str] = json.loads(text)
+        if not isinstance(expected, dict):
+            raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
         actual = _digests(path)
+    except (*ABSENT, ValueError) as error:
+        raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        raise UnreadableError(f"{path}: cannot be read ({error}): {_TRY_AGAIN}") from error
     different = sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
     if different:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
@@ -111,11 +147,19 @@ def _seal(folder: Path) -> None:
 
 def _digests(folder: Path) -> dict[str, str]:
     digests = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir():
-            digests[f"{name}/"] = ""
-        elif name != MANIFEST:
-            with path.open("rb") as file:
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
+    for parent, folders, files in retried(lambda: list(os.walk(folder, onerror=_raise))):
+        digests |= {f"{Path(parent, name).relative_to(folder).as_posix()}/": "" for name in folders}
+        for name in files:
+            path = Path(parent, name)
+            if path != folder / MANIFEST:
+                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path))
+    return dict(sorted(digests.items()))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _raise(error: OSError) -> None:
+    raise error

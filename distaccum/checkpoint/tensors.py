@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
+
+_NOTES = "distaccum"  # in a file's metadata: what is stored as bytes
+# What every supported version of safetensors has a name for; of other types the bytes are stored.
+_KNOWN = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+)
 
 
 def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, *, shared: bool) -> None:
@@ -25,7 +36,9 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
     own = {name: tensor for name, tensor in tensors.items() if name not in before}
     alone = all(set(names) <= set(given[0]) for names in given)
     if world.is_main or own:
-        save_file(_storable(own), folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors")
+        file = folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors"
+        stored, notes = _storable(own)
+        save_file(stored, file, metadata=notes or None)
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -40,17 +53,22 @@ class TensorFiles(Mapping[str, Tensor]):
         files = sorted(of_folder) if path.is_dir() else [path]
         if not files:
             raise CheckpointError(f"{path} holds no {kind}.safetensors")
-        self._opened, self._homes = ExitStack(), dict[str, Any]()
+        self._opened, self._homes, self._notes = ExitStack(), dict[str, Any](), dict[str, Any]()
         for file in files:
             try:
                 handle = self._opened.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: cannot be read as safetensors ({error})") from error
             self._homes |= dict.fromkeys(handle.keys(), handle)
+            self._notes |= json.loads((handle.metadata() or {}).get(_NOTES, "{}"))
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._homes[name].get_tensor(name)
-        return tensor
+        if name not in self._notes:
+            return tensor
+        note = self._notes[name]
+        # A copy: the mapped file does not align for wide types, and torch reads past that.
+        return tensor.clone().view(getattr(torch, note["dtype"])).reshape(note["shape"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -60,6 +78,8 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Read without the tensor."""
+        if name in self._notes:
+            return tuple(self._notes[name]["shape"])
         return tuple(self._homes[name].get_slice(name).get_shape())
 
 
@@ -67,23 +87,40 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
     """All of them in one file, which is there whole or not at all.
 
     Raises:
+        CheckpointError: safetensors has no such type.
         OSError: it cannot be written.
     """
+    stored, _ = _storable(tensors, known=frozenset(tensor.dtype for tensor in tensors.values()))
     try:
-        save_file(_storable(tensors), file, metadata={"format": "pt"})  # writes elsewhere first, and renames
+        save_file(stored, file, metadata={"format": "pt"})  # writes elsewhere first, and renames
+    except KeyError as error:
+        names = ", ".join(name for name, tensor in stored.items() if tensor.dtype is error.args[0])
+        problem = f"safetensors has no type for {error.args[0]} ({names or 'one of the tensors'})"
+        raise CheckpointError(f"{problem}: read the checkpoint itself, as with init_from") from error
     except SafetensorError as error:
         raise OSError(f"{file} cannot be written ({error})") from error
 
 
-def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory, as safetensors wants them: a tied weight is stored under each name."""
+def _storable(
+    tensors: Mapping[str, Tensor], *, known: frozenset[torch.dtype] = _KNOWN
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Contiguous tensors that share no memory, as safetensors wants them: a tied weight is stored under each name.
+
+    Of types that are not ``known`` the bytes are stored.
+
+    Returns:
+        The tensors, and the file's metadata: for what is stored as bytes its type and shape.
+    """
     taken: dict[int, list[tuple[int, int]]] = {}  # by storage: begins and ends
-    result = {}
+    result, notes = {}, {}
     for name, tensor in tensors.items():
-        plain = tensor.detach().contiguous()
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         begin = plain.data_ptr()
         end, stretches = begin + plain.nbytes, taken.setdefault(plain.untyped_storage().data_ptr(), [])
         overlaps = any(begin < other_end and other_begin < end for other_begin, other_end in stretches)
         result[name] = plain.clone() if overlaps else plain
         stretches.append((begin, end))
-    return result
+        if tensor.dtype not in known:
+            notes[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            result[name] = result[name].reshape(-1).view(torch.uint8)
+    return result, {_NOTES: json.dumps(notes)} if notes else {}

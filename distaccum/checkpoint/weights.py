@@ -2,25 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distaccum.checkpoint.tensors import TensorFiles
+from distaccum.engines.extra_state import is_extra, set_extra_state, to_bytes
+from distaccum.engines.modules import clean
 from distaccum.engines.state import model_state
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
+class WithTies(Mapping[str, Tensor]):
+    """The tensors of files under every name that they have in a model.
+
+    safetensors and Hugging Face write a tied weight under one of its names only.
+
+    Args:
+        files: to read from.
+        names: groups of names that are one tensor in the model.
+    """
+
+    def __init__(self, files: TensorFiles, names: list[list[str]]) -> None:
+        self._files = files
+        self._stored: dict[str, str] = {name: name for name in files}
+        for group in names:
+            stored = next((name for name in group if name in files), None)
+            if stored is not None:
+                self._stored |= {name: stored for name in group if name not in files}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._stored[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Read without the tensor."""
+        return self._files.shape(self._stored[name])
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of each tensor that the model has under several."""
+    names: dict[int, list[str]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(clean(name))
+    return [group for group in names.values() if len(group) > 1]
+
+
 def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
-    """Raises ConfigError for ``key`` unless the file, or the folder's model, has the model's tensors and no others."""
+    """Raises ConfigError for ``key`` unless the file, or the folder's model, has the model's tensors and no others.
+
+    Of the names of a tied weight one is enough. Initial weights may leave out the extra state of modules.
+    """
     try:
         files = TensorFiles(path)
     except CheckpointError as error:
         remedy = "Name a safetensors file, a checkpoint, or a folder with model.safetensors"
         raise ConfigError(key, path, str(error), remedy) from error
-    own = model_state(model)
-    missing = [name for name in own if name not in files]
+    own, ties = model_state(model), tied_names(model)
+    given = WithTies(files, ties)
+    missing = [name for name in own if name not in given and not (is_extra(name) and key == "init_from")]
     if missing:
         problem = f"has no {shorten(missing, most=1)}{near_misses(missing[0], files)}"
         raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
@@ -29,14 +78,49 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
         problem = f"has {shorten(unknown, most=1)}, which the model has not"
         raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
     for name, tensor in own.items():
-        if files.shape(name) != tuple(tensor.shape):
-            problem = f"has {name} of shape {list(files.shape(name))}, and the model of {list(tensor.shape)}"
+        if not is_extra(name) and given.shape(name) != tuple(tensor.shape):
+            problem = f"has {name} of shape {list(given.shape(name))}, and the model of {list(tensor.shape)}"
             raise ConfigError(key, path, problem, "Give the model the sizes that it was trained with")
+    for group in ties:
+        stored = [name for name in group if name in files]
+        for name in stored[1:]:
+            if not torch.equal(files[name].nan_to_num(), files[stored[0]].nan_to_num()):
+                problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
+                raise ConfigError(key, path, problem, "Untie them in the model, or use weights that were tied")
+
+
+def check_storable(model: nn.Module) -> None:
+    """Refuses before the run a model that could not be saved in it.
+
+    Raises:
+        ConfigError: a tensor is sparse, quantized or nested, or a module's extra state cannot be read without code.
+    """
+    key, remedy = "model", "Or use checkpoint.every=0"
+    for name, value in model.state_dict().items():
+        try:
+            if is_extra(name):
+                to_bytes(name, value)
+                continue
+        except CheckpointError as error:
+            raise ConfigError(key, type(model).__name__, str(error), remedy) from error
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            kind = "quantized" if value.is_quantized else "nested" if value.is_nested else str(value.layout)
+            problem = f"{name} is {kind}, and a checkpoint holds dense tensors"
+            remedy = "Register it with persistent=False, or keep it as dense tensors; or use checkpoint.every=0"
+            raise ConfigError(key, type(model).__name__, problem, remedy)
+
+
+def read(model: nn.Module, path: Path) -> WithTies:
+    """The tensors of a file, or of the folder's model, by all names that they have in ``model``."""
+    return WithTies(TensorFiles(path), tied_names(model))
 
 
 @torch.no_grad()
 def fill(model: nn.Module, path: Path) -> None:
     """Overwrites every parameter and buffer; one tensor is read at a time."""
-    files = TensorFiles(path)
+    given = read(model, path)
     for name, tensor in model_state(model).items():
-        tensor.copy_(files[name])
+        if not is_extra(name):
+            tensor.copy_(given[name])
+        elif name in given:
+            set_extra_state(model, name, given[name])

@@ -18,6 +18,11 @@ from distaccum.distributed.environment import GROUP_TIMEOUT, LaunchEnvironment
 # Gloo's threads release the last collective's tensors shortly after it returns. If the interpreter is ending by then,
 # the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
 _SETTLE_S = 0.2
+# What every backend sends; gloo knows neither 8-bit floats nor 16-bit integers, of which the bytes are sent.
+_SENT = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +95,13 @@ class World:
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
-        """Overwrites a tensor of any shape with rank 0's, in place, on its device."""
-        dist.broadcast(tensor, src=0)
+        """Overwrites a tensor of any shape and type with rank 0's, in place, on its device."""
+        if tensor.dtype in _SENT and tensor.is_contiguous():
+            dist.broadcast(tensor, src=0)
+            return
+        content = tensor.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(content, src=0)
+        tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
     def broadcast_str(self, text: str) -> str:
         """Rank 0's ``text`` on every rank. Runs on the host."""

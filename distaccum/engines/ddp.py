@@ -75,6 +75,9 @@ class DDPEngine(Engine):
             self.state_layout = StateLayout.SHARDED
             shards.partition(optimizers)
         self._body = _Body(model)
+        # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
+        buffers = [f"model.{name}" for name, _ in model.named_buffers(remove_duplicate=False)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._body, buffers)
         self._ddp = DistributedDataParallel(
             self._body,
             bucket_cap_mb=config.bucket_cap_mb,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
-from distaccum.errors import MisuseError
+from distaccum.engines.extra_state import from_bytes, to_bytes
+from distaccum.errors import CheckpointError, MisuseError
 
 _PREFIX, _OF_GROUPS = "state.", "groups."
 _OURS = ("params", "lr", "initial_lr")  # in groups
+_AS_BYTES = "in bytes"  # the value of what is neither a tensor nor a plain value, next to its bytes
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
@@ -36,8 +39,10 @@ def collect(
         parameters: by name, in the same order on every rank.
         owns: whether this rank gives the n-th parameter's state, of those it holds a part of.
 
+    Lists and dicts of whole tensors and plain values are kept as bytes.
+
     Raises:
-        MisuseError: an optimizer keeps something that is neither a tensor nor a plain value.
+        MisuseError: an optimizer keeps something that cannot be read without code, or lists of shards.
     """
     kept = {id(p): entries for optimizer in optimizers for p, entries in optimizer.state.items()}
     tensors: dict[str, Tensor] = {}
@@ -45,9 +50,10 @@ def collect(
     for n, (name, parameter) in enumerate(parameters.items()):
         for key, value in kept.get(id(parameter), {}).items():
             if not isinstance(value, Tensor | bool | int | float | str | None):
-                kind = type(value).__name__
-                raise MisuseError(f"the optimizer keeps a {kind} ({key}) of {name}: only tensors and numbers are saved")
-            if isinstance(value, Tensor):
+                if owns(n):
+                    tensors[f"{_PREFIX}{name}.{key}"] = _encoded(name, key, value)
+                    values[f"{_PREFIX}{name}.{key}"] = _AS_BYTES
+            elif isinstance(value, Tensor):
                 full = full_tensor(value)
                 if owns(n):
                     tensors[f"{_PREFIX}{name}.{key}"] = full.cpu() if is_sharded(value) else full
@@ -86,16 +92,40 @@ def load(
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         state = {
-            i: {
-                key: _part(tensors[full], parameter, full) if full in tensors else values[full]
-                for key, full in kept[names[id(parameter)]].items()
-            }
+            i: {key: _read(tensors, values, parameter, full) for key, full in kept[names[id(parameter)]].items()}
             for i, parameter in enumerate(held)
             if names.get(id(parameter)) in kept
         }
         # Torch moves each entry to where, and as what, this run's settings want it.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _encoded(name: str, key: str, value: Any) -> Tensor:
+    """What is neither a tensor nor a plain value, as bytes."""
+    kind = type(value).__name__
+    if any(is_sharded(part) for part in _tensors_in(value)):
+        raise MisuseError(f"the optimizer keeps a {kind} of shards ({key}) of {name}: a checkpoint holds whole tensors")
+    try:
+        return to_bytes(key, value)
+    except CheckpointError as error:
+        problem = f"the optimizer keeps a {kind} ({key}) of {name}: only tensors, numbers and containers of them"
+        raise MisuseError(f"{problem} are saved") from error
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_tensors_in, value.values()))
+    elif isinstance(value, list | tuple | set):
+        yield from chain.from_iterable(map(_tensors_in, value))
+
+
+def _read(tensors: Mapping[str, Tensor], values: Mapping[str, Any], parameter: Tensor, name: str) -> Any:
+    if name not in tensors:
+        return values[name]
+    return from_bytes(tensors[name]) if values.get(name) == _AS_BYTES else _part(tensors[name], parameter, name)
 
 
 def _part(tensor: Tensor, parameter: Tensor, name: str) -> Tensor:

@@ -11,16 +11,22 @@ from torch import Tensor, nn
 
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
+from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
 from distaccum.errors import MisuseError
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names in the model as it was written; shards where it is sharded."""
+    """Parameters and persistent buffers by their names in the model as it was written; shards where it is sharded.
+
+    The extra state of modules is among them, as bytes.
+
+    Raises:
+        CheckpointError: a module's extra state cannot be saved.
+    """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: PLC0415  a second to import
 
     found: Any = get_model_state_dict(model)
-    tensors: dict[str, Tensor] = found
-    return tensors
+    return {name: to_bytes(name, value) if is_extra(name) else value for name, value in found.items()}
 
 
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -31,7 +37,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     from torch.distributed.checkpoint.state_dict import set_model_state_dict  # noqa: PLC0415
 
-    given: Any = dict(tensors)
+    given: Any = {name: from_bytes(value) if is_extra(name) else value for name, value in tensors.items()}
     set_model_state_dict(model, given)
 
 

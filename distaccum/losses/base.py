@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
+from distaccum.errors import MisuseError
+from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, refuse_loss
 
 
 class Loss(Protocol):
@@ -39,8 +40,17 @@ class Scorer(Protocol):
 
 
 def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-    """The sums that ``loss`` reports for ``batch`` in an evaluation, by name."""
-    return loss.scores(model, batch) if isinstance(loss, Scorer) else as_loss_sums(loss(model, batch))
+    """The sums that ``loss`` reports for ``batch`` in an evaluation, by name.
+
+    Raises:
+        MisuseError: one of them is no 0-dim tensor.
+    """
+    found = as_loss_sums(loss.scores(model, batch) if isinstance(loss, Scorer) else loss(model, batch))
+    for name, part in found.items():
+        if part.ndim:
+            problem = f"the score {name!r} has shape {list(part.shape)}, one number for each item"
+            raise MisuseError(f"{problem}: one number is wanted, the sum over the batch's count")
+    return found
 
 
 @runtime_checkable
@@ -56,7 +66,14 @@ def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
 
     The gradient is then 0 too for torch's own losses. A mean that you compute yourself must not divide by 0: clamp its
     divisor, or its backward gives NaN.
+
+    Raises:
+        MisuseError: the mean is no tensor, or the count no number that is at least 0.
     """
+    if not isinstance(mean, Tensor):
+        refuse_loss(mean)
     if isinstance(count, Tensor):
+        count = count.reshape(()) if count.numel() == 1 else count
         return torch.where(count > 0, mean, torch.nan_to_num(mean)) * count
+    count = as_counts(count)[SINGLE]
     return mean * count if count else torch.nan_to_num(mean) * 0.0

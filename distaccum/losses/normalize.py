@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import log2
-from typing import Any
+from math import inf, log2
+from numbers import Integral, Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,20 +18,40 @@ Count = Callable[[Any], float | Counts]
 LossSum = Tensor | Mapping[str, Tensor]
 
 SINGLE = "loss"
+_WIDE = (torch.float32, torch.float64)
 
 
 def as_counts(count: float | Counts) -> Counts:
-    """Counts by name; a bare number is the count of a single loss.
+    """Counts by name; a bare number is the count of a single loss. NumPy's numbers become Python's.
 
     Raises:
-        MisuseError: a count is negative, or not a number on the host.
+        MisuseError: a count is negative, NaN, infinite or not a number on the host; or there is none.
     """
     counts = count if isinstance(count, Mapping) else {SINGLE: count}
+    if not counts:
+        raise MisuseError("count() gives no count: give one number, or one for each loss by name")
+    plain = True
     for name, value in counts.items():
-        if isinstance(value, Tensor) or not value >= 0:
-            problem = f"the count of {name!r} is {value!r}: give a number that is at least 0, read on the host"
-            raise MisuseError(problem)
-    return counts
+        kind = type(value)
+        if kind is not int and kind is not float:
+            if kind is bool or not isinstance(value, Real):
+                raise MisuseError(_not_a_count(name, value))
+            plain = False
+        if not 0 <= value < inf:
+            raise MisuseError(_not_a_count(name, value))
+    return counts if plain else {name: _as_python(value) for name, value in counts.items()}
+
+
+def _as_python(value: Real | float) -> float:
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _not_a_count(name: str, value: object) -> str:
+    """The message for what is no count; in NumPy a truth value is no number either."""
+    shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+    given = "; None is what a function without return gives" if value is None else ""
+    wanted = "give a finite number that is at least 0, read on the host, as in int((labels != -100).sum())"
+    return f"the count of {name!r} is {shown}: {wanted}{given}"
 
 
 def nearest_power_of_two(count: float) -> float:
@@ -39,11 +60,42 @@ def nearest_power_of_two(count: float) -> float:
 
 
 def as_loss_sums(loss: LossSum) -> Mapping[str, Tensor]:
-    """Sums by name; a bare tensor is a single loss."""
-    return {SINGLE: loss} if isinstance(loss, Tensor) else loss
+    """Sums by name; a bare tensor is a single loss.
+
+    Raises:
+        MisuseError: it is neither a tensor nor tensors by name.
+    """
+    if isinstance(loss, Tensor):
+        return {SINGLE: loss}
+    if isinstance(loss, Mapping) and loss and all(isinstance(part, Tensor) for part in loss.values()):
+        return loss
+    raise MisuseError(_not_a_loss(loss))
 
 
-def normalize_loss(loss: LossSum, counts: Counts, gradient_divide_factor: int) -> Tensor:
+def refuse_loss(loss: object) -> NoReturn:
+    """Raises MisuseError for what a loss returned in place of its sum: what it is, and what to return."""
+    raise MisuseError(_not_a_loss(loss))
+
+
+def _not_a_loss(loss: object) -> str:
+    if loss is None:
+        return "the loss is None: return its sum, a 0-dim tensor"
+    if isinstance(getattr(loss, "loss", None), Tensor):
+        what = f"the loss is a {type(loss).__name__}, the model's whole output"
+        return f"{what}: return the sum of a loss of its logits, or use a mean with its count, out.loss * count"
+    if isinstance(loss, tuple | list):
+        what = f"the loss is a {type(loss).__name__} of {len(loss)}"
+        return f"{what}: return the sum alone, a 0-dim tensor (its count is given apart), or several sums by name"
+    if isinstance(loss, Mapping):
+        others = [f"{name!r}: {type(part).__name__}" for name, part in loss.items() if not isinstance(part, Tensor)]
+        return f"the losses by name are {{{', '.join(others)}}}: return a 0-dim tensor for each"
+    remedy = "return the sum as a 0-dim tensor that was computed from the model's output, without .item() or float()"
+    return f"the loss is {loss!r:.80}, a {type(loss).__name__}, which has no gradient: {remedy}"
+
+
+def normalize_loss(
+    loss: LossSum, counts: Counts, gradient_divide_factor: int, *, own_counts: Counts | None = None
+) -> Tensor:
     """The tensor that one micro-step backpropagates: ``loss * gradient_divide_factor / count``, added over the losses.
 
     Its gradients, summed over the micro-batches of all ranks and divided by ``gradient_divide_factor`` in the engine's
@@ -54,23 +106,40 @@ def normalize_loss(loss: LossSum, counts: Counts, gradient_divide_factor: int) -
         counts: the counts of the whole window, over all ranks. A loss with a count of 0 adds nothing.
         gradient_divide_factor: what the engine divides the summed gradient by: the world size for DDP, 1 for
             a plain sum.
+        own_counts: the micro-batch's, if they are known: where it counts nothing, its loss may be a constant.
 
     Returns:
         0-dim.
 
     Raises:
-        MisuseError: losses and counts have different names, or a loss has 16 bits.
+        MisuseError: it is no sum: another type, not 0-dim, not of fp32 or fp64, or cut off from the model's parameters;
+            or losses and counts have different names.
     """
     sums = as_loss_sums(loss)
     if sums.keys() != counts.keys():
+        if isinstance(getattr(loss, "loss", None), Tensor):
+            refuse_loss(loss)
         problem = f"the losses are {sorted(sums)}, and what was counted is {sorted(counts)}: use the same names"
         raise MisuseError(problem)
     for name, part in sums.items():
-        if part.dtype in (torch.float16, torch.bfloat16):
-            problem = f"the total of {name!r} is {part.dtype}, which rounds a sum and, in fp16, overflows"
-            raise MisuseError(f"{problem}: convert before summing, as in x.float().sum()")
+        if part.dtype not in _WIDE or part.ndim:
+            raise MisuseError(_not_a_sum(name, part))
     weighed = [part * (gradient_divide_factor / counts[name] if counts[name] else 0.0) for name, part in sums.items()]
     result = weighed[0]
     for part in weighed[1:]:
         result = result + part
+    if not result.requires_grad and (own_counts is None or any(own_counts.values())):
+        problem = f"the loss has no gradient ({', '.join(sums)}): it does not depend on a parameter that is trained"
+        cut = ".detach(), .item(), torch.tensor(...) and torch.no_grad() cut it off"
+        raise MisuseError(f"{problem}. Compute it from the output of the model that the loss is given; {cut}")
     return result
+
+
+def _not_a_sum(name: str, part: Tensor) -> str:
+    if part.ndim:
+        remedy = "one number is wanted: return its sum, as in loss.sum(), or with reduction='sum'"
+        return f"the loss {name!r} has shape {list(part.shape)}, one number for each item: {remedy}"
+    if part.dtype in (torch.float16, torch.bfloat16):
+        problem = f"the total of {name!r} is {part.dtype}, which rounds a sum and, in fp16, overflows"
+        return f"{problem}: convert before summing, as in x.float().sum()"
+    return f"the loss {name!r} is {part.dtype}, which has no gradient: return a sum in fp32 or fp64"

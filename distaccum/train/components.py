@@ -155,6 +155,8 @@ def build_components(
         seed=config.seed,
         planned=planned,
     )
+    if config.checkpoint.every:
+        weights.check_storable(model)
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)

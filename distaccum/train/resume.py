@@ -13,7 +13,6 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, verify
-from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.schema import RunConfig
 from distaccum.data.cursor import position_mismatch
 from distaccum.distributed.world import World
@@ -105,6 +104,9 @@ class Restore:
         self._init_from = Path(config.init_from) if config.init_from and saved is None else None
         self._with_optimizer = saved is not None and saved.run.optimizer_format == config.optimizer_format(world.size)
         self._on_meta = is_meta(components.model)
+        # By the names of the model that is not wrapped yet: which of them are tied is known here.
+        on_meta = self._on_meta and self._init_from is not None
+        self._tensors = weights.read(components.model, self._init_from) if on_meta and self._init_from else None
 
     def before_wrap(self) -> None:
         """Copies weights into the model that the engine cannot load."""
@@ -144,7 +146,8 @@ class Restore:
         if self._init_from is None:
             return ""
         if self._on_meta:
-            engine.load_state(EngineState(model=TensorFiles(self._init_from), optimizer={}, optimizer_values={}))
+            assert self._tensors is not None
+            engine.load_state(EngineState(model=self._tensors, optimizer={}, optimizer_values={}))
         return f"weights of {self._init_from}"
 
     def _note(self, saved: SavedState, *, continued: bool) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distaccum.engines.extra_state import extra_state, set_extra_state, to_bytes
+
 
 class MasterWeights:
     """The weights of a model from before DeepSpeed wraps it.
@@ -55,7 +57,8 @@ class MasterWeights:
         """
         own = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        strangers = set(tensors) - set(own) - set(buffers)
+        extras = {name for name in extra_state(self._model) if name in tensors}
+        strangers = set(tensors) - set(own) - set(buffers) - extras
         if strangers:
             raise RuntimeError(f"no such weight in this model: {', '.join(sorted(strangers))}")
         copies = _copies(engine.optimizer)
@@ -71,6 +74,8 @@ class MasterWeights:
                 parameter.data.copy_(value)
         for name in set(buffers) & set(tensors):
             buffers[name].copy_(tensors[name])
+        for name in extras:
+            set_extra_state(self._model, name, tensors[name])
 
     def whole(self, engine: Any, *, keep: bool) -> dict[str, Tensor]:
         """All weights in fp32, and the buffers, on the host; empty without ``keep``. A collective."""
@@ -88,6 +93,7 @@ class MasterWeights:
             kept = set(self._model.state_dict())  # not all buffers are persistent
             buffers = self._model.named_buffers(remove_duplicate=False)
             found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers if name in kept}
+            found |= {name: to_bytes(name, value) for name, value in extra_state(self._model).items()}
         return found
 
 
