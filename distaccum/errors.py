@@ -5,7 +5,8 @@
     DistaccumError
     ├── ConfigError       (ValueError)      the user can mend it: key, value, remedy; exit code 2
     ├── CheckpointError   (RuntimeError)    a checkpoint is damaged or does not belong to this run
-    ├── DataError         (ValueError)      the data gives nothing to train on
+    ├── DataError         (ValueError)      the data gives nothing to train on, or not what the plan was made for
+    │   └── PeerError                       another rank could not load its part of a window: its error, in words
     ├── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
     └── MisuseError       (RuntimeError)    a loop does what would train wrongly: the message says what to write instead
 """
@@ -34,7 +35,18 @@ class CheckpointError(DistaccumError, RuntimeError):
 
 
 class DataError(DistaccumError, ValueError):
-    """Data that loads, and gives the loss nothing to learn from."""
+    """Data that gives the loss nothing to learn from, or other samples or batches than a window is made of."""
+
+
+class PeerError(DataError):
+    """Raised where another rank could not load its part of a window; that rank raises its own error.
+
+    ``reason`` is ``rank N: Type: message``.
+    """
+
+    def __init__(self, reason: str, where: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason} ({where}; this rank stops with it)")
 
 
 class NonFiniteError(DistaccumError, ArithmeticError):
@@ -47,6 +59,10 @@ class MisuseError(DistaccumError, RuntimeError):
 
 class BatchStatisticsWarning(UserWarning):
     """The model computes something over a micro-batch, which no accumulation can make that of the global batch."""
+
+
+class DataWarning(UserWarning):
+    """A stream whose loading processes may each yield all of it."""
 
 
 class PrecisionWarning(UserWarning):

@@ -21,10 +21,10 @@ from typing import Any
 
 from distaccum.accumulation import step
 from distaccum.accumulation.step import Outcome
+from distaccum.data.batches import to_device
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.prefetch import to_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput

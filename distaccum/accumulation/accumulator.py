@@ -142,7 +142,7 @@ class Accumulator:
             "micro_batch_size": micro_batch_size,
             "seed": seed,
         }
-        self._cursor = DataCursor(lambda data: as_loader(data, self.world, **sizes))
+        self._cursor = DataCursor(lambda data: as_loader(data, self.world, **sizes, together=True))
         self._count, self._prefetch = count, prefetch
         self._counter = GlobalCounter(self.world, count)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late

@@ -2,40 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import CodeType, FunctionType
 from typing import Any, cast
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from distaccum.data.spec import DataSpec, is_map_style
-from distaccum.errors import ConfigError
+from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
+from distaccum.errors import ConfigError, DataWarning, shorten
 
 
-def to_data_spec(data: Any) -> DataSpec:
+def to_data_spec(data: Any, world_size: int | None = None) -> DataSpec:
     """The spec of ``data``: itself, or one without evaluation samples for a bare dataset, ``DataLoader`` or stream.
 
     A ``DataLoader`` over a map-style dataset gives its dataset, collation and order, so that the plan can divide the
-    samples among the ranks. One over an iterable dataset is a stream of this rank's micro-batches.
+    samples among the ranks, with the options of its loading processes. One over an iterable dataset is a stream of this
+    rank's micro-batches. ``world_size`` is that of the run, where it is known.
 
     Raises:
         TypeError: ``data`` is none of these.
-        ConfigError: a ``DataLoader`` over a map-style dataset whose order or selection cannot be planned.
+        ConfigError: a ``DataLoader`` whose order, selection or items cannot be planned.
     """
-    name = type(data).__name__
-    if isinstance(data, DataSpec):
-        return data
     if isinstance(data, DataLoader):
-        return _spec_of(data)
+        return _spec_of(data, world_size)
+    if isinstance(data, DataSpec):
+        return _completed(data, world_size)
+    name = type(data).__name__
+    _refuse_look_alikes(data, name)
     if is_map_style(data):
-        return DataSpec(train=data, eval_dataset=None, description=f"{name}, {len(data)} samples")
+        return DataSpec(train=data, description=f"{name}, {len(data)} samples")
     if isinstance(data, Iterable):
-        return DataSpec(train=data, eval_dataset=None, description=f"{name}, a stream")
+        return DataSpec(train=data, description=f"{name}, a stream")
     raise TypeError(f"{name} is neither a distaccum DataSpec nor a dataset with len() and [index], nor an iterable")
 
 
-def yields_batches(data: Any) -> bool:
-    """Whether a stream yields micro-batches, as torch's ``DataLoader`` does unless its ``batch_size`` is None."""
-    return isinstance(data, DataLoader) and data.batch_sampler is not None
+def _completed(spec: DataSpec, world_size: int | None) -> DataSpec:
+    """``spec`` with what a ``DataLoader`` in it says, unless it says so itself."""
+    if not isinstance(spec.train, DataLoader):
+        _refuse_look_alikes(spec.train, type(spec.train).__name__)
+        return spec if spec.description else replace(spec, description=type(spec.train).__name__)
+    if spec.batched is not None and spec.train.batch_size is None and not is_map_style(spec.train.dataset):
+        found = DataSpec(train=spec.train, description=_stream_description(spec.train))  # it says what its items are
+    else:
+        found = _spec_of(spec.train, world_size)
+    return replace(
+        spec,
+        train=found.train,
+        description=spec.description or found.description,
+        collate=spec.collate or found.collate,
+        shuffle=spec.shuffle and found.shuffle,
+        micro_batch_size=spec.micro_batch_size or found.micro_batch_size,
+        order_seed=spec.order_seed + found.order_seed,
+        workers=found.workers if found.workers.num_workers else spec.workers,
+    )
+
+
+def _refuse_look_alikes(data: Any, name: str) -> None:
+    """Raises TypeError for what has len() and [index] and is no dataset: a text, a dict, a pair of tensors."""
+    if isinstance(data, str | bytes):
+        raise TypeError(f"{name} is no dataset, but a text: load it first, or name a data group that reads it")
+    if isinstance(data, Mapping):
+        splits = shorten(map(repr, data))
+        raise TypeError(
+            f"{name} is no dataset, but a mapping of {splits}: give one of its values, or a list of samples"
+        )
+    fields = isinstance(data, tuple) and len(data) > 1 and all(getattr(part, "shape", ()) for part in data)
+    if fields and len({part.shape[0] for part in data}) == 1 and data[0].shape[0] != len(data):
+        size = data[0].shape[0]
+        raise TypeError(f"a tuple of {len(data)} arrays of {size} rows is no dataset: give TensorDataset(*data)")
+
+
+def yields_batches(spec: DataSpec) -> bool:
+    """Whether a stream yields micro-batches: as it says, or as a ``DataLoader`` with a batch size."""
+    if spec.batched is not None:
+        return spec.batched
+    return isinstance(spec.train, DataLoader) and spec.train.batch_sampler is not None
 
 
 def split_by_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
@@ -60,39 +105,131 @@ def split_by_rank(stream: Iterable[Any], rank: int, world_size: int) -> Iterable
 
 def is_unsplit(stream: Any) -> bool:
     """Whether ``stream`` is a Hugging Face streaming dataset that is not divided among the ranks."""
-    is_hugging_face = type(stream).__module__.split(".")[0] == "datasets"
-    return is_hugging_face and not is_map_style(stream) and getattr(stream, "_distributed", None) is None
+    return is_hugging_face(stream) and not is_map_style(stream) and getattr(stream, "_distributed", None) is None
 
 
-def _spec_of(loader: DataLoader[Any]) -> DataSpec:
+def is_hugging_face(data: Any) -> bool:
+    """Whether ``data`` is a dataset of Hugging Face's library."""
+    return type(data).__module__.split(".")[0] == "datasets"
+
+
+def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
+    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.split(".")[0] != "torchdata":
+        remedy = "Give its dataset, or iterate over it in a class of your own, as a stream of this rank's micro-batches"
+        raise ConfigError("loader", type(loader).__name__, "iterates in a way of its own", remedy)
     if not is_map_style(loader.dataset):
-        description = f"{type(loader.dataset).__name__}, a stream of micro-batches"
-        return DataSpec(train=loader, eval_dataset=None, description=description, micro_batch_size=loader.batch_size)
+        if loader.batch_size is None:
+            remedy = "Say which, as in DataSpec(train=loader, batched=True)"
+            raise ConfigError("loader", "batch_size=None", "yields samples, or batches that its dataset makes", remedy)
+        warn_of_workers(loader)
+        return DataSpec(train=loader, description=_stream_description(loader), micro_batch_size=loader.batch_size)
     batches: Any = loader.batch_sampler
-    if type(batches).__name__ != BatchSampler.__name__ or not isinstance(batches, BatchSampler):
+    if batches is None:
+        remedy = "State the samples of a micro-batch; if each item of the dataset is one, give a stream of them"
+        raise ConfigError("loader", "batch_size=None", "makes no batches", remedy)
+    if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
         raise _unplannable(batches, "makes batches of its own")
     if batches.drop_last:
         raise ConfigError("loader", "drop_last=True", "leaves samples out", "Drop it: ragged windows are exact")
+    if not getattr(loader, "in_order", True):
+        remedy = "Drop it: a window is made of the samples that the plan gives it"
+        raise ConfigError("loader", "in_order=False", "yields batches in the order in which they are ready", remedy)
     size = len(loader.dataset)
     return DataSpec(
         train=loader.dataset,
-        eval_dataset=None,
         description=f"{type(loader.dataset).__name__}, {size} samples",
         collate=loader.collate_fn,
-        shuffle=_shuffles(batches.sampler, size),
+        shuffle=_shuffles(batches.sampler, size, world_size),
         micro_batch_size=batches.batch_size,
+        order_seed=_seed_of(batches.sampler, loader.generator),
+        workers=WorkerOptions(
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            seed=None if loader.generator is None else loader.generator.initial_seed(),
+        ),
     )
 
 
-def _shuffles(sampler: Any, size: int) -> bool:
+def _stream_description(loader: DataLoader[Any]) -> str:
+    return f"{type(loader.dataset).__name__}, a stream of micro-batches"
+
+
+def _shuffles(sampler: Any, size: int, world_size: int | None) -> bool:
     """Whether a sampler that gives every sample once shuffles them."""
-    if isinstance(sampler, DistributedSampler):  # the plan divides the samples in its place, and pads nothing
-        return sampler.shuffle
-    if not isinstance(sampler, RandomSampler | SequentialSampler) or getattr(sampler, "replacement", False):
+    kinds = (DistributedSampler, RandomSampler, SequentialSampler)
+    known = next((kind for kind in kinds if isinstance(sampler, kind)), None)
+    if known is None or type(sampler).__iter__ is not known.__iter__ or getattr(sampler, "replacement", False):
         raise _unplannable(sampler, "draws samples in an order that cannot be planned")
+    if isinstance(sampler, DistributedSampler):  # the plan divides the samples in its place, and pads nothing
+        if sampler.drop_last:
+            remedy = "Drop it: shares of any size are exact"
+            raise ConfigError("loader", "DistributedSampler(drop_last=True)", "leaves samples out", remedy)
+        if world_size is not None and sampler.num_replicas != world_size:
+            value, problem = f"DistributedSampler(num_replicas={sampler.num_replicas})", f"there are {world_size} ranks"
+            raise ConfigError("loader", value, problem, "Leave the sampler out: the plan divides the samples")
+        if len(sampler.dataset) != size:
+            raise _unplannable(sampler, f"draws from {len(sampler.dataset)} of {size} samples")
+        return sampler.shuffle
     if len(sampler) != size:
         raise _unplannable(sampler, f"draws {len(sampler)} of {size} samples")
     return isinstance(sampler, RandomSampler)
+
+
+def _seed_of(sampler: Any, generator: torch.Generator | None) -> int:
+    """What the loader's own seeds add to the run's: the same ones give the same order again, other ones another."""
+    if isinstance(sampler, DistributedSampler):
+        return int(sampler.seed)
+    own = getattr(sampler, "generator", None) or (generator if isinstance(sampler, RandomSampler) else None)
+    return 0 if own is None else int(own.initial_seed())
+
+
+def warn_of_workers(loader: DataLoader[Any]) -> None:
+    """Warns where a stream's class never asks which loading process it is in: each of them would yield all of it.
+
+    What they yield is compared as well, when the first batches are there: a stream that is shuffled differently in each
+    process shows in its code alone.
+    """
+    dataset = loader.dataset
+    packages = {"torch", "datasets", "webdataset", "torchdata", "streaming", "litdata"}  # divide by themselves
+    if loader.num_workers < 2 or loader.worker_init_fn is not None:  # noqa: PLR2004  one worker has it all
+        return
+    if any(_asks_for_its_worker(one) or type(one).__module__.split(".")[0] in packages for one in _nested(dataset, 4)):
+        return
+    problem = f"{type(dataset).__name__} does not call torch.utils.data.get_worker_info(): if each of the"
+    effect = (
+        f"{loader.num_workers} workers of its DataLoader yields the whole stream, every sample is trained on as often"
+    )
+    remedy = "Divide it by worker, or use num_workers=1"
+    warnings.warn(f"{problem} {effect}. {remedy}", DataWarning, stacklevel=2)
+
+
+def _nested(dataset: Any, depth: int) -> Iterator[Any]:
+    """A dataset, and the objects in its attributes."""
+    yield dataset
+    for value in vars(dataset).values() if depth and hasattr(dataset, "__dict__") else ():
+        if isinstance(value, Iterable) and hasattr(value, "__dict__"):
+            yield from _nested(value, depth - 1)
+
+
+def _asks_for_its_worker(dataset: Any) -> bool:
+    """Whether a class, or the module that it is in, names ``get_worker_info``."""
+    for kind in type(dataset).__mro__:
+        if kind is object or kind.__module__.split(".")[0] == "torch":
+            continue
+        around = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+        functions = [value for value in (*vars(kind).values(), *around.values()) if isinstance(value, FunctionType)]
+        if "get_worker_info" in around or any("get_worker_info" in _names(each.__code__) for each in functions):
+            return True
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _unplannable(sampler: Any, problem: str) -> ConfigError:

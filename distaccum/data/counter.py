@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import Count, Counts, as_counts
+
+_FAILED = 2.0**32  # what a rank with an error adds to the number of those that ask to stop
 
 
 class GlobalCounter:
@@ -39,11 +42,19 @@ class GlobalCounter:
         """The batch with its counts."""
         return MicroBatch(batch, as_counts(self._count(batch)) if self._count else {})
 
-    def all_reduce(self, micro_batches: Sequence[MicroBatch], more: Sequence[float] = ()) -> tuple[Counts, list[float]]:
+    def all_reduce(
+        self, micro_batches: Sequence[MicroBatch], more: Sequence[float] = (), *, error: Exception | None = None
+    ) -> tuple[Counts, list[float]]:
         """The counts of these micro-batches over all ranks, and the sums of ``more``; a collective.
+
+        Args:
+            micro_batches: this rank's.
+            more: further numbers to add up.
+            error: why this rank could not load its part. It is raised here, and all other ranks learn of it.
 
         Raises:
             MisuseError: a batch counts under a name that no batch of the first window had.
+            PeerError: another rank has an ``error``.
         """
         if self._names is None:  # a rank without a batch cannot know the names: gathered once per run
             names = self._world.all_gather_names([name for micro in micro_batches for name in micro.counts])
@@ -51,11 +62,14 @@ class GlobalCounter:
         own = dict.fromkeys(self._names or (), 0.0)
         for micro in micro_batches:
             for name, count in micro.counts.items():
-                if name not in own:
-                    raise MisuseError(
-                        f"a batch counts {name!r}, and the first window only {sorted(own)}: count 0 there"
-                    )
-                own[name] += count
-        stops, *sums = self._world.all_reduce_host([self._stop_requested, *own.values(), *more])
-        self.stopping = self.stopping or stops > 0
+                if name in own:
+                    own[name] += count
+                else:
+                    known = f"and the first window only {sorted(own)}: count 0 there"
+                    error = error or MisuseError(f"a batch counts {name!r}, {known}")
+        signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
+        signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more])
+        if signals >= _FAILED:
+            raise_on_all(self._world, error, "while it loaded its part of a window")
+        self.stopping = self.stopping or signals > 0
         return dict(zip(own, sums, strict=False)), sums[len(own) :]

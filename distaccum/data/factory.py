@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum.data.adapters import is_unsplit, split_by_rank, to_data_spec, yields_batches
+from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
+from distaccum.data.agreement import tell_of_failure
 from distaccum.data.loader import MapWindowLoader, WindowLoader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
 from distaccum.data.plan.stream import StreamPlan
@@ -62,9 +64,9 @@ def make_plan(
         if global_batch_size is None:
             remedy = f"Use {names.global_batch_size} for streams: a rank cannot know the lengths of the others' samples"
             raise ConfigError(names.tokens, tokens, "the data is a stream", remedy)
-        batched = batched or yields_batches(source.train)
+        batched = batched or yields_batches(source)
         return StreamPlan(global_batch_size=global_batch_size, batched=batched, **sizes)
-    seed = seed if source.shuffle else None
+    seed = seed + source.order_seed if source.shuffle and seed is not None else None
     if global_batch_size is not None:
         return BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
     assert tokens is not None
@@ -72,10 +74,14 @@ def make_plan(
 
 
 def check_workers(source: DataSpec, plan: Plan | StreamPlan, num_workers: int) -> None:
-    """Raises ConfigError if loading processes would each yield the whole stream."""
-    if isinstance(plan, StreamPlan) and num_workers and not is_unsplit(source.train):
-        remedy = "Use 0, and a DataLoader with workers of its own as data"
-        raise ConfigError("trainer.num_workers", num_workers, "the data is a stream", remedy)
+    """Raises ConfigError if loading processes would each yield the whole stream, or there are two numbers of them."""
+    if isinstance(plan, StreamPlan):
+        if num_workers and not is_unsplit(source.train):
+            remedy = "Use 0, and a DataLoader with workers of its own as data"
+            raise ConfigError("trainer.num_workers", num_workers, "the data is a stream", remedy)
+    elif num_workers and source.workers.num_workers not in (0, num_workers):
+        problem = f"the loader's num_workers is {source.workers.num_workers}"
+        raise ConfigError("trainer.num_workers", num_workers, problem, "Give both the same number, or one of them")
 
 
 def build_loader(
@@ -83,23 +89,37 @@ def build_loader(
 ) -> WindowLoader:
     """The window loader of a source's training data.
 
+    Args:
+        source: the data.
+        plan: their division.
+        world: this rank.
+        num_workers: loading processes of this rank, where the source names none.
+        group_by_length: whether the micro-batches of a window hold samples of similar length.
+
     Raises:
         ConfigError: grouping by unknown lengths, or a stream that is not split over the ranks.
     """
+    check_workers(source, plan, num_workers)
     if isinstance(plan, StreamPlan):
-        check_workers(source, plan, num_workers)
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
             stream = DataLoader(
                 cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=ignore_stop_signals
             )
-        return IterableWindowLoader(stream, plan, world, collate=source.collate)
+        return IterableWindowLoader(
+            stream,
+            plan,
+            world,
+            collate=source.collate,
+            batch_size=source.batch_size,
+            may_repeat=source.may_repeat,
+        )
     return MapWindowLoader(
         cast(MapDataset, source.train),
         plan,
         world,
         collate=source.collate,
-        num_workers=num_workers,
+        workers=source.workers if source.workers.num_workers else replace(source.workers, num_workers=num_workers),
         group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
     )
 
@@ -112,8 +132,11 @@ def as_loader(
     tokens: int | None,
     micro_batch_size: int | None,
     seed: int,
+    together: bool = False,
 ) -> WindowLoader:
     """The window loader of the data of a user's own loop.
+
+    With ``together`` all ranks build one now and take windows from it next, so that one that cannot tells the others.
 
     An iterable that is neither a dataset, a ``DataLoader`` nor a ``DataSpec`` is a stream of this rank's micro-batches,
     not of its samples. :func:`distaccum.data.adapters.to_data_spec` tells the kinds apart.
@@ -121,20 +144,31 @@ def as_loader(
     Raises:
         ConfigError: sizes that cannot work or are missing, or data that cannot be planned.
     """
-    if micro_batch_size is None:
+    sizes = {"global_batch_size": global_batch_size, "tokens": tokens, "micro_batch_size": micro_batch_size}
+    try:
+        return _as_loader(data, world, sizes, seed)
+    except Exception as error:
+        if together:
+            tell_of_failure(world, error)
+        raise
+
+
+def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int) -> WindowLoader:
+    if sizes["micro_batch_size"] is None:
         raise ConfigError("micro_batch_size", None, "is not given", "State the samples that fit on a device at once")
-    source = to_data_spec(data)
+    source = to_data_spec(data, world.size)
+    bare = not isinstance(data, DataSpec | DataLoader)
+    if bare and (isinstance(data, IterableDataset) or is_hugging_face(data)) and not is_map_style(data):
+        remedy = "Give DataLoader(data, batch_size=...), or say which, as in DataSpec(train=data, batched=False)"
+        raise ConfigError("data", type(data).__name__, "a stream of samples, or of micro-batches", remedy)
     plan = make_plan(
         source,
-        global_batch_size=global_batch_size,
-        tokens=tokens,
-        micro_batch_size=micro_batch_size,
+        **sizes,
         world_size=world.size,
         seed=seed,
-        batched=not isinstance(data, DataSpec | DataLoader),
+        batched=bare,
     )
-    workers = data.num_workers if isinstance(data, DataLoader) and not isinstance(plan, StreamPlan) else 0
-    return build_loader(source, plan, world, num_workers=workers)
+    return build_loader(source, plan, world)
 
 
 def _lengths(source: DataSpec, key: str, value: object) -> Ids:

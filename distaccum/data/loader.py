@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -14,13 +16,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import Epoch, Ids, Plan
-from distaccum.data.spec import MapDataset
-from distaccum.data.window import Window
+from distaccum.data.sketch import Sketch, same, sketch
+from distaccum.data.spec import MapDataset, WorkerOptions
+from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
+from distaccum.errors import DataError
+
+# Of the samples that the ranks compare: how many, and how often one is loaded again that differs.
+_COMPARED, _REPEATED = 4, 16
 
 Collate = Callable[[list[Any]], Any]
 
@@ -56,7 +64,7 @@ class MapWindowLoader(WindowLoader):
         plan: the slicing.
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
-        num_workers: loading processes of this rank.
+        workers: how samples are loaded.
         group_by: the length of each sample: the micro-batches of a window then hold samples of similar length.
     """
 
@@ -67,21 +75,30 @@ class MapWindowLoader(WindowLoader):
         world: World,
         *,
         collate: Collate | None = None,
-        num_workers: int = 0,
+        workers: WorkerOptions | None = None,
         group_by: Ids | None = None,
     ) -> None:
         assert len(dataset) == plan.samples
-        self._plan, self._world = plan, world
+        self._dataset, self._plan, self._world = dataset, plan, world
         self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)
+        self._agreement = Agreement(world)
+        # What decides which samples a window holds, beside the position: a short hash of each sample's length.
+        self._lengths = group_by if group_by is not None else getattr(plan, "lengths", None)
+        workers = workers or WorkerOptions()
+        self._workers = workers.num_workers
         # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
-        digest = hashlib.blake2b(f"{plan.seed}/{world.rank}".encode(), digest_size=7).digest()
+        seed = plan.seed if workers.seed is None else workers.seed
+        digest = hashlib.blake2b(f"{seed}/{world.rank}".encode(), digest_size=7).digest()
         self._loader = DataLoader(
             cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
             batch_sampler=self._ids,
             collate_fn=collate,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            worker_init_fn=ignore_stop_signals,
+            num_workers=workers.num_workers,
+            persistent_workers=workers.num_workers > 0 and workers.persistent_workers,
+            worker_init_fn=WorkerInit(workers.worker_init_fn),
+            multiprocessing_context=workers.multiprocessing_context,
+            timeout=workers.timeout,
+            prefetch_factor=workers.prefetch_factor,
             pin_memory=world.device.type == "cuda",
             generator=torch.Generator().manual_seed(int.from_bytes(digest)),
         )
@@ -92,15 +109,33 @@ class MapWindowLoader(WindowLoader):
         return self._plan.position
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
-        """See :class:`WindowLoader`. One small host all-reduce per window."""
-        self._ids.seek(epoch, start)
-        batches, cut = iter(self._loader), self._plan.epoch(epoch)
+        """See :class:`WindowLoader`. One small host all-reduce per window.
+
+        Before the first window the ranks compare their plans and a few samples: see :mod:`distaccum.data.agreement`.
+
+        Raises:
+            ConfigError: the ranks have other plans or positions; the same message on every rank.
+            DataError: the ranks have other data, or the dataset's length has changed.
+            PeerError: another rank could not load its part of a window, and raises why.
+        """
+        batches = None if self._agreement.reached else self._begin(epoch, start)
+        cut = self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
             began, generators = perf_counter(), RNGState.capture()
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
-            micro_batches = [counter.micro_batch(batch) for batch in islice(batches, filled)]
+            micro_batches: list[MicroBatch] = []
+            error: Exception | None = None
+            try:
+                if k == start:
+                    self._check_length()
+                if batches is None:
+                    self._ids.seek(epoch, start)
+                    batches = iter(self._loader)
+                micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
+            except Exception as problem:  # every rank has to learn of it, or it waits for this one
+                error = problem
             waited = perf_counter() - began
-            counts, _ = counter.all_reduce(micro_batches)
+            counts, _ = counter.all_reduce(micro_batches, error=error)
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
                 generators.restore()
                 return
@@ -113,6 +148,76 @@ class MapWindowLoader(WindowLoader):
                 ids=partial(self._ids.of_window, cut, epoch, k),
             )
 
+    def _begin(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches from window ``start`` on, after the ranks have compared what they are about to train on."""
+        samples = sorted({i * (self._plan.samples - 1) // (_COMPARED - 1) for i in range(_COMPARED)})
+        self._ids.seek(epoch, start, first=samples)
+        error: Exception | None = None
+        batches: Iterator[Any] = iter(())
+        sketches: list[Sketch | None] = []
+        try:
+            batches = iter(self._loader)
+            sketches = [self._sketch_of_next(batches) for _ in samples]
+        except Exception as problem:
+            error = problem
+        gathered = self._agreement.on(self._facts(epoch, start), sketches, error)
+        differing = differing_item(gathered)
+        if differing is None:
+            return batches
+        number, rank = differing
+        # Samples that are random, as augmented ones are, differ on one rank, too.
+        self._ids.seek(epoch, start, first=[samples[number]] * _REPEATED)
+        batches = iter(self._loader)
+        first, *others = [self._sketch_of_next(batches) for _ in range(_REPEATED)]
+        varies = any(same(first, other) is not True for other in others)
+        if not self._world.all_reduce_max_host([varies])[0]:
+            refuse_other_data(samples[number], rank)
+        return batches
+
+    def _facts(self, epoch: int, start: int) -> dict[str, Any]:
+        facts: dict[str, Any] = {"data": "a map-style dataset", **self.position, "epoch": epoch, "window": start}
+        if self._lengths is not None:
+            facts["lengths"] = f"{zlib.crc32(np.ascontiguousarray(self._lengths).tobytes()):08x} (a hash)"
+            facts["micro_batch_size"] = self._plan.micro_batch_size
+        return facts
+
+    def _sketch_of_next(self, batches: Iterator[Any]) -> Sketch | None:
+        """The next batch's numbers; None where it cannot be loaded alone. The model's random numbers are left alone."""
+        generators = RNGState.capture()
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  what users' code draws from
+        try:
+            return sketch(next(batches))
+        except Exception:  # the window that it is in says why
+            return None
+        finally:
+            generators.restore()
+
+    def _check_length(self) -> None:
+        if len(self._dataset) != self._plan.samples:
+            problem = f"the dataset holds {len(self._dataset)} samples now, and held {self._plan.samples} at the start"
+            raise DataError(f"{problem}: windows are made of those. Keep its length, or give it as a stream")
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that leaves stop signals to the training process, and calls the user's."""
+
+    def __init__(self, users: Callable[[int], None] | None) -> None:
+        self._users = users
+
+    def __call__(self, worker: int) -> None:
+        """In a loading process, before its first sample."""
+        ignore_stop_signals(worker)
+        if self._users is not None:
+            self._users(worker)
+
+
+def _given(batch: Any) -> Any:
+    if batch is None:
+        raise DataError("the collate function gave None for a batch: let it return the batch that it made")
+    return batch
+
 
 class MicroBatchIds:
     """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``."""
@@ -121,11 +226,12 @@ class MicroBatchIds:
         self._plan, self._rank, self._group_by = plan, rank, group_by
         self.seek(0, 0)
 
-    def seek(self, epoch: int, start: int) -> None:
-        """Sets where the next iteration begins."""
-        self._epoch, self._start = epoch, start
+    def seek(self, epoch: int, start: int, *, first: Sequence[int] = ()) -> None:
+        """Sets where the next iteration begins: after the samples ``first``, each in a batch of its own."""
+        self._epoch, self._start, self._first = epoch, start, first
 
     def __iter__(self) -> Iterator[list[int]]:
+        yield from ([sample] for sample in self._first)
         cut = self._plan.epoch(self._epoch)
         for k in range(self._start, cut.windows_per_epoch):
             yield from self.of_window(cut, self._epoch, k)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from distaccum.data.batches import map_tensors, moved_object, to_device
 
 FEWEST = 2  # micro-batches on the device at once: one is computed while the next is copied
 
@@ -32,42 +34,41 @@ def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Itera
 def _on_copy_stream(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True) if _dense(tensor) else tensor
+
     def move(batch: Any) -> Callable[[], Any]:
         pinned = map_tensors(batch, _pinned)
         with torch.cuda.stream(copies):
-            moved = to_device(pinned, device)
+            moved = map_tensors(
+                pinned, lambda tensor: tensor.to(device, non_blocking=True) if _dense(tensor) else tensor
+            )
             arrived = copies.record_event()
 
         def use() -> Any:
             compute = torch.cuda.current_stream(device)
             compute.wait_event(arrived)
-            map_tensors(
-                moved, lambda tensor: tensor.record_stream(compute)
-            )  # else the allocator reuses its memory too soon
-            return moved
+
+            def settle(tensor: Tensor) -> Tensor:
+                if not _dense(tensor):
+                    return tensor.to(device)
+                tensor.record_stream(compute)  # else the allocator reuses its memory too soon
+                return tensor
+
+            # Objects move themselves here, on the stream that computes: nobody can record their tensors.
+            return map_tensors(moved, settle, lambda value: moved_object(value, device))
 
         return use
 
     return move
 
 
+def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory, which can be pinned and recorded: not sparse, not nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with its tensors on ``device``; copies from pinned memory do not block the host."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """``batch`` with ``function`` applied to every tensor in mappings, lists and (named) tuples."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    return batch
+    if tensor.device.type != "cpu" or not _dense(tensor) or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 
 class MapDataset(Protocol):
@@ -19,33 +20,65 @@ class MapDataset(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """What a ``DataLoader`` says about its loading processes, under torch's names.
+
+    ``seed`` is that of its ``generator``, from which the processes' seeds follow; None without one.
+    """
+
+    num_workers: int = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: Any = None
+    timeout: float = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = True
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSpec:
     """Training and evaluation samples, and how to batch and read them.
 
     Args:
         train: the training samples, by index; or a stream: an iterable of this rank's samples, iterated once per epoch,
-            or of its micro-batches if it is a ``DataLoader`` over an iterable dataset.
+            or of its micro-batches if it is a ``DataLoader`` over an iterable dataset or ``batched``.
         eval_dataset: samples that are never trained on; None where there are none.
-        description: one line for the start of the run.
+        description: one line for the start of the run; by default the type of ``train``.
         collate: from a list of samples to a batch; None for torch's ``default_collate``.
         lengths: tokens of each training sample, for token budgets and for grouping; None where not known.
         shuffle: whether to shuffle the training samples every epoch; False keeps the dataset's own order.
         micro_batch_size: of the micro-batches, where the data fix it: the run must state the same.
+        batched: whether a stream yields micro-batches; None: a ``DataLoader`` does, any other stream yields samples.
+        batch_size: from a micro-batch of a stream to the number of its samples; None to measure it by its parts.
+        may_repeat: whether the streams of ranks, or of loading processes, may hold the same items. Otherwise streams
+            that begin with the same items are refused, as they were not divided.
+        order_seed: added to the run's seed for the order of samples: a ``DataLoader``'s own.
+        workers: how samples are loaded, where the data come with a ``DataLoader``.
         bytes_per_token: for text, to report bits per byte; None where the loss cannot be read so.
         baselines: computes the bits per byte of simple models on the evaluation samples, by name.
     """
 
     train: MapDataset | Iterable[Any]
-    eval_dataset: MapDataset | None
-    description: str
+    eval_dataset: MapDataset | None = None
+    description: str = ""
     collate: Callable[[list[Any]], Any] | None = None
     lengths: NDArray[np.int64] | None = None
     shuffle: bool = True
     micro_batch_size: int | None = None
+    batched: bool | None = None
+    batch_size: Callable[[Any], int] | None = None
+    may_repeat: bool = False
+    order_seed: int = 0
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
     bytes_per_token: float | None = None
     baselines: Callable[[], Mapping[str, float]] = dict
 
 
 def is_map_style(data: Any) -> TypeGuard[MapDataset]:
-    """Whether ``data`` has a length and samples by index."""
+    """Whether ``data`` has a length and samples by index.
+
+    Torch's ``IterableDataset`` is none, even with a ``__len__``: it inherits an index operator that only raises.
+    """
+    if isinstance(data, IterableDataset):
+        return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")

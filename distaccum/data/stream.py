@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import default_collate
 
+from distaccum.data.agreement import Agreement, refuse_equal_streams, refuse_equal_workers
+from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
 from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.sketch import Sketch, sketch
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 from distaccum.losses.normalize import Counts
+
+_MOST_EMPTY = 1000  # rounds in a row in which no rank has a sample
 
 
 class IterableWindowLoader(WindowLoader):
@@ -32,14 +37,31 @@ class IterableWindowLoader(WindowLoader):
         plan: the sizes.
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
+        batch_size: from a micro-batch to the number of its samples; None to measure it.
+        may_repeat: whether ranks and workers may yield the same items.
     """
 
     def __init__(
-        self, stream: Iterable[Any], plan: StreamPlan, world: World, *, collate: Collate | None = None
+        self,
+        stream: Iterable[Any],
+        plan: StreamPlan,
+        world: World,
+        *,
+        collate: Collate | None = None,
+        batch_size: Callable[[Any], int] | None = None,
+        may_repeat: bool = False,
     ) -> None:
         self._stream, self._plan, self._world = stream, plan, world
+        self._size = BatchSize(plan.micro_batch_size, batch_size)
+        self._may_repeat = may_repeat
+        self._agreement = Agreement(world)
+        workers: int = getattr(stream, "num_workers", 0)
+        self._workers = 0 if may_repeat or workers < 2 else workers  # noqa: PLR2004  whose first items are compared
+        self._of_workers: list[Sketch | None] = []
+        self._begun = False  # whether an item was taken: an iterator cannot begin again
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
         self._items: Iterator[Any] | None = None
+        self._to_open: int | None = None  # the epoch that the next item opens
         self._taken = 0  # items of this epoch
         self._next = (0, 0)  # the epoch and window that the open iterator yields next
         self._skip = 0  # items that the next iteration skips
@@ -53,25 +75,39 @@ class IterableWindowLoader(WindowLoader):
         return self._plan.position
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
-        """See :class:`WindowLoader`. One small host all-reduce per window, and one more when a rank's stream ends."""
+        """See :class:`WindowLoader`. One small host all-reduce per window, and one more when a rank's stream ends.
+
+        Before the first window the ranks compare their plans and first items: see :mod:`distaccum.data.agreement`.
+
+        Raises:
+            ConfigError: the ranks have other plans or positions; the same message on every rank.
+            DataError: the ranks' streams are the same; an iterator that has ended is to begin again; nothing but empty
+                batches.
+            PeerError: another rank could not load its part of a window, and raises why.
+        """
         index = start
         if self._last is not None and self._last[0] == start and self._next == (epoch, start + 1):
             yield self._last[1]  # it was abandoned, and a stream yields its items once
             index += 1
-        items = self._open(epoch, index)
+        if self._items is None or self._next != (epoch, index):
+            self._to_open = epoch
+            self._ended = [False] * self._world.size if self._resumed is None else list(self._resumed["ended"])
         while not all(self._ended):
             began = perf_counter()
             micro_batches: list[MicroBatch] = []
             ids: list[range] = []
             counts: dict[str, float] = {}
-            samples = 0
+            samples = empty = 0
             while (wanted := self._plan.wanted(samples)) and not all(self._ended):
-                fresh, spans, found, more = self._round(items, wanted, counter, index)
+                fresh, spans, found, more = self._round(wanted, counter, epoch, index)
                 micro_batches += fresh
                 ids += spans
                 samples += more
                 for name, count in found.items():
                     counts[name] = counts.get(name, 0.0) + count
+                empty = 0 if more else empty + 1
+                if empty >= _MOST_EMPTY:
+                    raise DataError(f"the streams yielded nothing but empty batches {_MOST_EMPTY} times in a row")
             index += 1
             self._next = (epoch, index)
             if samples:
@@ -88,50 +124,93 @@ class IterableWindowLoader(WindowLoader):
                 yield window
             if counter.stopping:
                 return
+        if self._to_open is not None:  # the state was saved at the end of an epoch
+            self._open()
         self._items, self._taken, self._ended = None, 0, [False] * self._world.size
 
     def _round(
-        self, items: Iterator[Any], wanted: int, counter: GlobalCounter, turn: int
+        self, wanted: int, counter: GlobalCounter, epoch: int, turn: int
     ) -> tuple[list[MicroBatch], list[range], Counts, int]:
-        """Fetches this rank's part of the ``wanted`` items.
+        """Fetches this rank's part of the ``wanted`` items of window ``turn``.
 
         Returns:
             Its micro-batches, the items of each, and the counts and samples of all ranks.
         """
         quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank, turn=turn)
-        taken = list(islice(items, quota))
-        size = 1 if self._plan.batched else self._plan.micro_batch_size
-        cuts = range(0, len(taken), size)
-        spans = [range(self._taken + i, self._taken + min(i + size, len(taken))) for i in cuts]
-        self._taken += len(taken)
-        if self._plan.batched:
-            batches, samples = taken, sum(map(self._checked_size, taken))
-        else:
-            batches, samples = [self._collate(taken[i : i + size]) for i in cuts], len(taken)
-        micro_batches = [counter.micro_batch(batch) for batch in batches]
+        taken: list[Any] = []
+        batches: list[tuple[Any, range, int]] = []
+        micro_batches: list[MicroBatch] = []
+        error: Exception | None = None
+        try:
+            taken = list(islice(self._open(), quota))
+            batches = self._batches(taken)
+            micro_batches = [counter.micro_batch(batch) for batch, _, _ in batches]
+            self._compare_workers(taken)
+        except Exception as problem:  # every rank has to learn of it, or it waits for this one
+            error = problem
+        if not self._agreement.reached:
+            facts = {"data": "a stream", **self.position, "epoch": epoch, "window": turn}
+            gathered = self._agreement.on(facts, list(map(sketch, taken)), error)
+            if not self._may_repeat:
+                refuse_equal_streams(gathered)
         ends = [0.0] * self._world.size
         ends[self._world.rank] = float(len(taken) < quota)
-        counts, (total, *ended) = counter.all_reduce(micro_batches, [samples, *ends])
+        samples = sum(size for _, _, size in batches)
+        counts, (total, *ended) = counter.all_reduce(micro_batches, [samples, *ends], error=error)
         self._ended = [before or now > 0 for before, now in zip(self._ended, ended, strict=True)]
-        return micro_batches, spans, counts, int(total)
+        return micro_batches, [span for _, span, _ in batches], counts, int(total)
+
+    def _batches(self, taken: list[Any]) -> list[tuple[Any, range, int]]:
+        """The micro-batches of the items that were taken, their numbers in the stream, and their samples.
+
+        Batches of no sample add nothing, and are left out.
+        """
+        step = 1 if self._plan.batched else self._plan.micro_batch_size
+        found: list[tuple[Any, range, int]] = []
+        for i in range(0, len(taken), step):
+            part = taken[i : i + step]
+            span = range(self._taken + i, self._taken + i + len(part))
+            batch = part[0] if self._plan.batched else self._collate(part)
+            if batch is None:
+                who = "stream yielded" if self._plan.batched else "collate function gave"
+                raise DataError(f"the {who} None for a batch: let it return the batch, or leave the batch out")
+            size = self._checked_size(batch) if self._plan.batched else len(part)
+            if size:
+                found.append((batch, span, size))
+        self._taken += len(taken)
+        return found
+
+    def _compare_workers(self, taken: list[Any]) -> None:
+        if self._workers and taken:
+            self._of_workers += map(sketch, taken[: self._workers - len(self._of_workers)])
+            if len(self._of_workers) == self._workers:
+                workers, self._workers = self._workers, 0
+                refuse_equal_workers(self._of_workers, workers)
 
     def _checked_size(self, batch: Any) -> int:
-        size = batch_size(batch)
+        size = self._size(batch)
         if size > self._plan.micro_batch_size:
             problem = f"a batch of {size} samples, and the micro-batch size is {self._plan.micro_batch_size}"
             raise DataError(f"{problem}: load smaller batches, or raise it")
         return size
 
-    def _open(self, epoch: int, start: int) -> Iterator[Any]:
-        """The open iterator if it is at this window, else a new one from the start of the epoch."""
-        if self._items is None or self._next != (epoch, start):
+    def _open(self) -> Iterator[Any]:
+        """The open iterator, or a new one from the start of the epoch that is to be opened."""
+        if self._to_open is not None:
+            epoch, self._to_open = self._to_open, None
             _call_if_there(self._stream, "set_epoch", epoch)
-            self._items = iter(self._stream)
+            items = iter(self._stream)
+            begun = self._begun or (self._skip > 0 and _has_begun(items))
+            if begun and items is self._stream:
+                remedy = "Give an object whose __iter__ begins again, such as a class with a generator for __iter__"
+                raise DataError(f"the stream is an iterator, which yields its items once, and has begun. {remedy}")
+            self._items = items
             for _ in islice(self._items, self._skip):
                 pass
             if self._resumed is None:
-                self._taken, self._ended = 0, [False] * self._world.size
-            self._skip, self._resumed = 0, None
+                self._taken = 0
+            self._skip, self._resumed, self._begun = 0, None, True
+        assert self._items is not None
         return self._items
 
     def state(self) -> dict[str, Any]:
@@ -153,15 +232,9 @@ class IterableWindowLoader(WindowLoader):
         self._items, self._last, self._resumed = None, None, state
 
 
-def batch_size(batch: Any) -> int:
-    """The number of samples in a batch: the length of its first tensor (or list) in mappings, lists and tuples."""
-    first = batch
-    while not isinstance(first, Tensor):
-        parts = list(first.values()) if hasattr(first, "values") else list(first)
-        if not parts or isinstance(parts[0], int | float | str):
-            return len(parts)
-        first = parts[0]
-    return len(first)
+def _has_begun(items: Any) -> bool:
+    """Whether a generator has yielded; of any other iterator nobody knows."""
+    return inspect.isgenerator(items) and inspect.getgeneratorstate(items) != inspect.GEN_CREATED
 
 
 def _owner_of_state(stream: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from distaccum.data.batches import to_device
 from distaccum.data.loader import MicroBatchIds
 from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.prefetch import to_device
 from distaccum.data.spec import DataSpec
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine

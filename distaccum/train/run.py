@@ -31,7 +31,7 @@ from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, PeerError
 from distaccum.train.components import TrainingComponents, build_loggers
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.loop import Loop
@@ -257,4 +257,6 @@ def _git_commit() -> str | None:
 
 
 def _reason(rank: int, error: BaseException) -> str:
+    if isinstance(error, PeerError):  # it follows from another rank's
+        return error.reason
     return f"rank {rank}: {type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from distaccum.data.prefetch import to_device
+from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.losses.normalize import normalize_loss
 from distaccum.train.components import TrainingComponents

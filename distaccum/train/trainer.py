@@ -105,7 +105,7 @@ class Trainer:
             problem = "is not given, and resume=auto looks for its run there"
             raise ConfigError("run_dir", None, problem, "Give the folder")
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        spec = to_data_spec(data)
+        spec = to_data_spec(data, self._environment.size)
         given = {
             "model": _describe(model),
             "data": {**_describe(data), "description": spec.description},

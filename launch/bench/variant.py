@@ -21,7 +21,7 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.data.loader import WindowLoader
-from distaccum.data.prefetch import to_device
+from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.losses.base import Loss

@@ -425,7 +425,7 @@ LOADERS: list[tuple[Callable[[], DataLoader[Any]], str]] = [
     (lambda: DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=4)), "draws 4 of 10 samples"),
     (lambda: DataLoader(DATA, batch_size=2, sampler=SequentialSampler([0, 1])), "draws 2 of 10 samples"),
     (lambda: DataLoader(DATA, batch_size=2, drop_last=True), "drop_last=True: leaves samples out"),
-    (lambda: DataLoader(DATA, batch_size=None), "loader=NoneType: makes batches of its own"),
+    (lambda: DataLoader(DATA, batch_size=None), "loader=batch_size=None: makes no batches"),
 ]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from distaccum.data.datasets.text import docs, text
 from distaccum.data.datasets.tokens import tokens
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
+from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -120,7 +122,7 @@ def test_windows_continue_from_any_window_in_the_same_order(gloo_world: World) -
     plan = BatchPlan(samples=10, global_batch_size=4, micro_batch_size=3, world_size=1, seed=7)
 
     def ids(start: int, workers: int = 0) -> list[tuple[int, float, list[int]]]:
-        loader = MapWindowLoader(Recorded(), plan, gloo_world, num_workers=workers)
+        loader = MapWindowLoader(Recorded(), plan, gloo_world, workers=WorkerOptions(num_workers=workers))
         counter = GlobalCounter(gloo_world, CrossEntropy().count)
         first, within = divmod(start, plan.windows_per_epoch)
         return [
@@ -150,6 +152,9 @@ class Alone(World):
 
     def all_gather_names(self, names: Sequence[str]) -> tuple[str, ...]:
         return ("loss",)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
 
 
 @pytest.mark.parametrize(

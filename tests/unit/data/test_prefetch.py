@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import torch
 
-from distaccum.data.prefetch import to_device
+from distaccum.data.batches import to_device
 
 
 def test_batches_keep_their_structure_on_the_way_to_the_device() -> None:
