@@ -24,6 +24,7 @@ from distaccum.errors import MisuseError
 
 _UNKNOWN = -1  # in place of a recording's checksum
 _ALIKE = "call it alike in every micro-batch, or use an engine whose forward communicates nothing"
+_WHOLE = "use an engine that holds whole parameters (ddp, zero1)"
 _ELSEWHERE = "use an engine whose forward communicates nothing, or a global batch that all ranks share evenly"
 
 
@@ -295,6 +296,9 @@ class UnevenInputs:
         if self._backward is not None:
             self._backward.reached.add((number, i))
         elif self._inside and not self.replays:
+            if torch.is_grad_enabled():
+                problem = "the model is differentiated twice (create_graph=True, as for a gradient penalty)"
+                raise MisuseError(f"{problem}, and its layers are freed by the first time: {_WHOLE}")
             self._differentiated = True
             if self._uneven:
                 raise _by_hand()
@@ -366,7 +370,7 @@ class UnevenInputs:
 
 
 def _by_hand() -> MisuseError:
-    problem = "the model is differentiated by hand (autograd.grad, as for a gradient penalty)"
+    problem = "the model is differentiated by hand (autograd.grad)"
     return MisuseError(f"{problem} where ranks have different numbers of micro-batches: {_ELSEWHERE}")
 
 

@@ -50,7 +50,8 @@ def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) ->
         "a kept parameter": "a gradient reached leave.weight as it was before wrapping",
         "a hook on a shard": "register_hook on enter.weight after wrapping",
         "a constant forward": "no parameter got a gradient",
-        "a gradient penalty": "the model is differentiated by hand",
+        "a gradient penalty": "the model is differentiated twice",
+        "an attack, uneven": "the model is differentiated by hand",
         "between micro-batches": "the model was called between two micro-batches",
         "abandoned beside an empty rank": "one of them has none",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_not
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,9 @@ from distaccum.engines.context import EngineContext
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
 from distaccum.engines.fsdp2 import hooks, internals, wrap
 from distaccum.engines.fsdp2.optimizers import rebind_optimizers
+from distaccum.engines.fsdp2.shard_watch import ShardWatch
 from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
@@ -98,8 +100,10 @@ class FSDP2Engine(Engine):
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._uneven_inputs = inputs = UnevenInputs(model, world)
         hooks.carry_over(taken, model, self._sharded, replays=lambda: inputs.replays)
-        self._noted: list[tuple[Tensor, int]] = []  # the gradients that the last backward left, and their versions
-        self._backward_frees = False
+        self._watch = GradientWatch(self._gradients)
+        self._shard_watch = ShardWatch(lambda: [p.grad for p in self._parameters.values()])
+        self._sync = self._backward_frees = False
+        self._toggled: tuple[bool, bool] | None = None
         self._gathered = False  # by a forward, and not freed by a backward since
         self._forward_hook = model.register_forward_pre_hook(self._note_forward)
         self._window_begun = False
@@ -200,6 +204,8 @@ class FSDP2Engine(Engine):
         for parameter in self._parameters.values():
             parameter.grad = None
         self._sharded.drop_gradients()
+        self._watch.note()
+        self._shard_watch.forget()
 
     def _note_forward(self, *_: object) -> None:
         self._gathered = True
@@ -214,7 +220,7 @@ class FSDP2Engine(Engine):
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
         self._open_window()
-        self._toggle(sync)
+        self._toggle(sync=sync)
         self._expect_untouched()
         self._zero_contribution.append(True)
         try:
@@ -228,7 +234,8 @@ class FSDP2Engine(Engine):
         """Gradients are reduced with ``sync``; with ``sync=every`` in the settings after every micro-step."""
         self._open_window()
         self._uneven_inputs.begin_micro_step()
-        self._toggle(sync)
+        self._toggle(sync=False)
+        self._sync = sync
         try:
             yield
         except RuntimeError as error:
@@ -237,12 +244,16 @@ class FSDP2Engine(Engine):
             raise
         self._uneven_inputs.end_micro_step()
 
-    def _toggle(self, sync: bool) -> None:
+    def _toggle(self, *, sync: bool) -> None:
+        """Around the engine's own backwards alone: another one in a window reduces nothing."""
         self._backward_frees = self._reshards or sync
-        sharded = cast(FSDPModule, self._model)
-        sharded.set_requires_gradient_sync(sync or self._every)
-        if not self._reshards:
-            sharded.set_reshard_after_backward(sync)
+        if self._toggled == (sync, self._every):
+            return
+        self._toggled = sync, self._every
+        for unit in self._units:
+            unit.set_requires_gradient_sync(sync or self._every, recurse=False)
+            if not self._reshards:
+                unit.set_reshard_after_backward(sync, recurse=False)
 
     @property
     def local_gradients(self) -> LocalGradients | None:
@@ -259,8 +270,8 @@ class FSDP2Engine(Engine):
 
     def _accumulated(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for shard, gradient in self._sharded.whole_gradients():
-            if id(shard) in names:
+        for shard, gradient in zip(self._sharded.shards(), self._sharded.whole_gradients(), strict=True):
+            if gradient is not None and id(shard) in names:
                 yield names[id(shard)], gradient
 
     def backward(self, loss: Tensor) -> None:
@@ -275,32 +286,25 @@ class FSDP2Engine(Engine):
         if not self._uneven_inputs.called:
             raise _forward_past_model()
         self._expect_untouched()
+        self._toggle(sync=self._sync)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         with self._uneven_inputs.backward(scaled):
             scaled.backward()  # type: ignore[no-untyped-call]
         self._gathered = not self._backward_frees
         self._note_gradients()
 
-    def _gradients(self) -> list[Tensor]:
-        """All that an open window has accumulated: whole, and reduced."""
-        whole = [gradient for _, gradient in self._sharded.whole_gradients()]
-        return whole + [p.grad for p in self._parameters.values() if p.grad is not None]
+    def _gradients(self) -> list[Tensor | None]:
+        """All that a window accumulates: whole, and reduced."""
+        return self._sharded.whole_gradients() + [p.grad for p in self._parameters.values()]
 
     def _note_gradients(self) -> None:
-        self._noted = [(gradient, gradient._version) for gradient in self._gradients()]
+        self._watch.note()
+        self._shard_watch.note()
 
     def _expect_untouched(self) -> None:
-        """Raises MisuseError where gradients are not those that the last backward of this window left.
-
-        Whoever clips, zeroes or adds to them in between changes what is reduced, on one rank only.
-        """
-        noted, self._noted = self._noted, []
-        found = self._gradients()
-        if any(map(is_not, found, [gradient for gradient, _ in noted])) or (
-            [gradient._version for gradient in found] != [version for _, version in noted]
-        ):
-            problem = "gradients were changed by hand (clip_grad_norm_, zero_grad, a backward) in an open window"
-            raise MisuseError(f"{problem}: delete the line; clip by clip_norm= or clip_value=")
+        self._watch.check()
+        self._shard_watch.look()
+        self._watch.forget()  # or what the next backward reduces stays in memory until its end
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
         """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""
@@ -309,9 +313,11 @@ class FSDP2Engine(Engine):
         self._free_gathered()
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise _no_gradient(self._parameters)
-        output = self._optimizer_step.step(divisor)
+        changed = self._shard_watch.spoil()
+        output = replace(self._optimizer_step.step(divisor), changed=changed)
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._shard_watch.forget()
         self._close_window()
         return output
 
@@ -334,7 +340,6 @@ class FSDP2Engine(Engine):
         if self._gathered:  # a forward that no backward has ended
             self._sharded.reset()
         self._gathered = self._window_begun = False
-        self._noted = []
         self._drop_gradients()
         self._close_window()
 

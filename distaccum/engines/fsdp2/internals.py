@@ -6,7 +6,7 @@ not in the middle of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ OLDEST, NEWEST = "2.8", "2.15"  # the torch versions that docs/versions.md has r
 _OF_STATE = ("_state_ctx", "_comm_ctx", "_modules_to_run_forward", "_training_state")
 _OF_GROUP = ("fsdp_params", "_partial_reduce_output", "_training_state", "_post_forward_indices", "_all_gather_result")
 _MOVED = "unsharded_accumulated_grad"
+_LOCAL = "_local_tensor"
 _OF_PARAMETER = ("sharded_param", _MOVED)
 
 
@@ -49,6 +50,8 @@ def _missing(model: nn.Module) -> Iterator[str]:
         yield from (f"FSDPParamGroup.{name}" for name in _OF_GROUP if not hasattr(group, name))
     for parameter in _parameters(model):
         yield from (f"FSDPParam.{name}" for name in _OF_PARAMETER if not hasattr(parameter, name))
+        if not hasattr(getattr(parameter, "sharded_param", None), _LOCAL):
+            yield f"DTensor.{_LOCAL}"
         if "_unsharded_param" not in type(parameter).__annotations__:  # made by the first forward
             yield "FSDPParam._unsharded_param"
 
@@ -63,19 +66,22 @@ class ShardedModel:
         kinds = {type(parameter) for parameter in self._parameters}
         self._moves = not any(isinstance(getattr(kind, _MOVED, None), property) for kind in kinds)
 
-    def whole_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each sharded parameter whose gradient is accumulated whole and not reduced yet, and that gradient."""
+    def shards(self) -> list[nn.Parameter]:
+        """The parameters that optimizers hold, one for each of :meth:`whole_gradients`."""
+        return [parameter.sharded_param for parameter in self._parameters]
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Of each parameter the gradient that is accumulated whole and not reduced yet."""
         leaves = [getattr(parameter, "_unsharded_param", None) for parameter in self._parameters]
         found = [None if leaf is None else leaf.grad for leaf in leaves]
         if self._moves:
             moved = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
             found = [own if other is None else other for own, other in zip(found, moved, strict=True)]
-        shards = [parameter.sharded_param for parameter in self._parameters]
-        return [(shard, gradient) for shard, gradient in zip(shards, found, strict=True) if gradient is not None]
+        return found
 
     def zero_gradients(self) -> None:
         """Zeroes in place what is accumulated whole: where there is a gradient decides when FSDP2 reduces."""
-        gradients = [gradient for _, gradient in self.whole_gradients()]
+        gradients = [gradient for gradient in self.whole_gradients() if gradient is not None]
         if gradients:
             torch._foreach_zero_(gradients)
 
@@ -120,6 +126,12 @@ class ShardedModel:
         (found,) = (parameter for parameter in self._parameters if parameter.sharded_param is shard)
         leaf: nn.Parameter = found._unsharded_param
         return leaf
+
+
+def local_shards(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """This rank's parts of sharded gradients, as they lie in memory; ``to_local`` would make a view of each."""
+    parts = [getattr(gradient, _LOCAL) for gradient in gradients if gradient is not None]
+    return [part for part in parts if part.numel()]
 
 
 def with_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -1,14 +1,17 @@
 """Run by torchrun: loops as people write them on FSDP2, on uneven ranks, beside one fp64 process on whole windows.
 
-``fsdp2_programs.py RESULT``: a JSON file to write. The oracle is plain torch: it knows windows only as sets of samples.
+``fsdp2_programs.py RESULT few|all``: a JSON file to write, and which cells. The oracle is plain torch: it knows windows
+only as sets of samples.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from distaccum.config.engine import FSDP2Config
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import full_tensor
 from distaccum.engines.factory import create_engine
-from distaccum.errors import DistaccumError
+from distaccum.errors import DistaccumError, MisuseError
 
 WIDTH, RATE = 5, 0.05
 SETTINGS = {
@@ -102,6 +105,13 @@ def detached(model: nn.Module, batch: Batch) -> Tensor:
     return squares(model(batch[0])[0], model(-batch[0])[0].detach())
 
 
+def adversarial(model: nn.Module, batch: Batch) -> Tensor:
+    """Trained on the inputs that a gradient step makes worse."""
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(both(model, (x, batch[1])), x)
+    return both(model, (batch[0] + 0.1 * slope, batch[1]))
+
+
 def metric(model: nn.Module, batch: Batch) -> None:
     """A training metric."""
     with torch.no_grad():
@@ -131,6 +141,7 @@ PROGRAMS: dict[str, tuple[Loss, Act, Act]] = {  # loss, after each backward, bet
     "chained": (chained, nothing, nothing),
     "teacher": (teacher, nothing, nothing),
     "detached teacher": (detached, nothing, nothing),
+    "adversarial": (adversarial, nothing, nothing),
     "metric": (both, metric, nothing),
     "metric and teacher": (teacher, evaluated, nothing),
     "evaluation between windows": (both, nothing, evaluated),
@@ -218,14 +229,21 @@ def train(engine: Engine, table: list[tuple[int, int]], loss: Loss, after: Act, 
         between(engine.model, samples(window, 0, 0))
 
 
-def programs() -> Iterator[tuple[str, Any]]:
-    """Each program on each table and setting: errors, or what was raised."""
-    for name, (loss, after, between) in PROGRAMS.items():
-        for table_name, table in {"uneven": UNEVEN, "empty": EMPTY, "even": EVEN}.items():
-            for setting, config in SETTINGS.items():
-                before, engine = made(config)
-                train(engine, table, loss, after, between)
-                yield f"{name}, {table_name}, {setting}", errors(engine, before, table, loss)
+def chosen(cells: Iterable[tuple[Any, ...]], few: bool) -> list[tuple[Any, ...]]:
+    """All of them, or every fifth: each program, table and setting occurs."""
+    return list(cells)[::5] if few else list(cells)
+
+
+def programs(few: bool) -> Iterator[tuple[str, Any]]:
+    """Errors of each program on each table and setting."""
+    tables = {"uneven": UNEVEN, "empty": EMPTY, "even": EVEN}
+    for name, table, setting in chosen(product(PROGRAMS, tables, SETTINGS), few):
+        loss, after, between = PROGRAMS[name]
+        if loss is adversarial and table != "even":
+            continue  # refused
+        before, engine = made(SETTINGS[setting])
+        train(engine, tables[table], loss, after, between)
+        yield f"{name}, {table}, {setting}", errors(engine, before, tables[table], loss)
 
 
 PHASES = ("begun", "forward", "backward", "one micro-step", "last backward")
@@ -260,13 +278,11 @@ def abandoned(phase: str, config: FSDP2Config, table: list[tuple[int, int]], at:
     return errors(engine, before, table, teacher, left_out=(at,))
 
 
-def abandonments() -> Iterator[tuple[str, Any]]:
+def abandonments(few: bool) -> Iterator[tuple[str, Any]]:
     """In each phase, in the first window and a later one."""
-    for setting, config in SETTINGS.items():
-        for phase in PHASES:
-            for name, table in {"uneven": UNEVEN, "even": EVEN}.items():
-                for at in (0, 1):
-                    yield f"{phase}, {name}, {setting}, {at}", abandoned(phase, config, table, at)
+    tables = {"uneven": UNEVEN, "even": EVEN}
+    for setting, phase, table, at in chosen(product(SETTINGS, PHASES, tables, (0, 1)), few):
+        yield f"{phase}, {table}, {setting}, {at}", abandoned(phase, SETTINGS[setting], tables[table], at)
 
 
 def after_an_error(config: FSDP2Config) -> list[float]:
@@ -353,13 +369,144 @@ def _rehooked(before: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
     return Again()
 
 
+class WithoutHooks(Model):
+    """As Keras 3 calls its layers."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.forward(x)
+
+
+def whole_window(engine: Engine, loss: Loss, after: Act = nothing) -> None:
+    """An even one of two micro-batches, and its step."""
+    engine.begin_window(2)
+    for micro in range(2):
+        run_micro(engine, loss, samples(0, WORLD.rank, micro), 1, sync=micro == 1, after=after)
+    complaint = engine.step().complaint
+    if complaint:
+        raise MisuseError(complaint)
+
+
+def clip(model: nn.Module, _: Batch) -> None:
+    """The line that people carry over; of the gradients that there are, gathered or reduced."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clear(model: nn.Module, _: Batch) -> None:
+    """``zero_grad(set_to_none=True)`` by hand."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """A gradient penalty on the input."""
+    x = batch[0].clone().requires_grad_()
+    first, _ = model(x)
+    (slope,) = torch.autograd.grad(squares(first, batch[1]), x, create_graph=True)
+    return squares(first, batch[1]) + slope.square().sum()
+
+
+def constant(model: nn.Module, batch: Batch) -> Tensor:
+    """It has a gradient, and none of the model's."""
+    return model(batch[0])[0].detach().sum() * torch.ones((), requires_grad=True)
+
+
+def adversarial_then_uneven(engine: Engine) -> None:
+    """The first window is even, the second is not."""
+    engine.begin_window(1)
+    with engine.micro_step(sync=True):
+        engine.backward(adversarial(engine.model, samples(0, WORLD.rank, 0)))
+    engine.zero_gradients()
+    engine.begin_window(2 - WORLD.rank)
+
+
+def between_micro_batches(engine: Engine) -> None:
+    """Raised on the rank with two; the window goes on."""
+    said = None
+    engine.begin_window(2 - WORLD.rank)
+    for micro in range(2 - WORLD.rank):
+        last = micro == 1 - WORLD.rank
+        run_micro(engine, both, samples(0, WORLD.rank, micro), 1, sync=last)
+        if not last:
+            said = caught(lambda: metric(engine.model, samples(0, 0, 0)))
+    engine.zero_gradients()
+    raise MisuseError(said or "")
+
+
+def beside_an_empty_rank(engine: Engine) -> None:
+    """Rank 1 has nothing to do in the window."""
+    engine.begin_window(1 - WORLD.rank)
+    said = None
+    if WORLD.rank:
+        engine.shadow_micro_step()
+    else:
+        said = caught(engine.zero_gradients)
+        run_micro(engine, both, samples(0, 0, 0), 1, sync=True)
+    engine.zero_gradients()
+    raise MisuseError(said or "")
+
+
+def caught(call: Callable[[], object]) -> str:
+    """What was raised, or nothing."""
+    try:
+        call()
+    except DistaccumError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> Iterator[tuple[str, Any]]:
+    """What was raised, and at last whether no weight has moved."""
+    kept: list[nn.Parameter] = []
+
+    def keep() -> Model:
+        model = Model()
+        kept.append(model.leave.weight)
+        return model
+
+    def inner(model: Any, batch: Batch) -> Tensor:
+        return squares(model.blocks[0](batch[0]), batch[1])
+
+    def hooked(engine: Any) -> None:
+        engine.unwrapped_model.enter.weight.register_hook(half)
+        whole_window(engine, both)
+
+    cases: dict[str, tuple[Callable[[Engine], object], Callable[[], nn.Module]]] = {
+        "clipped by hand": (lambda engine: whole_window(engine, both, clip), Model),
+        "cleared by hand": (lambda engine: whole_window(engine, both, clear), Model),
+        "a backward of one's own": (lambda engine: whole_window(engine, both, probed), Model),
+        "model.forward": (lambda engine: whole_window(engine, lambda m, b: squares(m.forward(b[0])[0], b[1])), Model),
+        "a module inside": (lambda engine: whole_window(engine, inner), Model),
+        "a __call__ without hooks": (lambda engine: whole_window(engine, plain), WithoutHooks),
+        "a kept parameter": (lambda e: whole_window(e, lambda m, b: both(m, b) + kept[0].square().sum()), keep),
+        "a hook on a shard": (hooked, Model),
+        "a constant forward": (lambda engine: whole_window(engine, constant), Model),
+        "a gradient penalty": (lambda engine: whole_window(engine, penalty), Model),
+        "an attack, uneven": (adversarial_then_uneven, Model),
+        "between micro-batches": (between_micro_batches, Model),
+        "abandoned beside an empty rank": (beside_an_empty_rank, Model),
+    }
+    unmoved = True
+    for name, (run, make) in cases.items():
+        _, engine = made(FSDP2Config(), make)
+        before = weights(engine)
+        yield name, caught(partial(run, engine))
+        engine.zero_gradients()
+        now = weights(engine)
+        unmoved &= all(torch.equal(now[key], before[key]) for key in before)
+    yield "unmoved", unmoved
+
+
 def main() -> None:
     """All parts."""
+    few = sys.argv[2] == "few"
+    refused = dict(refusals())
     found = {
-        "programs": dict(programs()),
-        "abandoned": dict(abandonments()),
+        "programs": dict(programs(few)),
+        "abandoned": dict(abandonments(few)),
         "after an error": {setting: after_an_error(config) for setting, config in SETTINGS.items()},
         "hooks": dict(hooks()),
+        "unmoved": refused.pop("unmoved"),
+        "refused": refused,
     }
     parts = WORLD.all_gather_object(found)
     if WORLD.is_main:
