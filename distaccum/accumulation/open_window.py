@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -109,11 +110,13 @@ class OpenWindow:
         self._autocast.__enter__()
         self.phase = Phase.FORWARD
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._micro_step is not None
         if self._autocast is not None:  # an error in the forward, or a missing backward()
             self._end_autocast()
-        self._micro_step.__exit__(None, None, None)
+        self._micro_step.__exit__(kind, value, trace)
         if kind is not None:
             return
         self.expect(Phase.BACKWARD, "the end of accumulate()", "call acc.backward() in it, also for a loss of zero")

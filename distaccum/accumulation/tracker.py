@@ -131,7 +131,7 @@ class ProgressTracker:
         self._known_progress = self._progress
         for scheduler in self._schedulers if applied else ():
             scheduler.step()
-        self._own_fault = None if finite or outcome.step is None else outcome.step.fault
+        self._own_fault = None if finite or outcome.step is None else outcome.step.complaint
         lowest = self._engine.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
             self._skips_in_a_row = 0

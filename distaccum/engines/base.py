@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.host_copy import HostCopy
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
@@ -36,6 +37,8 @@ class StepOutput:
             not sampled.
         fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
             where it gave none. Other ranks do not know.
+        changed: ``[whether this rank's gradient was changed by hand, and made NaN for it]``, on its way to the host,
+            where only the device can tell.
     """
 
     grad_norm: Tensor
@@ -44,6 +47,12 @@ class StepOutput:
     norms: Tensor
     underflow: Tensor | None = None
     fault: str = ""
+    changed: HostCopy | None = None
+
+    @property
+    def complaint(self) -> str:
+        """:attr:`fault`, or what the device has found out; waits as :attr:`applied` does. For a step not applied."""
+        return self.fault or (CHANGED_BY_HAND if self.changed is not None and self.changed.read()[0] else "")
 
     @property
     def applied(self) -> bool:

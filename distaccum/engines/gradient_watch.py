@@ -8,6 +8,12 @@ from torch import Tensor
 
 from distaccum.errors import MisuseError
 
+CHANGED_BY_HAND = (
+    "gradients were changed by hand inside a window (clip_grad_norm_, a backward() past the accumulator, "
+    "zeroing or writing .grad), which makes the window's gradient another one: delete the line. Clip with "
+    "clip_norm= or clip_value=; run other backwards between two windows, or as torch.autograd.grad(...)"
+)
+
 
 class GradientWatch:
     """Compares gradients with those that the engine left: which tensors they are, and their versions.
@@ -43,8 +49,8 @@ class GradientWatch:
             MisuseError: somebody has changed a gradient since :meth:`note`.
         """
         if not self.unchanged:
-            raise MisuseError(
-                "gradients were changed by hand inside a window (clip_grad_norm_, a backward() past the accumulator, "
-                "zeroing or writing .grad), which makes the window's gradient another one: delete the line. Clip with "
-                "clip_norm= or clip_value=; run other backwards between two windows, or as torch.autograd.grad(...)"
-            )
+            raise MisuseError(CHANGED_BY_HAND)
+
+    def forget(self) -> None:
+        """Releases the gradients; the next call is :meth:`note`."""
+        self._left = []

@@ -1,40 +1,87 @@
-"""Uneven inputs where a forward is a collective: ranks with fewer micro-batches replay an earlier input.
+"""Uneven inputs where a forward is a collective: ranks with fewer micro-batches replay an earlier micro-step.
 
-The gradient of a replay is zero.
+A micro-step is replayed as a whole: every forward of it, in its grad mode, and the backward where it stood between
+them. The gradient of a replay is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from binascii import crc32
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 
-_NOTHING, _INPUT, _ALL = range(3)  # what a rank knows about a micro-step
+_UNKNOWN = -1  # in place of a recording's checksum
+_ALIKE = "call it alike in every micro-batch, or use an engine whose forward communicates nothing"
+_WHOLE = "use an engine that holds whole parameters (ddp, zero1)"
+_ELSEWHERE = "use an engine whose forward communicates nothing, or a global batch that all ranks share evenly"
 
 
 @dataclass
-class _Call:
-    """One call of the model: its arguments, and the outputs that the backward reached, by number (None: unknown)."""
+class _Forward:
+    """One call of the model."""
 
     args: Any
     kwargs: Any
-    reached: set[int] | None = field(default_factory=set)
+    grad: bool
+    inference: bool
+    training: bool
+
+    @property
+    def mark(self) -> str:
+        """What all ranks must have in common."""
+        return "i" if self.inference else "g" if self.grad else "n"
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> _Forward:
+        """With other tensors."""
+        args, kwargs = tree_map_only(Tensor, change, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+
+@dataclass
+class _Backward:
+    """A backward, and the outputs that it reached: the forward's number in the micro-step, and the tensor's in it."""
+
+    reached: set[tuple[int, int]] = field(default_factory=set)
+
+    mark = "b"
+
+    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Backward:
+        """It has no tensors."""
+        return self
+
+
+@dataclass
+class _GivenUp:
+    """The window is given up before its first micro-step."""
+
+    mark = "given up"
+
+    def mapped(self, _: Callable[[Tensor], Tensor]) -> _GivenUp:
+        """It has no tensors."""
+        return self
+
+
+_Event = _Forward | _Backward | _GivenUp
+_Outputs = list[dict[int, Tensor]]  # of each forward, by number: those that a backward can reach
 
 
 class UnevenInputs:
-    """Remembers how a micro-step called the model, and replays it where other ranks have one micro-step more.
+    """Records what a micro-step does with the model, and replays it where other ranks have one micro-step more.
 
-    A rank that never had a micro-batch gets the call from another rank; in the very first window it gets the arguments
-    only, not which of the outputs the loss used.
+    Every micro-step must call the model as often as any other, in the same grad modes. A rank that has recorded none
+    yet is told what another rank does in its first micro-step, while it does it.
 
     Args:
         model: whose forward is a collective.
@@ -44,96 +91,326 @@ class UnevenInputs:
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model = model
         self._world = world
-        self._call: _Call | None = None
-        self._forwards = 0  # in the current micro-step
-        self._must_share = False
-        self._begins = False
+        self._recorded: list[_Event] = []  # a whole micro-step
+        self._events: list[_Event] = []  # of the current one
+        self._outputs: _Outputs = []  # of the current one, while ranks are uneven
+        self._nodes: dict[tuple[Any, int], tuple[int, int]] = {}  # the same, by where autograd made them
+        self._leaf_hooks: list[Any] = []
+        self._inside = False  # a micro-step
+        self._unfinished = False  # a forward, or a backward, that an error may have ended
+        self._backward: _Backward | None = None  # while it runs
+        self._differentiated = False  # the model, by something other than the backward, in any micro-step
+        self._source: int | None = None  # the rank that tells what it does, until its first micro-step is over
+        self._uneven = self._empty = False  # ranks, or one of them, in the current window
+        self._told_now = False  # in the current window ranks are told what to replay
+        self._forgets = False  # what was recorded, at the next window
+        self.left = 0  # micro-steps of the current window that other ranks may wait in; 0 where all have as many
         self.replays = False
-        # The first of all hooks: others wait for ranks that wait for what this one shares.
-        model.register_forward_pre_hook(self._remember, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._watch)
+        # The first of all hooks: others wait for ranks that wait for what this one tells.
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after_forward),
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks on the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def called(self) -> bool:
+        """Whether the current micro-step has called the model for a gradient."""
+        return any(isinstance(event, _Forward) and event.grad for event in self._events)
 
     def begin_micro_step(self) -> None:
-        """Called before a micro-step's first forward, if it has one."""
-        self._begins = True
+        """Called before a micro-step's first forward."""
+        self._forget_current()
+        self._inside = True
 
-    def _remember(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.replays or not torch.is_grad_enabled():
+    def end_micro_step(self) -> None:
+        """Called when a micro-step has run to its end; not after an error in it."""
+        if not self._inside:
             return
-        self._forwards = 1 if self._begins else self._forwards + 1
-        self._begins = False
-        self._call = _Call(*tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
-        if self._must_share:
-            self._must_share = False
-            self._share(self._world.rank, known=False)
+        self._tell(None)
+        if any(isinstance(event, _Backward) for event in self._events):
+            self._recorded = self._events
+        self._forget_current()
+        self._count_down()
 
-    def _watch(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self.replays or not torch.is_grad_enabled() or self._call is None:
-            return
-        for i, tensor in _grown(output):
-            tensor.register_hook(partial(_reach, self._call, i))  # type: ignore[no-untyped-call]
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Around a micro-step's backward of ``loss``."""
+        self._backward = _Backward()
+        if self._source is not None:
+            self._backward.reached = _reached(loss, self._nodes)
+        self._tell(self._backward)
+        self._events.append(self._backward)
+        self._nodes.clear()
+        self._unfinished = True
+        yield
+        self._unfinished, self._backward = False, None
+        self._outputs = [{} for _ in self._outputs]
 
     def missing_steps(self, micro_steps: int) -> int:
         """How many micro-steps this rank has to replay, given its own ``micro_steps``; a small host all-reduce.
 
         Raises:
-            MisuseError: some rank has to replay, and the loss calls the model several times in a micro-batch.
+            MisuseError: some rank has to replay, and ranks call the model differently, or differentiate it by hand.
         """
-        size, rank, knows = self._world.size, self._world.rank, self._knows()
-        code = micro_steps * size + size - 1 - rank
-        code, fewest, least, forwards = self._world.all_reduce_max_host([code, -micro_steps, -knows, self._forwards])
-        most, source = code // size, size - 1 - code % size
-        if most > -fewest and forwards > 1:
-            problem = f"the loss calls the model {forwards} times in a micro-batch, and ranks have different numbers"
-            raise MisuseError(f"{problem} of them: on this engine join the calls into one, or use another engine")
-        if most > -fewest and -least < _ALL:
-            known = self._world.all_reduce_max_host([knows if rank == source else 0])[0] == _ALL
-            if rank == source and not known:
-                self._must_share = True  # in its next forward, when there is something to share
+        self._forget_current()
+        if self._forgets:
+            self._recorded, self._forgets = [], False
+        size, rank, known = self._world.size, self._world.rank, bool(self._recorded)
+        # The source: of the ranks with most micro-steps one that has recorded some, and the first of these.
+        code = (micro_steps * 2 + known) * size + size - 1 - rank
+        marks = crc32("".join(event.mark for event in self._recorded).encode()) if known else _UNKNOWN
+        code, fewest, least, most_marks, least_marks, differentiated = self._world.all_reduce_max_host(
+            [code, -micro_steps, -int(known), marks, -marks if known else -(2**32), int(self._differentiated)]
+        )
+        most, source, fewest = code // size // 2, size - 1 - code % size, -fewest
+        self._uneven, self._empty, self._told_now, self._source = most > fewest, fewest == 0, False, None
+        self.left = most if self._uneven else 0
+        if not self._uneven:
+            return 0
+        if most_marks not in (_UNKNOWN, -least_marks):
+            problem = "the loss calls the model a different number of times, or in other grad modes, on different ranks"
+            raise MisuseError(f"{problem}, and these have different numbers of micro-batches: {_ALIKE}")
+        if differentiated:
+            raise _by_hand()
+        if not least:
+            if code // size % 2:  # the source knows
+                self._share(source)
             else:
-                self._share(source, known=known)
+                self._source, self._told_now = source, True
         return most - micro_steps
 
-    def _knows(self) -> int:
-        if self._call is None:
-            return _NOTHING
-        return _INPUT if self._call.reached is None else _ALL
+    def _share(self, source: int) -> None:
+        own = source == self._world.rank
+        box: list[Any] = [[event.mapped(_to_host) for event in self._recorded] if own else None]
+        self._broadcast(box, source)
+        if not self._recorded:
+            self._recorded = [event.mapped(self._to_device) for event in box[0]]
 
-    def _share(self, source: int, *, known: bool) -> None:
-        box: list[Any] = [None]
-        if source == self._world.rank:
-            assert self._call is not None
-            own = (self._call.args, self._call.kwargs, self._call.reached if known else None)
-            box = [tree_map_only(Tensor, Tensor.cpu, own)]
+    def replay(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Runs a micro-step whose gradient is zero; random generators and buffers stay as they were.
+
+        Args:
+            autocast: makes the context of each forward.
+        """
+        with self._without_trace():
+            if self._source is None:
+                assert self._recorded, "no rank has a micro-batch"
+                self._run(self._recorded, [], autocast)
+            else:
+                self._recorded = self._run(self._told(self._source), [], autocast)
+                self._source = None
+        self._count_down()
+
+    def check_release(self) -> None:
+        """Called on all ranks, before a window is given up in which others wait for this one (:attr:`left`).
+
+        Raises:
+            MisuseError: they cannot be released.
+        """
+        problem = "abandon() where ranks have different numbers of micro-batches,"
+        if self.left and self._empty:
+            raise MisuseError(f"{problem} and one of them has none: it waits in the step. Abandon between windows")
+        if self.left and self._unfinished:
+            problem += " after an error in the model's forward or backward: the others wait in it"
+            raise MisuseError(f"{problem}. End the job, and resume from a checkpoint")
+
+    def finish_micro_step(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Runs the rest of a micro-step that is given up, with a gradient of zero; the caller replays :attr:`left`."""
+        self._forgets = self._told_now  # what was recorded was not finished as the loss would have
+        if not self._inside:
+            if self._source is not None:  # nobody has begun
+                self._tell(_GivenUp())
+                self.left, self._source = 0, None
+            return
+        rest: list[_Event] = self._recorded[len(self._events) :]
+        if self._told_now:
+            rest = []
+            if not any(isinstance(event, _Backward) for event in self._events):
+                rest = [_Backward({(i, j) for i, outputs in enumerate(self._outputs) for j in outputs})]
+        outputs, self._outputs = self._outputs, []
+        with self._without_trace():
+            for event in rest:
+                self._tell(event)
+                self._run([event], outputs, autocast)
+        self._tell(None)
+        if self._told_now:
+            self._recorded = self._events + rest
+        self._forget_current()
+        self._count_down()
+
+    def _count_down(self) -> None:
+        self.left = max(self.left - 1, 0)
+
+    def _forget_current(self) -> None:
+        self._inside = self._unfinished = False
+        self._events, self._outputs, self._backward = [], [], None
+        self._nodes.clear()
+        while self._leaf_hooks:
+            self._leaf_hooks.pop().remove()
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.replays:
+            return
+        if self._backward is not None:  # an activation checkpoint around the whole model
+            if self._uneven:
+                problem = "the whole model is computed again in the backward (an activation checkpoint)"
+                raise MisuseError(
+                    f"{problem}, and ranks have different numbers of micro-batches: checkpoint its blocks"
+                )
+            return
+        if not self._inside:
+            if self.left:
+                problem = "the model was called between two micro-batches, of which ranks have different numbers"
+                raise MisuseError(f"{problem}: call it in a micro-step, or between windows")
+            return
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        event = _Forward(args, kwargs, grad=grad, inference=inference, training=module.training).mapped(_leaf)
+        self._unfinished = True
+        self._tell(event)
+        self._events.append(event)
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self.replays or not self._inside or self._backward is not None:
+            return
+        self._unfinished = False
+        number = len(self._outputs)
+        kept: dict[int, Tensor] = {}
+        if torch.is_grad_enabled():
+            for i, tensor in _grown(output):
+                hook = tensor.register_hook(partial(self._reach, number, i))  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:  # a parameter, which stays
+                    self._leaf_hooks.append(hook)
+                if self._uneven:
+                    kept[i] = tensor
+                if self._source is not None:
+                    edge = get_gradient_edge(tensor)
+                    self._nodes[edge.node, edge.output_nr] = number, i
+        self._outputs.append(kept)
+
+    def _reach(self, number: int, i: int, _: Tensor) -> None:
+        if self._backward is not None:
+            self._backward.reached.add((number, i))
+        elif self._inside and not self.replays:
+            if torch.is_grad_enabled():
+                problem = "the model is differentiated twice (create_graph=True, as for a gradient penalty)"
+                raise MisuseError(f"{problem}, and its layers are freed by the first time: {_WHOLE}")
+            self._differentiated = True
+            if self._uneven:
+                raise _by_hand()
+
+    def _tell(self, event: _Event | None) -> None:
+        """Tells the ranks that have recorded nothing; None: the micro-step is over."""
+        if self._source is None:
+            return
+        own = self._source == self._world.rank
+        box: list[Any] = [event.mapped(_to_host) if own and event is not None else None]
+        self._broadcast(box, self._source)
+        if not own and type(box[0]) is not type(event):
+            raise MisuseError(
+                f"ranks call the model differently, and have different numbers of micro-batches: {_ALIKE}"
+            )
+        if event is None:
+            self._source = None
+
+    def _told(self, source: int) -> Iterator[_Event]:
+        while True:
+            box: list[Any] = [None]
+            self._broadcast(box, source)
+            if box[0] is None:
+                return
+            if isinstance(box[0], _GivenUp):
+                self.left = 0
+                return
+            yield box[0].mapped(self._to_device)
+
+    def _broadcast(self, box: list[Any], source: int) -> None:
         dist.broadcast_object_list(box, src=source, device=torch.device("cpu"), group=self._world.host_group)
-        if self._knows() != _ALL:
-            self._call = _Call(*tree_map_only(Tensor, lambda tensor: tensor.to(self._world.device), box[0]))
 
-    def replay(self, autocast: Callable[[], Any]) -> None:
-        """Runs a forward and a backward whose gradient is zero; random generators and buffers stay as they were."""
-        assert self._call is not None, "no rank has a micro-batch"
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._world.device).requires_grad_(tensor.requires_grad)
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
         self.replays = True
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]  # statistics: an input counts once
         devices = [self._world.device] if self._world.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
-                used = self._outputs(self._call, autocast)
-                torch.autograd.backward(used, [torch.zeros_like(output) for output in used])
+                yield
         finally:
             self.replays = False
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
 
-    def _outputs(self, call: _Call, autocast: Callable[[], Any]) -> list[Tensor]:
-        with autocast():
-            output = self._model(*call.args, **call.kwargs)
-        return [tensor for i, tensor in _grown(output) if not call.reached or i in call.reached]
+    def _run(
+        self, events: Iterable[_Event], outputs: _Outputs, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> list[_Event]:
+        """Runs the events, which it returns, after others that gave ``outputs``."""
+        done: list[_Event] = []
+        for event in events:
+            done.append(event)
+            if isinstance(event, _Backward):
+                used = [outputs[number][i] for number, i in sorted(event.reached) if i in outputs[number]]
+                again = not isinstance(events, Sequence) or _Backward in map(type, events[len(done) :])
+                if used:
+                    torch.autograd.backward(used, [torch.zeros_like(output) for output in used], retain_graph=again)
+                continue
+            assert isinstance(event, _Forward)
+            call = event.mapped(_leaf)
+            with autocast(), _mode(self._model, call):
+                output = self._model(*call.args, **call.kwargs)
+            outputs.append(dict(_grown(output)) if call.grad else {})
+        return done
 
 
-def _reach(call: _Call, i: int, _: Tensor) -> None:
-    if call.reached is not None:
-        call.reached.add(i)
+def _by_hand() -> MisuseError:
+    problem = "the model is differentiated by hand (autograd.grad)"
+    return MisuseError(f"{problem} where ranks have different numbers of micro-batches: {_ELSEWHERE}")
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same values; whether an input needs a gradient decides when a sharded layer is freed."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _mode(model: nn.Module, call: _Forward) -> Iterator[None]:
+    """The grad mode of a call, and the model's training mode."""
+    flags = [] if model.training == call.training else [(module, module.training) for module in model.modules()]
+    if flags:
+        model.train(call.training)
+    try:
+        with torch.inference_mode() if call.inference else torch.set_grad_enabled(call.grad):
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _reached(loss: Tensor, nodes: dict[tuple[Any, int], tuple[int, int]]) -> set[tuple[int, int]]:
+    """Which of the outputs that autograd made at ``nodes`` the loss depends on."""
+    found: set[tuple[int, int]] = set()
+    seen: set[tuple[Any, int]] = set()
+    left: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    while left:
+        edge = left.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        if edge in nodes:
+            found.add(nodes[edge])
+        left += edge[0].next_functions
+    return found
 
 
 def _grown(output: Any) -> Iterator[tuple[int, Tensor]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,18 +16,27 @@ from torch.optim import Optimizer
 
 from distaccum.config.engine import FSDP2Config
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, LocalGradients, StateLayout, StepOutput, mebibytes
+from distaccum.engines.base import (
+    Engine,
+    EngineState,
+    LocalGradients,
+    StateLayout,
+    StepOutput,
+    mebibytes,
+)
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
-from distaccum.engines.fsdp2 import internals, wrap
+from distaccum.engines.fsdp2 import hooks, internals, wrap
 from distaccum.engines.fsdp2.optimizers import rebind_optimizers
+from distaccum.engines.fsdp2.shard_watch import ShardWatch
 from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
-from distaccum.errors import MisuseError
+from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -71,15 +81,31 @@ class FSDP2Engine(Engine):
         self._gathers_compute = config.gather_dtype == "compute" and everywhere
         self._mesh = _mesh(world, config.replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        taken = hooks.take(model)
         self._shard(model, config, seed)
+        internals.check(model)
+        self._sharded = internals.ShardedModel(model)
         rebind_optimizers(model, optimizers, before)
         apply_precision(model, policy, world.device, warn=world.is_main)
         self._model = model
         self._parameters = trained(model)
         self._optimizer_step = OptimizerStep(
-            optimizers, self._parameters, (model,), options, all_reduce_shards=self._all_reduce_shards
+            optimizers,
+            self._parameters,
+            (model,),
+            options,
+            window_open=lambda: self.window_open,
+            all_reduce_shards=self._all_reduce_shards,
         )
-        self._uneven_inputs = UnevenInputs(model, world)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._uneven_inputs = inputs = UnevenInputs(model, world)
+        hooks.carry_over(taken, model, self._sharded, replays=lambda: inputs.replays)
+        self._watch = GradientWatch(self._gradients)
+        self._shard_watch = ShardWatch(lambda: [p.grad for p in self._parameters.values()])
+        self._sync = self._backward_frees = False
+        self._toggled: tuple[bool, bool] | None = None
+        self._gathered = False  # by a forward, and not freed by a backward since
+        self._forward_hook = model.register_forward_pre_hook(self._note_forward)
         self._window_begun = False
 
     def _shard(self, model: nn.Module, config: FSDP2Config, seed: int) -> None:
@@ -158,33 +184,76 @@ class FSDP2Engine(Engine):
 
         A rank without any leaves the last of them to :meth:`shadow_micro_step`.
         """
+        self._open_window()
         self._window_begun = True
         missing = self._uneven_inputs.missing_steps(micro_steps)
         for _ in range(missing - (0 if micro_steps else 1)):
-            self.shadow_micro_step(sync=False)
+            if self._uneven_inputs.left:  # it may be given up
+                self.shadow_micro_step(sync=False)
         if missing and not self._every:
-            internals.drop(self._model)  # zeros, or NaN where the earlier input was beyond the number format
+            self._sharded.zero_gradients()  # zeros, or NaN where the earlier input was beyond the number format
+            self._note_gradients()
+
+    def _drop_stray_gradients(self) -> None:
+        """Also frees what an evaluation has gathered: a rank that replays must gather where the others do."""
+        self._free_gathered()
+        self._drop_gradients()
+        hooks.check_shards(self._parameters)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._sharded.drop_gradients()
+        self._watch.note()
+        self._shard_watch.forget()
+
+    def _note_forward(self, *_: object) -> None:
+        self._gathered = True
+
+    def _free_gathered(self) -> None:
+        """Frees what a forward without a backward after it has left gathered, so that no step leaves it stale."""
+        if self._gathered:
+            for unit in self._units:
+                unit.reshard()
+            self._gathered = False
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
-        self._toggle(sync)
+        self._open_window()
+        self._toggle(sync=sync)
+        self._expect_untouched()
         self._zero_contribution.append(True)
         try:
             self._uneven_inputs.replay(self.autocast)
         finally:
             self._zero_contribution.clear()
+        self._note_gradients()
 
-    def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
+    @contextmanager
+    def micro_step(self, *, sync: bool) -> Iterator[None]:
         """Gradients are reduced with ``sync``; with ``sync=every`` in the settings after every micro-step."""
+        self._open_window()
         self._uneven_inputs.begin_micro_step()
-        self._toggle(sync)
-        return nullcontext()
+        self._toggle(sync=False)
+        self._sync = sync
+        try:
+            yield
+        except RuntimeError as error:
+            if "DTensor" in str(error) and not self._uneven_inputs.called:  # torch's, of a shard in a plain forward
+                raise _forward_past_model() from error
+            raise
+        self._uneven_inputs.end_micro_step()
 
-    def _toggle(self, sync: bool) -> None:
-        sharded = cast(FSDPModule, self._model)
-        sharded.set_requires_gradient_sync(sync or self._every)
-        if not self._reshards:
-            sharded.set_reshard_after_backward(sync)
+    def _toggle(self, *, sync: bool) -> None:
+        """Around the engine's own backwards alone: another one in a window reduces nothing."""
+        self._backward_frees = self._reshards or sync
+        if self._toggled == (sync, self._every):
+            return
+        self._toggled = sync, self._every
+        for unit in self._units:
+            unit.set_requires_gradient_sync(sync or self._every, recurse=False)
+            if not self._reshards:
+                unit.set_reshard_after_backward(sync, recurse=False)
 
     @property
     def local_gradients(self) -> LocalGradients | None:
@@ -201,10 +270,9 @@ class FSDP2Engine(Engine):
 
     def _accumulated(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for parameter in internals.parameters_of(self._model):
-            gradient = internals.accumulated(parameter)
-            if gradient is not None and id(parameter.sharded_param) in names:
-                yield names[id(parameter.sharded_param)], gradient
+        for shard, gradient in zip(self._sharded.shards(), self._sharded.whole_gradients(), strict=True):
+            if gradient is not None and id(shard) in names:
+                yield names[id(shard)], gradient
 
     def backward(self, loss: Tensor) -> None:
         """Plain autograd, of the scaled loss in fp16: FSDP2 reduces in its hooks.
@@ -215,22 +283,65 @@ class FSDP2Engine(Engine):
         if not self._window_begun:
             problem = "all ranks of this engine must run the same number of micro-steps"
             raise MisuseError(f"{problem}: call engine.begin_window(len(window.micro_batches)) before a window's first")
+        if not self._uneven_inputs.called:
+            raise _forward_past_model()
+        self._expect_untouched()
+        self._toggle(sync=self._sync)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        with self._uneven_inputs.backward(scaled):
+            scaled.backward()  # type: ignore[no-untyped-call]
+        self._gathered = not self._backward_frees
+        self._note_gradients()
+
+    def _gradients(self) -> list[Tensor | None]:
+        """All that a window accumulates: whole, and reduced."""
+        return self._sharded.whole_gradients() + [p.grad for p in self._parameters.values()]
+
+    def _note_gradients(self) -> None:
+        self._watch.note()
+        self._shard_watch.note()
+
+    def _expect_untouched(self) -> None:
+        self._watch.check()
+        self._shard_watch.look()
+        self._watch.forget()  # or what the next backward reduces stays in memory until its end
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
         """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""
         self._window_begun = False
-        output = self._optimizer_step.step(divisor)
+        self._expect_untouched()
+        self._free_gathered()
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            raise _no_gradient(self._parameters)
+        changed = self._shard_watch.spoil()
+        output = replace(self._optimizer_step.step(divisor), changed=changed)
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._shard_watch.forget()
+        self._close_window()
         return output
 
     def zero_gradients(self) -> None:
-        """Frees the shards' gradients, and what an unfinished window has accumulated whole."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        internals.drop(self._model)
+        """Frees the shards' gradients, and what an unfinished window has accumulated whole.
+
+        Where ranks have different numbers of micro-steps, others may wait in one that this rank has not run: it runs
+        the rest with a gradient of zero.
+
+        Raises:
+            MisuseError: a rank waits that cannot be released.
+        """
+        inputs = self._uneven_inputs
+        if inputs.left:
+            inputs.check_release()
+            inputs.finish_micro_step(self.autocast)
+            self._note_gradients()
+        while inputs.left:
+            self.shadow_micro_step(sync=inputs.left == 1)
+        if self._gathered:  # a forward that no backward has ended
+            self._sharded.reset()
+        self._gathered = self._window_begun = False
+        self._drop_gradients()
+        self._close_window()
 
     def state(self) -> EngineState:
         """Gathers tensor by tensor; one rank keeps each, on the host."""
@@ -246,6 +357,7 @@ class FSDP2Engine(Engine):
 
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
+        self._free_gathered()
         own = model_state(self._model)
         # One tensor is read whole at a time. Torch complains of names and shapes that differ.
         parts = {name: shard_like(state.model[name], own.get(name, state.model[name])) for name in state.model}
@@ -262,6 +374,21 @@ def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, cont
     return FSDP2Engine(
         model, optimizers, world, config=config, policy=context.policy, options=options, seed=context.seed
     )
+
+
+def _forward_past_model() -> MisuseError:
+    """Where FSDP2's hooks did not run, parameters are not gathered and gradients not reduced."""
+    problem = "the forward went past the engine, so gradients would not be reduced"
+    remedy = (
+        "call model(...) itself: not model.forward, a module inside it, or a __call__ without torch's hooks (Keras 3)"
+    )
+    return MisuseError(f"{problem}: {remedy}")
+
+
+def _no_gradient(parameters: Iterable[str]) -> MisuseError:
+    problem = f"no parameter got a gradient in this window ({shorten(parameters)})"
+    remedy = "the loss must depend on model(...) of this window, with gradients enabled"
+    return MisuseError(f"{problem}, so a step would move nothing: {remedy}")
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:

@@ -1,0 +1,66 @@
+"""Loops as people write them are exact on FSDP2, also where ranks are uneven, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT, succeed
+
+WORKER = Path(__file__).parent / "workers" / "fsdp2_programs.py"
+TOLERANCE = 1e-6
+PLAIN_LOOPS = 2  # times what a plain fp32 loop on whole windows is off by in the same run
+
+
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.heavy)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By rank, what the worker found: a covering set of cells, or all."""
+    result = tmp_path_factory.mktemp("programs") / "result.json"
+    succeed(result, request.param, world=2, script=WORKER, timeout=200, PYTHONPATH=str(ROOT))
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("part", ["programs", "abandoned", "after an error"])
+def test_the_weights_are_those_of_whole_windows(found: Any, part: str) -> None:
+    assert len(found[0][part]) >= 3
+    for rank in found:
+        off = {name: errors for name, errors in rank[part].items() if errors[0] > _bound(errors)}
+        assert not off
+
+
+def test_hooks_on_parameters_go_on_after_wrapping(found: Any) -> None:
+    for rank in found:
+        for name in ("Hooked, boundary", "Hooked, every", "HookedAfter, boundary"):
+            errors = rank["hooks"][name]
+            assert errors[0] <= _bound(errors), name
+        assert "blocks.0.layer.weight has a post-accumulate hook" in rank["hooks"]["HookedAfter, every"]
+
+
+def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) -> None:
+    expected = {
+        "clipped by hand": "gradients were changed by hand",
+        "cleared by hand": "gradients were changed by hand",
+        "a backward of one's own": "gradients were changed by hand",
+        "model.forward": "the forward went past the engine",
+        "a module inside": "the forward went past the engine",
+        "a __call__ without hooks": "the forward went past the engine",
+        "a kept parameter": "a gradient reached leave.weight as it was before wrapping",
+        "a hook on a shard": "register_hook on enter.weight after wrapping",
+        "a constant forward": "no parameter got a gradient",
+        "a gradient penalty": "the model is differentiated twice",
+        "an attack, uneven": "the model is differentiated by hand",
+        "between micro-batches": "the model was called between two micro-batches",
+        "abandoned beside an empty rank": "one of them has none",
+    }
+    said = [rank["refused"] for rank in found]
+    for name, message in expected.items():
+        assert any(message in rank[name] for rank in said), (name, [rank[name] for rank in said])
+    for rank in found:
+        assert rank["unmoved"]
+
+
+def _bound(errors: list[float]) -> float:
+    return max(TOLERANCE, PLAIN_LOOPS * errors[1])

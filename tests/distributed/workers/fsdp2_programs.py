@@ -1,0 +1,519 @@
+"""Run by torchrun: loops as people write them on FSDP2, on uneven ranks, beside one fp64 process on whole windows.
+
+``fsdp2_programs.py RESULT few|all``: a JSON file to write, and which cells. The oracle is plain torch: it knows windows
+only as sets of samples.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distaccum import World
+from distaccum.config.engine import FSDP2Config
+from distaccum.engines.base import Engine
+from distaccum.engines.dtensor import full_tensor
+from distaccum.engines.factory import create_engine
+from distaccum.errors import DistaccumError, MisuseError
+
+WIDTH, RATE = 5, 0.05
+SETTINGS = {
+    "boundary": FSDP2Config(),
+    "every": FSDP2Config(sync="every"),
+    "held": FSDP2Config(reshard_after_forward=False),
+}
+# The micro-batches of each rank, window by window. Rank 1 has none in the first window of the second table.
+UNEVEN, EMPTY, EVEN = [(3, 1), (1, 2), (2, 2)], [(2, 0), (0, 1), (1, 3)], [(2, 2), (1, 1), (2, 2)]
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+Act = Callable[[nn.Module, Batch], object]
+
+
+class Block(nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Model(nn.Module):
+    """``(B, WIDTH)`` to two outputs of that shape; the second has a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave, self.second = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x), torch.tanh(self.second(x))
+
+
+def squares(a: Tensor, b: Tensor) -> Tensor:
+    """A sum."""
+    return (a - b).square().sum()
+
+
+def plain(model: nn.Module, batch: Batch) -> Tensor:
+    """One forward, whose second output is not used."""
+    return squares(model(batch[0])[0], batch[1])
+
+
+def both(model: nn.Module, batch: Batch) -> Tensor:
+    """One forward, both outputs."""
+    first, second = model(batch[0])
+    return squares(first, batch[1]) + squares(second, batch[1])
+
+
+def contrastive(model: nn.Module, batch: Batch) -> Tensor:
+    """Two forwards, each with gradients, of one output each."""
+    return squares(model(batch[0])[0], model(-batch[0])[1]) + plain(model, batch)
+
+
+def chained(model: nn.Module, batch: Batch) -> Tensor:
+    """The second forward's input is the first one's output."""
+    return squares(model(model(batch[0])[0])[0], batch[1])
+
+
+def teacher(model: nn.Module, batch: Batch) -> Tensor:
+    """The model teaches itself, before and after the student's forward."""
+    with torch.no_grad():
+        before = model(-batch[0])[0]
+    student = model(batch[0])[0]
+    with torch.no_grad():
+        after = model(2 * batch[0])[1]
+    return squares(student, before) + squares(student, after)
+
+
+def detached(model: nn.Module, batch: Batch) -> Tensor:
+    """The teacher's forward has gradients enabled, and its output is detached."""
+    return squares(model(batch[0])[0], model(-batch[0])[0].detach())
+
+
+def adversarial(model: nn.Module, batch: Batch) -> Tensor:
+    """Trained on the inputs that a gradient step makes worse."""
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(both(model, (x, batch[1])), x)
+    return both(model, (batch[0] + 0.1 * slope, batch[1]))
+
+
+def metric(model: nn.Module, batch: Batch) -> None:
+    """A training metric."""
+    with torch.no_grad():
+        model(batch[0])
+
+
+def evaluated(model: nn.Module, batch: Batch) -> None:
+    """The same in eval mode, as ``@torch.inference_mode`` functions do it after the first training forward."""
+    model.eval()
+    with torch.inference_mode():
+        model(batch[0])
+    model.train()
+
+
+def probed(model: nn.Module, batch: Batch) -> None:
+    """A saliency map by a plain backward."""
+    both(model, batch).backward()
+
+
+def nothing(_: nn.Module, __: Batch) -> None:
+    """The default."""
+
+
+PROGRAMS: dict[str, tuple[Loss, Act, Act]] = {  # loss, after each backward, between windows
+    "one forward, an unused output": (plain, nothing, nothing),
+    "contrastive": (contrastive, nothing, nothing),
+    "chained": (chained, nothing, nothing),
+    "teacher": (teacher, nothing, nothing),
+    "detached teacher": (detached, nothing, nothing),
+    "adversarial": (adversarial, nothing, nothing),
+    "metric": (both, metric, nothing),
+    "metric and teacher": (teacher, evaluated, nothing),
+    "evaluation between windows": (both, nothing, evaluated),
+    "a backward between windows": (both, nothing, probed),
+}
+
+
+def samples(window: int, rank: int, micro: int) -> Batch:
+    """A micro-batch, of one to three samples."""
+    generator = torch.Generator().manual_seed(100 * window + 10 * rank + micro)
+    rows = 1 + (window + rank + micro) % 3
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def count_of(window: int, table: list[tuple[int, int]]) -> int:
+    """The samples of a window on all ranks."""
+    return sum(len(samples(window, r, m)[0]) for r, n in enumerate(table[window]) for m in range(n))
+
+
+def oracle(
+    model: nn.Module, table: list[tuple[int, int]], loss: Loss, dtype: torch.dtype, left_out: tuple[int, ...] = ()
+) -> dict[str, Tensor]:
+    """The weights after plain SGD on whole windows."""
+    model = deepcopy(model).to(dtype)
+    for window in range(len(table)):
+        if window in left_out:
+            continue
+        parts = [samples(window, r, m) for r, n in enumerate(table[window]) for m in range(n)]
+        whole = tuple(torch.cat(column).to(dtype) for column in zip(*parts, strict=True))
+        model.zero_grad()
+        (loss(model, (whole[0], whole[1])) / len(whole[0])).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(RATE * parameter.grad)
+    return {name: value.detach().double() for name, value in model.named_parameters()}
+
+
+def made(config: FSDP2Config, make: Callable[[], nn.Module] = Model, **options: Any) -> tuple[nn.Module, Engine]:
+    """A model as it was, and an engine around its copy."""
+    torch.manual_seed(3)
+    model = make()
+    before = deepcopy(model)
+    return before, create_engine(model, torch.optim.SGD(model.parameters(), lr=RATE), WORLD, engine=config, **options)
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    """Whole, on every rank."""
+    return {name: full_tensor(p).detach().double() for name, p in engine.unwrapped_model.named_parameters()}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor], before: nn.Module) -> float:
+    """Of the weights' changes, relative."""
+    start = {name: value.detach().double() for name, value in before.named_parameters()}
+    off = sum((found[name] - expected[name]).square().sum() for name in expected)
+    moved = sum((expected[name] - start[name]).square().sum() for name in expected)
+    return float((off / moved) ** 0.5)
+
+
+def errors(engine: Engine, before: nn.Module, table: Any, loss: Loss, left_out: tuple[int, ...] = ()) -> list[float]:
+    """This engine's error, and that of a plain fp32 loop."""
+    expected = oracle(before, table, loss, torch.float64, left_out)
+    loop = oracle(before, table, loss, torch.float32, left_out)
+    return [distance(weights(engine), expected, before), distance(loop, expected, before)]
+
+
+def run_micro(engine: Engine, loss: Loss, batch: Batch, count: int, *, sync: bool, after: Act = nothing) -> None:
+    """One micro-step."""
+    with engine.micro_step(sync=sync):
+        engine.backward(loss(engine.model, batch) / count)
+        after(engine.model, batch)
+
+
+def train(engine: Engine, table: list[tuple[int, int]], loss: Loss, after: Act, between: Act) -> None:
+    """Level 1, by hand."""
+    for window in range(len(table)):
+        own, count = table[window][WORLD.rank], count_of(window, table)
+        engine.begin_window(own)
+        for micro in range(own):
+            batch = samples(window, WORLD.rank, micro)
+            run_micro(engine, loss, batch, count, sync=micro == own - 1, after=after)
+        if not own:
+            engine.shadow_micro_step()
+        engine.step()
+        between(engine.model, samples(window, 0, 0))
+
+
+def chosen(cells: Iterable[tuple[Any, ...]], few: bool) -> list[tuple[Any, ...]]:
+    """All of them, or every fifth: each program, table and setting occurs."""
+    return list(cells)[::5] if few else list(cells)
+
+
+def programs(few: bool) -> Iterator[tuple[str, Any]]:
+    """Errors of each program on each table and setting."""
+    tables = {"uneven": UNEVEN, "empty": EMPTY, "even": EVEN}
+    for name, table, setting in chosen(product(PROGRAMS, tables, SETTINGS), few):
+        loss, after, between = PROGRAMS[name]
+        if loss is adversarial and table != "even":
+            continue  # refused
+        before, engine = made(SETTINGS[setting])
+        train(engine, tables[table], loss, after, between)
+        yield f"{name}, {table}, {setting}", errors(engine, before, tables[table], loss)
+
+
+PHASES = ("begun", "forward", "backward", "one micro-step", "last backward")
+
+
+def abandoned(phase: str, config: FSDP2Config, table: list[tuple[int, int]], at: int) -> list[float]:
+    """Window ``at`` is given up in ``phase``, the others are trained."""
+    before, engine = made(config)
+    for window in range(len(table)):
+        own, count = table[window][WORLD.rank], count_of(window, table)
+        engine.begin_window(own)
+        if window == at:
+            batch = samples(window, WORLD.rank, 0)
+            if phase == "one micro-step":
+                run_micro(engine, teacher, batch, count, sync=own == 1)
+            elif phase != "begun":
+                step = engine.micro_step(sync=own == 1)
+                step.__enter__()
+                total = teacher(engine.model, batch)
+                if phase == "backward":
+                    engine.backward(total / count)
+                if phase == "last backward":
+                    engine.backward(total / count)
+                    step.__exit__(None, None, None)
+                    for micro in range(1, own):
+                        run_micro(engine, teacher, batch, count, sync=micro == own - 1)
+            engine.zero_gradients()
+            continue
+        for micro in range(own):
+            run_micro(engine, teacher, samples(window, WORLD.rank, micro), count, sync=micro == own - 1)
+        engine.step()
+    return errors(engine, before, table, teacher, left_out=(at,))
+
+
+def abandonments(few: bool) -> Iterator[tuple[str, Any]]:
+    """In each phase, in the first window and a later one."""
+    tables = {"uneven": UNEVEN, "even": EVEN}
+    for setting, phase, table, at in chosen(product(SETTINGS, PHASES, tables, (0, 1)), few):
+        yield f"{phase}, {table}, {setting}, {at}", abandoned(phase, SETTINGS[setting], tables[table], at)
+
+
+def after_an_error(config: FSDP2Config) -> list[float]:
+    """A forward that raises on all ranks, caught."""
+    before, engine = made(config)
+    train(engine, EVEN[:1], both, nothing, nothing)
+    engine.begin_window(2)
+    broken = engine.unwrapped_model.blocks[1].register_forward_pre_hook(_raise)  # type: ignore[union-attr,index,operator]
+    try:
+        with engine.micro_step(sync=False):
+            both(engine.model, samples(1, WORLD.rank, 0))
+    except ArithmeticError:
+        engine.zero_gradients()
+    broken.remove()
+    for window in (1, 2):
+        own = EVEN[window][WORLD.rank]
+        engine.begin_window(own)
+        for micro in range(own):
+            batch = samples(window, WORLD.rank, micro)
+            run_micro(engine, both, batch, count_of(window, EVEN), sync=micro == own - 1)
+        engine.step()
+    return errors(engine, before, EVEN, both)
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError
+
+
+def half(gradient: Tensor) -> Tensor:
+    """A hook."""
+    return gradient * 0.5
+
+
+def halve(parameter: Tensor) -> None:
+    """A post-accumulate hook."""
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Hooked(Model):
+    """With a hook on a block's weight, and one on the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].layer.weight.register_hook(half)  # type: ignore[union-attr]
+        self.leave.weight.register_hook(half)
+
+
+class HookedAfter(Model):
+    """With a post-accumulate hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].layer.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[union-attr]
+
+
+def hooks() -> Iterator[tuple[str, Any]]:
+    """Errors, or what was raised."""
+    for setting, config in SETTINGS.items():
+        for make in (Hooked, HookedAfter):
+            torch.manual_seed(3)
+            before = make()
+            try:
+                _, engine = made(config, make)
+            except DistaccumError as error:
+                yield f"{make.__name__}, {setting}", str(error)
+                continue
+            train(engine, UNEVEN, both, nothing, nothing)
+            yield f"{make.__name__}, {setting}", errors(engine, _rehooked(before, make), UNEVEN, both)
+
+
+def _rehooked(before: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """Its copies have hooks, which deep copies of modules lose."""
+
+    class Again(nn.Module):
+        def __deepcopy__(self, _: Any) -> nn.Module:
+            model = make()
+            model.load_state_dict(before.state_dict())
+            return model
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            return before.named_parameters(*args, **kwargs)
+
+    return Again()
+
+
+class WithoutHooks(Model):
+    """As Keras 3 calls its layers."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.forward(x)
+
+
+def whole_window(engine: Engine, loss: Loss, after: Act = nothing) -> None:
+    """An even one of two micro-batches, and its step."""
+    engine.begin_window(2)
+    for micro in range(2):
+        run_micro(engine, loss, samples(0, WORLD.rank, micro), 1, sync=micro == 1, after=after)
+    complaint = engine.step().complaint
+    if complaint:
+        raise MisuseError(complaint)
+
+
+def clip(model: nn.Module, _: Batch) -> None:
+    """The line that people carry over; of the gradients that there are, gathered or reduced."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clear(model: nn.Module, _: Batch) -> None:
+    """``zero_grad(set_to_none=True)`` by hand."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """A gradient penalty on the input."""
+    x = batch[0].clone().requires_grad_()
+    first, _ = model(x)
+    (slope,) = torch.autograd.grad(squares(first, batch[1]), x, create_graph=True)
+    return squares(first, batch[1]) + slope.square().sum()
+
+
+def constant(model: nn.Module, batch: Batch) -> Tensor:
+    """It has a gradient, and none of the model's."""
+    return model(batch[0])[0].detach().sum() * torch.ones((), requires_grad=True)
+
+
+def adversarial_then_uneven(engine: Engine) -> None:
+    """The first window is even, the second is not."""
+    engine.begin_window(1)
+    with engine.micro_step(sync=True):
+        engine.backward(adversarial(engine.model, samples(0, WORLD.rank, 0)))
+    engine.zero_gradients()
+    engine.begin_window(2 - WORLD.rank)
+
+
+def between_micro_batches(engine: Engine) -> None:
+    """Raised on the rank with two; the window goes on."""
+    said = None
+    engine.begin_window(2 - WORLD.rank)
+    for micro in range(2 - WORLD.rank):
+        last = micro == 1 - WORLD.rank
+        run_micro(engine, both, samples(0, WORLD.rank, micro), 1, sync=last)
+        if not last:
+            said = caught(lambda: metric(engine.model, samples(0, 0, 0)))
+    engine.zero_gradients()
+    raise MisuseError(said or "")
+
+
+def beside_an_empty_rank(engine: Engine) -> None:
+    """Rank 1 has nothing to do in the window."""
+    engine.begin_window(1 - WORLD.rank)
+    said = None
+    if WORLD.rank:
+        engine.shadow_micro_step()
+    else:
+        said = caught(engine.zero_gradients)
+        run_micro(engine, both, samples(0, 0, 0), 1, sync=True)
+    engine.zero_gradients()
+    raise MisuseError(said or "")
+
+
+def caught(call: Callable[[], object]) -> str:
+    """What was raised, or nothing."""
+    try:
+        call()
+    except DistaccumError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> Iterator[tuple[str, Any]]:
+    """What was raised, and at last whether no weight has moved."""
+    kept: list[nn.Parameter] = []
+
+    def keep() -> Model:
+        model = Model()
+        kept.append(model.leave.weight)
+        return model
+
+    def inner(model: Any, batch: Batch) -> Tensor:
+        return squares(model.blocks[0](batch[0]), batch[1])
+
+    def hooked(engine: Any) -> None:
+        engine.unwrapped_model.enter.weight.register_hook(half)
+        whole_window(engine, both)
+
+    cases: dict[str, tuple[Callable[[Engine], object], Callable[[], nn.Module]]] = {
+        "clipped by hand": (lambda engine: whole_window(engine, both, clip), Model),
+        "cleared by hand": (lambda engine: whole_window(engine, both, clear), Model),
+        "a backward of one's own": (lambda engine: whole_window(engine, both, probed), Model),
+        "model.forward": (lambda engine: whole_window(engine, lambda m, b: squares(m.forward(b[0])[0], b[1])), Model),
+        "a module inside": (lambda engine: whole_window(engine, inner), Model),
+        "a __call__ without hooks": (lambda engine: whole_window(engine, plain), WithoutHooks),
+        "a kept parameter": (lambda e: whole_window(e, lambda m, b: both(m, b) + kept[0].square().sum()), keep),
+        "a hook on a shard": (hooked, Model),
+        "a constant forward": (lambda engine: whole_window(engine, constant), Model),
+        "a gradient penalty": (lambda engine: whole_window(engine, penalty), Model),
+        "an attack, uneven": (adversarial_then_uneven, Model),
+        "between micro-batches": (between_micro_batches, Model),
+        "abandoned beside an empty rank": (beside_an_empty_rank, Model),
+    }
+    unmoved = True
+    for name, (run, make) in cases.items():
+        _, engine = made(FSDP2Config(), make)
+        before = weights(engine)
+        yield name, caught(partial(run, engine))
+        engine.zero_gradients()
+        now = weights(engine)
+        unmoved &= all(torch.equal(now[key], before[key]) for key in before)
+    yield "unmoved", unmoved
+
+
+def main() -> None:
+    """All parts."""
+    few = sys.argv[2] == "few"
+    refused = dict(refusals())
+    found = {
+        "programs": dict(programs(few)),
+        "abandoned": dict(abandonments(few)),
+        "after an error": {setting: after_an_error(config) for setting, config in SETTINGS.items()},
+        "hooks": dict(hooks()),
+        "unmoved": refused.pop("unmoved"),
+        "refused": refused,
+    }
+    parts = WORLD.all_gather_object(found)
+    if WORLD.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(parts))
+
+
+WORLD = World.join()
+
+if __name__ == "__main__":
+    main()
