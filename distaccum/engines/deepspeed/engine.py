@@ -163,9 +163,8 @@ class DeepSpeedEngine(Engine):
         self._open_window()
         if self._uneven_inputs is not None:
             for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
-                with self._backwards.of_window():
-                    self._uneven_inputs.replay(self._expecting_a_backward)
-            internals.forget_accumulated(self._trained)
+                self._replay()
+            internals.forget_accumulated(self._trained)  # zeros, or NaN where the earlier input overflows
             self._watch.note()
         elif not self._holds:
             most, fewest = self._world.all_reduce_max_host([micro_steps, -micro_steps])
@@ -173,10 +172,10 @@ class DeepSpeedEngine(Engine):
                 problem = f"{most} micro-steps on one rank and {-fewest} on another; its DeepSpeed reduces at each"
                 raise ConfigError("engine.stage", self._stage, problem, "Update DeepSpeed, or use stage 0 or 1")
 
-    @contextmanager
-    def _expecting_a_backward(self) -> Iterator[None]:
-        yield
-        self._engine.scale(torch.zeros((), requires_grad=True) * 1.0)  # or a backward past its engine raises in fp16
+    def _replay(self) -> None:
+        assert self._uneven_inputs is not None
+        with self._backwards.of_replay():
+            self._uneven_inputs.replay(self.autocast)
 
     def _drop_stray_gradients(self) -> None:
         if not (self._holds and self._watch.unchanged):
@@ -210,6 +209,8 @@ class DeepSpeedEngine(Engine):
         if not self._holds:
             self._engine.set_gradient_accumulation_boundary(sync)
         yield
+        if self._uneven_inputs:
+            self._uneven_inputs.end_micro_step()
         self._due = self._due or (sync and self._holds)
 
     def _reduce(self) -> None:
@@ -250,8 +251,10 @@ class DeepSpeedEngine(Engine):
         if not self._called:
             raise forward_past_engine()
         self._look_for_changes()
-        with self._lock, self._backwards.of_window():
-            self._engine.backward(self._scaler.scale(loss) if self._scaler else loss, scale_wrt_gas=False)
+        scaled = self._scaler.scale(loss) if self._scaler else loss
+        recorded = self._uneven_inputs.backward(scaled) if self._uneven_inputs else nullcontext()
+        with self._lock, self._backwards.of_window(), recorded:
+            self._engine.backward(scaled, scale_wrt_gas=False)
         self._watch.note()
 
     def _look_for_changes(self) -> None:
@@ -339,7 +342,20 @@ class DeepSpeedEngine(Engine):
         return [name for name, _ in held], torch.stack([norm.to(self.device) for norm in norms])
 
     def zero_gradients(self) -> None:
-        """Drops a window's gradient, also one that is not reduced yet; no collective."""
+        """Drops a window's gradient, also one that is not reduced yet; no collective but at stage 3.
+
+        There others may wait in a micro-step that this rank has not run: it runs the rest with a gradient of zero.
+
+        Raises:
+            MisuseError: a rank waits that cannot be released.
+        """
+        inputs = self._uneven_inputs
+        if inputs is not None and inputs.left:
+            inputs.check_release()
+            with self._backwards.of_replay():
+                inputs.finish_micro_step(self.autocast)
+            while inputs.left:
+                self._replay()
         self._drop()
         self._close_window()
         self._hold_back()

@@ -278,15 +278,14 @@ class Backwards:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._optimizer, self._of_window = engine.optimizer, False
-        for name in ("_backward_prologue", "_backward_post_hook"):
-            if hasattr(engine, name):
-                setattr(engine, name, partial(self._within_window, getattr(engine, name)))
+        self._engine, self._optimizer, self._of_window = engine, engine.optimizer, False
+        if hasattr(engine, "_backward_prologue"):
+            engine._backward_prologue = partial(self._within_window, engine._backward_prologue)
         if hasattr(engine, "_backward_prologue_per_tensor"):
             engine._backward_prologue_per_tensor = _unchanged
         if hasattr(self._optimizer, "unregister_grad_acc_post_hooks"):
             self._optimizer.unregister_grad_acc_post_hooks()
-            self._optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
+            self._optimizer.register_grad_acc_post_hook(partial(self._after_backward, engine._backward_post_hook))
 
     @contextmanager
     def of_window(self) -> Iterator[None]:
@@ -297,11 +296,32 @@ class Backwards:
         finally:
             self._of_window = False
 
+    @contextmanager
+    def of_replay(self) -> Iterator[None]:
+        """Around forwards and a backward past DeepSpeed's own, which count as a window's.
+
+        DeepSpeed enters such a backward by hooks on outputs, and overlooks those in a dataclass.
+        """
+        with self.of_window():
+            self._optimizer.enter_backward()
+            try:
+                yield
+            finally:
+                self._optimizer._backward_active_depth = 0
+
     def _within_window(self, hook: Callable[[], None]) -> None:
         if self._of_window:
             hook()
-        elif hasattr(self._optimizer, "exit_backward"):
-            self._optimizer.exit_backward()  # a hook on a parameter has entered it
+
+    def _after_backward(self, hook: Callable[[], None]) -> None:
+        """Of a backward past DeepSpeed's own: a replay's, or one that is none of a window's."""
+        # Each forward that it reached has entered one, and DeepSpeed waits for the end of all.
+        self._optimizer._backward_active_depth = min(self._optimizer._backward_active_depth, 1)
+        if self._of_window:
+            self._engine._manual_backward_expected = True  # or it would be refused for want of a loss scale
+            hook()
+        else:
+            self._optimizer.exit_backward()
 
 
 def _unchanged(gradient: Any) -> Any:
