@@ -19,6 +19,7 @@ from distaccum.config.engine import STAGES, DeepSpeedConfig
 from distaccum.config.extras import install_command
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed.config.generate import generate
+from distaccum.engines.deepspeed.internals import check_version
 from distaccum.errors import ConfigError
 
 _LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
@@ -47,6 +48,7 @@ def check(model: nn.Module, context: EngineContext) -> dict[str, Any]:
         world_size=context.world_size,
     )
     deepspeed = load_deepspeed(context.device, planned=context.planned)
+    check_version(deepspeed)
     check_known_bugs(settings, deepspeed.__version__, context.device.type)
     check_values(settings)
     if context.policy.compute_dtype is torch.float16:

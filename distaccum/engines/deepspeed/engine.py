@@ -27,11 +27,11 @@ from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import trained
 from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.uneven_inputs import UnevenInputs
-from distaccum.errors import CheckpointError, ConfigError, MisuseError, shorten
+from distaccum.errors import CheckpointError, MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
-_FIRST_THAT_SHARDS_GRADIENTS, _FIRST_THAT_SHARDS_PARAMETERS = 2, 3  # stages
+_FIRST_THAT_SHARDS_PARAMETERS = 3  # a stage
 _SHARDED = (
     "nothing sharded",
     "optimizer state sharded",
@@ -93,8 +93,8 @@ class DeepSpeedEngine(Engine):
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         deepspeed = load_deepspeed(world.device)
+        internals.check_version(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
-        self._version = deepspeed.__version__
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
@@ -102,16 +102,13 @@ class DeepSpeedEngine(Engine):
         self._weights.restore(self._engine)
         self._stage: int = int(self._engine.zero_optimization_stage())
         self._gradients = internals.gradients_of(self._engine, parameters)
-        internals.check(self._engine, self._gradients, self._version)
+        internals.check(self._engine, self._gradients, deepspeed.__version__)
         # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
-        self._coalesces = self._gradients.sharded and hasattr(self._engine, "coalesce_grad_reduction")
-        self._holds = self._coalesces or self._stage < _FIRST_THAT_SHARDS_GRADIENTS
-        if self._holds:
-            for parameter in self._trained:
-                internals.accumulate_in_fp32(parameter)
-        gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
-        self.forward_communicates = gathers or not self._holds
-        self._uneven_inputs = UnevenInputs(self._engine, world) if gathers and self._holds else None
+        self._coalesces = self._gradients.sharded
+        for parameter in self._trained:
+            internals.accumulate_in_fp32(parameter)
+        self.forward_communicates = gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
+        self._uneven_inputs = UnevenInputs(self._engine, world) if gathers else None
         self._hold: AbstractContextManager[object] | None = None
         self._called = self._due = False
         self._engine.register_forward_pre_hook(self._note_call)
@@ -124,9 +121,9 @@ class DeepSpeedEngine(Engine):
         self._fault = ""
         self._news = self._tell([True] * len(self._trained))
         self._left_out: list[Tensor] = []  # what the next step leaves out
+        self._step_hook = optimizers[0].register_step_pre_hook(self._leave_out)
         if not self._gradients.sharded:
             internals.send_along(self._engine, lambda: self._news)
-            optimizers[0].register_step_pre_hook(self._leave_out)
         internals.own_loss_scale(self._engine.optimizer)
         self._drop()
         self._hold_back()
@@ -148,29 +145,18 @@ class DeepSpeedEngine(Engine):
     def describe(self) -> str:
         """The stage, what it shards, and what a window sends."""
         held = "gradients whole and fp32 until the boundary; one reduction per window"
-        if not self._holds:
-            held = f"one reduction per micro-step: DeepSpeed {self._version} has no coalesced one"
-        elif self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
+        if self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
         return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
 
     def begin_window(self, micro_steps: int) -> None:
-        """At stage 3 replays an earlier input for each micro-step that another rank has more.
-
-        Raises:
-            ConfigError: ranks have windows of different lengths, and this DeepSpeed reduces at every micro-step.
-        """
+        """At stage 3 replays an earlier micro-step for each that another rank has more."""
         self._open_window()
         if self._uneven_inputs is not None:
             for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
                 self._replay()
             internals.forget_accumulated(self._trained)  # zeros, or NaN where the earlier input overflows
             self._watch.note()
-        elif not self._holds:
-            most, fewest = self._world.all_reduce_max_host([micro_steps, -micro_steps])
-            if most != -fewest:
-                problem = f"{most} micro-steps on one rank and {-fewest} on another; its DeepSpeed reduces at each"
-                raise ConfigError("engine.stage", self._stage, problem, "Update DeepSpeed, or use stage 0 or 1")
 
     def _replay(self) -> None:
         assert self._uneven_inputs is not None
@@ -178,7 +164,7 @@ class DeepSpeedEngine(Engine):
             self._uneven_inputs.replay(self.autocast)
 
     def _drop_stray_gradients(self) -> None:
-        if not (self._holds and self._watch.unchanged):
+        if not self._watch.unchanged:
             self._drop()
         self._fault = ""
         if self._trace is not None:
@@ -192,7 +178,7 @@ class DeepSpeedEngine(Engine):
 
     def _hold_back(self) -> None:
         """From here on a backward reduces nothing, a window's or any other; :meth:`_reduce` ends it."""
-        if self._hold is None and self._holds:
+        if self._hold is None:
             self._hold = self._engine.coalesce_grad_reduction() if self._coalesces else self._engine.no_sync()
             self._hold.__enter__()
 
@@ -206,12 +192,10 @@ class DeepSpeedEngine(Engine):
         self._called = False
         if self._uneven_inputs:
             self._uneven_inputs.begin_micro_step()
-        if not self._holds:
-            self._engine.set_gradient_accumulation_boundary(sync)
         yield
         if self._uneven_inputs:
             self._uneven_inputs.end_micro_step()
-        self._due = self._due or (sync and self._holds)
+        self._due = self._due or sync
 
     def _reduce(self) -> None:
         hold, self._hold = self._hold, None
@@ -231,16 +215,9 @@ class DeepSpeedEngine(Engine):
         return torch.tensor(numbers, device=self.device, dtype=dtype)
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
-        """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`.
-
-        Raises:
-            ConfigError: as :meth:`begin_window`.
-        """
-        if not self._holds:
-            self.begin_window(0)
-        elif sync:
-            with self.micro_step(sync=True):
-                pass
+        """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`."""
+        self._open_window()
+        self._due = self._due or sync
 
     def autocast(self) -> AbstractContextManager[object]:
         """An empty context: the model itself is in the format that it computes in."""
@@ -273,7 +250,7 @@ class DeepSpeedEngine(Engine):
         """
         if self._due:
             self._reduce()
-        elif self._holds:
+        else:
             self._look_for_changes()
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
         factor = float(scale) * divisor / (self._world.size if self._scaler else 1)
@@ -408,6 +385,16 @@ class DeepSpeedEngine(Engine):
         deepspeed_files.load(self._engine, folder, self._about())
         internals.own_loss_scale(self._engine.optimizer)
         self._gradients.divide_by_nothing()
+
+    def close(self) -> None:
+        """See :class:`Engine`; DeepSpeed's own hooks are removed as well. In 16 bits the model stays so."""
+        super().close()
+        if self._uneven_inputs is not None:
+            self._uneven_inputs.remove()
+        internals.forget_accumulated(self._trained)
+        self._step_hook.remove()
+        self._lock.release()
+        self._engine.destroy()
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distaccum.errors import ConfigError
 
-WORKING = ("0.16.0", "0.19.8")
+WORKING = ("0.19.2", "0.19.8")
 """The oldest and the newest version whose names are these."""
 
 Named = tuple[str, Tensor]
@@ -195,17 +195,40 @@ def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:
     return ParameterShards(engine) if hasattr(optimizer, "fp16_groups") else Partitions(engine)
 
 
+_OF_ENGINE = (
+    "allreduce_gradients",
+    "coalesce_grad_reduction",
+    "destroy",
+    "no_sync",
+    "set_gradient_accumulation_boundary",
+    "was_step_applied",
+    "_backward_post_hook",
+    "_backward_prologue",
+    "_backward_prologue_per_tensor",
+    "_get_gradients_for_reduction",
+)
+
+
+def check_version(deepspeed: Any) -> None:
+    """Raises ConfigError for a DeepSpeed without the methods that are called here; before a model is wrapped."""
+    missing = [name for name in _OF_ENGINE if not hasattr(deepspeed.DeepSpeedEngine, name)]
+    if missing:
+        raise _other_version(deepspeed.__version__, f"DeepSpeedEngine.{missing[0]}")
+
+
 def check(engine: Any, gradients: Gradients, version: str) -> None:
-    """Raises ConfigError where the wrapper of this DeepSpeed lacks a name that is used here."""
+    """Raises ConfigError where the wrapper that DeepSpeed chose lacks a name that is used here."""
     wrapper, wanted = engine.optimizer, list(gradients.names)
     if getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False):
         wanted += getattr(gradients, "offload_names", ())
     missing = [name for name in wanted if not hasattr(wrapper, name)]
-    if not gradients.sharded and not hasattr(wrapper, "get_grads_for_reduction"):
-        missing += [name for name in ("_get_gradients_for_reduction",) if not hasattr(engine, name)]
     if missing:
-        problem = f"DeepSpeed {version} has no {type(wrapper).__name__}.{missing[0]}, by which its gradients are read"
-        raise ConfigError("engine", "deepspeed", problem, f"Install deepspeed>={WORKING[0]},<={WORKING[1]}")
+        raise _other_version(version, f"{type(wrapper).__name__}.{missing[0]}")
+
+
+def _other_version(version: str, name: str) -> ConfigError:
+    problem = f"DeepSpeed {version} has no {name}, without which a window's gradient is not known to be exact"
+    return ConfigError("engine", "deepspeed", problem, f"Install deepspeed>={WORKING[0]},<={WORKING[1]}")
 
 
 def accumulated(optimizer: Any, trained: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -279,10 +302,8 @@ class Backwards:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer, self._of_window = engine, engine.optimizer, False
-        if hasattr(engine, "_backward_prologue"):
-            engine._backward_prologue = partial(self._within_window, engine._backward_prologue)
-        if hasattr(engine, "_backward_prologue_per_tensor"):
-            engine._backward_prologue_per_tensor = _unchanged
+        engine._backward_prologue = partial(self._within_window, engine._backward_prologue)
+        engine._backward_prologue_per_tensor = _unchanged
         if hasattr(self._optimizer, "unregister_grad_acc_post_hooks"):
             self._optimizer.unregister_grad_acc_post_hooks()
             self._optimizer.register_grad_acc_post_hook(partial(self._after_backward, engine._backward_post_hook))
