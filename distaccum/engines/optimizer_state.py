@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
 from distaccum.engines.extra_state import from_bytes, to_bytes
+from distaccum.engines.packed_files import is_packed
 from distaccum.errors import CheckpointError, MisuseError
 
 _PREFIX, _OF_GROUPS = "state.", "groups."
@@ -74,9 +75,11 @@ def load(
 
     Raises:
         KeyError: something was kept of a parameter that the model has not.
-        ValueError: a tensor has another shape than its sharded parameter.
+        ValueError: a tensor has another shape than its sharded parameter, or is a file of DeepSpeed's.
     """
     optimizers = list(optimizers)
+    if any(map(is_packed, tensors)):
+        raise ValueError("the optimizer's state is DeepSpeed's own: start from the weights alone, without it")
     kept: dict[str, dict[str, str]] = {}  # by parameter: by key: the whole name
     for full_name, value in values.items():
         if full_name.startswith(_OF_GROUPS):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
-from distaccum.errors import MisuseError
+from distaccum.engines.packed_files import pack
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -44,14 +46,16 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def whole_state(engine: Engine, world: World) -> EngineState:
     """The whole state, on every rank; a collective where each rank keeps a share of it.
 
-    Raises:
-        MisuseError: it goes to files only.
+    An engine's own files are written to a temporary folder of each rank, and become tensors of their bytes.
     """
     state = engine.state()
     if engine.state_layout is StateLayout.FULL:
         return state
     if engine.state_layout is StateLayout.EXTERNAL:
-        raise MisuseError("this engine's state is only kept in files: save with the Trainer, which resumes from them")
+        with TemporaryDirectory(prefix="distaccum-") as folder:
+            engine.save_files(Path(folder))
+            files = pack(Path(folder))
+        return replace(state, model=gathered(state.model, world), optimizer=gathered(files, world))
     model, optimizer = (
         {name: tensor.detach().clone() for name, tensor in gathered(part, world).items()}
         for part in (state.model, state.optimizer)

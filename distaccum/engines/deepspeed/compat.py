@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.engine import DeepSpeedConfig
+from distaccum.config.engine import STAGES, DeepSpeedConfig
 from distaccum.config.extras import install_command
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed.config.generate import generate
+from distaccum.engines.deepspeed.internals import check_version
 from distaccum.errors import ConfigError
 
 _LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
@@ -35,7 +36,7 @@ def check(model: nn.Module, context: EngineContext) -> dict[str, Any]:
         ConfigError: DeepSpeed is not installed, or cannot do, or does wrongly, what the settings ask for.
     """
     assert isinstance(context.engine, DeepSpeedConfig)
-    check_dimensions(model)
+    check_parameters(model, context.engine.stage)
     settings = generate(
         context.engine,
         context.precision,
@@ -47,6 +48,7 @@ def check(model: nn.Module, context: EngineContext) -> dict[str, Any]:
         world_size=context.world_size,
     )
     deepspeed = load_deepspeed(context.device, planned=context.planned)
+    check_version(deepspeed)
     check_known_bugs(settings, deepspeed.__version__, context.device.type)
     check_values(settings)
     if context.policy.compute_dtype is torch.float16:
@@ -116,12 +118,32 @@ def _says_something_new(record: logging.LogRecord) -> bool:
     return not any(known in record.getMessage() for known in _KNOWN)
 
 
-def check_dimensions(model: nn.Module) -> None:
-    """Raises ConfigError for a parameter that DeepSpeed cannot flatten."""
+def check_parameters(model: nn.Module, stage: int) -> None:
+    """Raises ConfigError for a parameter that DeepSpeed cannot flatten, send or step, or trains wrongly."""
+    trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(trained) > 1 and stage == STAGES[-1]:
+        mixed = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
+        remedy = "Train all in float32, or use engine.stage=2"
+        raise ConfigError("engine.stage", stage, f"DeepSpeed gathers one format, not {mixed}", remedy)
+    tables = {f"{name}.weight": module for name, module in model.named_modules() if getattr(module, "sparse", None)}
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            problem, remedy = f"cannot take {name}, which has no dimension", "Use engine=zero1, or shape [1] for it"
-            raise ConfigError("engine", "deepspeed", problem, remedy)
+        fault, remedy = _fault(parameter), "Use engine=zero1, or change the model"
+        if parameter.requires_grad and name in tables and parameter is getattr(tables[name], "weight", None):
+            fault, remedy = "whose gradient is sparse", "Use sparse=False, which gives the same gradient"
+        if fault:
+            raise ConfigError("engine", "deepspeed", f"cannot take {name}, {fault}", remedy)
+
+
+def _fault(parameter: nn.Parameter) -> str:
+    if parameter.dim() == 0:
+        return "which has no dimension"
+    if parameter.numel() == 0:
+        return "which has no elements"
+    if parameter.is_complex():
+        return "which is complex"
+    if parameter.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        return f"which is {str(parameter.dtype).removeprefix('torch.')}: no process group sends it"
+    return ""
 
 
 def check_values(settings: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,24 +16,33 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import files as deepspeed_files
+from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed.compat import check_optimizers, load_deepspeed, suppress_output
-from distaccum.engines.deepspeed.gradients import accumulate_in_fp32, complete, gradients_of
 from distaccum.engines.deepspeed.module import EngineLock, compute_in
+from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
 from distaccum.engines.deepspeed.weights import MasterWeights
+from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import trained
+from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.uneven_inputs import UnevenInputs
-from distaccum.errors import ConfigError
+from distaccum.errors import CheckpointError, MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
-_FIRST_THAT_SHARDS_GRADIENTS, _FIRST_THAT_SHARDS_PARAMETERS = 2, 3  # stages
+_FIRST_THAT_SHARDS_PARAMETERS = 3  # a stage
 _SHARDED = (
     "nothing sharded",
     "optimizer state sharded",
     "optimizer state and reduced gradients sharded",
     "optimizer state, reduced gradients and parameters sharded",
+)
+
+
+_DIFFERENT_MODULES = (
+    "ranks ran different modules in this window, or in another order: at engine.stage=3 each module's forward is a "
+    "collective, and parts of two modules may have been put together. Run the same on every rank, or use engine=ddp"
 )
 
 
@@ -76,45 +86,48 @@ class DeepSpeedEngine(Engine):
         self.artifacts = {"deepspeed.json": settings}
         self._model = model
         parameters = trained(model)
-        self._trained = list(parameters.values())
+        self._names, self._trained = list(parameters), list(parameters.values())
+        self._needs_gradient = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+        if settings.get("zero_optimization", {}).get("stage", 0):
+            check_rule(optimizers[0], parameters)
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         deepspeed = load_deepspeed(world.device)
+        internals.check_version(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
-        self._version = deepspeed.__version__
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
             )[0]
         self._weights.restore(self._engine)
         self._stage: int = int(self._engine.zero_optimization_stage())
-        self._gradients = gradients_of(self._engine, parameters)
+        self._gradients = internals.gradients_of(self._engine, parameters)
+        internals.check(self._engine, self._gradients, deepspeed.__version__)
         # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
-        self._coalesces = self._gradients.sharded and hasattr(self._engine, "coalesce_grad_reduction")
-        self._holds = self._coalesces or self._stage < _FIRST_THAT_SHARDS_GRADIENTS
-        if self._holds:
-            for parameter in self._trained:
-                accumulate_in_fp32(parameter)
-        gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
-        self.forward_communicates = gathers or not self._holds
-        self._uneven_inputs = UnevenInputs(self._engine, world) if gathers and self._holds else None
-        self._window: AbstractContextManager[object] | None = None
-        self._called = False
+        self._coalesces = self._gradients.sharded
+        for parameter in self._trained:
+            internals.accumulate_in_fp32(parameter)
+        self.forward_communicates = gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
+        self._uneven_inputs = UnevenInputs(self._engine, world) if gathers else None
+        self._hold: AbstractContextManager[object] | None = None
+        self._called = self._due = False
         self._engine.register_forward_pre_hook(self._note_call)
-        self._lock = EngineLock(self._engine, StepGuard(optimizers, (model,)))
-        self._own_scale()
+        self._lock = EngineLock(
+            self._engine, StepGuard(optimizers, (model,), lambda: self.window_open), lambda: self.window_open
+        )
+        self._backwards = internals.Backwards(self._engine)
+        self._trace = internals.Trace(self._engine, world.size) if gathers else None
+        self._watch = GradientWatch(partial(internals.accumulated, self._engine.optimizer, self._trained))
+        self._fault = ""
+        self._news = self._tell([True] * len(self._trained))
+        self._left_out: list[Tensor] = []  # what the next step leaves out
+        self._step_hook = optimizers[0].register_step_pre_hook(self._leave_out)
+        if not self._gradients.sharded:
+            internals.send_along(self._engine, lambda: self._news)
+        internals.own_loss_scale(self._engine.optimizer)
+        self._drop()
+        self._hold_back()
         self.sync_buffers()
-
-    def _own_scale(self) -> None:
-        """Sets DeepSpeed's loss scale to 1, and keeps it from raising at the lowest one."""
-        wrapper = self._engine.optimizer
-        scaling = getattr(wrapper, "loss_scale_config", None)
-        if scaling is not None:
-            scaling.cur_scale, scaling.dynamic_loss_scale = 1.0, False
-        if hasattr(wrapper, "loss_scaler"):
-            wrapper.loss_scaler.raise_error_at_min_scale = False
-        if self._gradients.sharded:
-            self._gradients.divide(1.0)
 
     def _note_call(self, *_: object) -> None:
         self._called = True
@@ -132,76 +145,79 @@ class DeepSpeedEngine(Engine):
     def describe(self) -> str:
         """The stage, what it shards, and what a window sends."""
         held = "gradients whole and fp32 until the boundary; one reduction per window"
-        if not self._holds:
-            held = f"one reduction per micro-step: DeepSpeed {self._version} has no coalesced one"
-        elif self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
+        if self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
         return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
 
     def begin_window(self, micro_steps: int) -> None:
-        """At stage 3 replays an earlier input for each micro-step that another rank has more.
-
-        Raises:
-            ConfigError: ranks have windows of different lengths, and this DeepSpeed reduces at every micro-step.
-        """
+        """At stage 3 replays an earlier micro-step for each that another rank has more."""
+        self._open_window()
         if self._uneven_inputs is not None:
             for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
-                with self._held_back():
-                    self._uneven_inputs.replay(self._expecting_a_backward)
-            for parameter in self._trained:
-                parameter.grad = None
-        elif not self._holds:
-            most, fewest = self._world.all_reduce_max_host([micro_steps, -micro_steps])
-            if most != -fewest:
-                problem = f"{most} micro-steps on one rank and {-fewest} on another; its DeepSpeed reduces at each"
-                raise ConfigError("engine.stage", self._stage, problem, "Update DeepSpeed, or use stage 0 or 1")
+                self._replay()
+            internals.forget_accumulated(self._trained)  # zeros, or NaN where the earlier input overflows
+            self._watch.note()
 
-    @contextmanager
-    def _expecting_a_backward(self) -> Iterator[None]:
-        yield
-        self._engine.scale(torch.zeros((), requires_grad=True) * 1.0)  # or a backward past its engine raises in fp16
+    def _replay(self) -> None:
+        assert self._uneven_inputs is not None
+        with self._backwards.of_replay():
+            self._uneven_inputs.replay(self.autocast)
 
-    @contextmanager
-    def _held_back(self) -> Iterator[None]:
-        """Around a forward and backward that do not reduce; the window is open afterwards."""
-        if self._window is None and self._holds:
-            self._window = self._engine.coalesce_grad_reduction() if self._coalesces else self._engine.no_sync()
-            self._window.__enter__()
-        yield
+    def _drop_stray_gradients(self) -> None:
+        if not self._watch.unchanged:
+            self._drop()
+        self._fault = ""
+        if self._trace is not None:
+            self._trace.number = 0
+        changed = next((name for name, p, needed in self._needs_gradient if p.requires_grad is not needed), None)
+        if changed is not None:
+            self._fault = (
+                f"requires_grad of {changed} was changed after the model was wrapped, and DeepSpeed steps what it was "
+                "given: freeze or unfreeze before, or make a new model and Accumulator"
+            )
+
+    def _hold_back(self) -> None:
+        """From here on a backward reduces nothing, a window's or any other; :meth:`_reduce` ends it."""
+        if self._hold is None:
+            self._hold = self._engine.coalesce_grad_reduction() if self._coalesces else self._engine.no_sync()
+            self._hold.__enter__()
 
     @contextmanager
     def micro_step(self, *, sync: bool) -> Iterator[None]:
-        """Accumulates on this rank; with ``sync`` reduces all of it at the end."""
+        """Accumulates on this rank. What the boundary (``sync``) completes is reduced by :meth:`step`.
+
+        Until then nothing has been sent, so a window can be dropped at any point, whatever other ranks have reached.
+        """
+        self._open_window()
         self._called = False
         if self._uneven_inputs:
             self._uneven_inputs.begin_micro_step()
-        if not self._holds:
-            self._engine.set_gradient_accumulation_boundary(sync)
-        with self._held_back():
-            yield
-        if sync and self._holds:
-            self._reduce()
+        yield
+        if self._uneven_inputs:
+            self._uneven_inputs.end_micro_step()
+        self._due = self._due or sync
 
     def _reduce(self) -> None:
-        window, self._window = self._window, None
-        assert window is not None
-        complete(self._engine.optimizer, self._trained)
-        window.__exit__(None, None, None)
+        hold, self._hold = self._hold, None
+        assert hold is not None
+        self._look_for_changes()
+        self._news = self._tell(internals.complete(self._engine.optimizer, self._trained))
+        hold.__exit__(None, None, None)
         if not self._coalesces:
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.allreduce_gradients()
 
-    def shadow_micro_step(self, *, sync: bool = True) -> None:
-        """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`.
+    def _tell(self, used: Sequence[bool]) -> Tensor:
+        """What ranks add up with a window's gradient or its norm: their faults, and who used each parameter."""
+        numbers = [float(bool(self._fault)), *map(float, used)]
+        held = next((g for g in internals.accumulated(self._engine.optimizer, self._trained) if g is not None), None)
+        dtype = torch.float64 if self._gradients.sharded or held is None else held.dtype
+        return torch.tensor(numbers, device=self.device, dtype=dtype)
 
-        Raises:
-            ConfigError: as :meth:`begin_window`.
-        """
-        if not self._holds:
-            self.begin_window(0)
-        elif sync:
-            with self.micro_step(sync=True):
-                pass
+    def shadow_micro_step(self, *, sync: bool = True) -> None:
+        """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`."""
+        self._open_window()
+        self._due = self._due or sync
 
     def autocast(self) -> AbstractContextManager[object]:
         """An empty context: the model itself is in the format that it computes in."""
@@ -211,20 +227,49 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed's, of the scaled loss; nothing is divided by accumulation steps."""
         if not self._called:
             raise forward_past_engine()
-        with self._lock:
-            self._engine.backward(self._scaler.scale(loss) if self._scaler else loss, scale_wrt_gas=False)
+        self._look_for_changes()
+        scaled = self._scaler.scale(loss) if self._scaler else loss
+        recorded = self._uneven_inputs.backward(scaled) if self._uneven_inputs else nullcontext()
+        with self._lock, self._backwards.of_window(), recorded:
+            self._engine.backward(scaled, scale_wrt_gas=False)
+        self._watch.note()
+
+    def _look_for_changes(self) -> None:
+        """Of gradients, by hand. Said at the step, on all ranks alike: others may be waiting for this one."""
+        try:
+            self._watch.check()
+        except MisuseError as error:
+            self._fault = self._fault or str(error)
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
-        """See :class:`Engine`; DeepSpeed is asked to step only where the norm over all ranks is finite."""
+        """See :class:`Engine`; DeepSpeed is asked to step only where the norm over all ranks is finite.
+
+        Raises:
+            MisuseError: on all ranks alike, before a weight moves: gradients or ``requires_grad`` were changed by hand
+                on some rank, ranks ran different modules (stage 3), or parameters without a gradient would be moved.
+        """
+        if self._due:
+            self._reduce()
+        else:
+            self._look_for_changes()
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
         factor = float(scale) * divisor / (self._world.size if self._scaler else 1)
         names, norms = self._norms()
-        square = norms.double().square().sum().reshape(1, 1)
+        square = norms.double().square().sum().reshape(1)
+        trace = 0 if self._trace is None else self._trace.number
+        found = torch.tensor([trace, trace**2], dtype=torch.float64, device=self.device)
+        found = torch.cat((square, found, self._news.double().flatten()))
         if self._gradients.sharded:
-            self._world.all_reduce_(square)
-        norm = (square.sqrt() / factor).float().reshape(())
+            self._world.all_reduce_(found.unsqueeze(1))
+        # Host read: DeepSpeed's own steps read the device as well.
+        total, traced, traced_squares, faults, *used = found.tolist()
+        norm = (found[0].sqrt() / factor).float()
+        if self._gradients.sharded and traced**2 != self._world.size * traced_squares:
+            self._fault = self._fault or _DIFFERENT_MODULES
+            faults = 1.0
+        self._refuse(faults=bool(faults), used=used)
         applied = False
-        if bool(norm < torch.inf):  # host read: DeepSpeed's own steps read the device as well. NaN is not less
+        if total**0.5 / factor <= torch.finfo(torch.float32).max:  # NaN is not less
             self._gradients.divide(factor)
             with self._lock:
                 self._engine.set_gradient_accumulation_boundary(True)
@@ -237,6 +282,34 @@ class DeepSpeedEngine(Engine):
             self._scaler.advance(1.0 - on_device)
         return StepOutput(grad_norm=norm, decision=decision, names=names, norms=norms)
 
+    def _refuse(self, *, faults: bool, used: Sequence[float]) -> None:
+        """Raises MisuseError for faults of any rank, and for parameters that no rank used and the step would move."""
+        if faults:
+            raise MisuseError(self._fault or "another rank did what would train wrongly, and says what in its error")
+        unused = [name for name, one in zip(self._names, used, strict=True) if not one]
+        if not unused:
+            return
+        if len(unused) == len(used):
+            raise MisuseError(
+                "no parameter got a gradient in this window on any rank, though the loss has one: the forward takes "
+                "its weights past autograd (detach(), .data, no_grad), or from another model"
+            )
+        if self._gradients.flat and not leaves_alone(self._optimizers[0]):
+            problem = f"no rank used {shorten(unused)} in this window, and DeepSpeed steps what was not used on zeros"
+            raise MisuseError(
+                f"{problem}, which decays it and moves it by its momentum: requires_grad_(False) before the model is "
+                "wrapped, or engine=ddp with engine.find_unused_parameters=true, or engine.stage=0"
+            )
+        copies = internals.fp32_copies(self._engine.optimizer)
+        own = {name: p for name, p in zip(self._names, self._trained, strict=True) if name in set(unused)}
+        self._left_out = [copies.get(id(p), p) for p in own.values()]
+
+    def _leave_out(self, *_: object) -> None:
+        """Before the optimizer's step, at stage 0: what no rank used has no gradient, as in plain torch."""
+        for parameter in self._left_out:
+            parameter.grad = None
+        self._left_out = []
+
     def _norms(self) -> tuple[list[str], Tensor]:
         """Of this rank's part of the gradient, by parameter."""
         held = list(self._gradients.held())
@@ -246,15 +319,30 @@ class DeepSpeedEngine(Engine):
         return [name for name, _ in held], torch.stack([norm.to(self.device) for norm in norms])
 
     def zero_gradients(self) -> None:
-        """Drops a window's gradient, also one that is not reduced yet; no collective."""
-        if self._window is not None:
-            for parameter in self._trained:
-                parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]  # DeepSpeed's
-            window, self._window = self._window, None
-            window.__exit__(None, None, None)  # has nothing to reduce
+        """Drops a window's gradient, also one that is not reduced yet; no collective but at stage 3.
+
+        There others may wait in a micro-step that this rank has not run: it runs the rest with a gradient of zero.
+
+        Raises:
+            MisuseError: a rank waits that cannot be released.
+        """
+        inputs = self._uneven_inputs
+        if inputs is not None and inputs.left:
+            inputs.check_release()
+            with self._backwards.of_replay():
+                inputs.finish_micro_step(self.autocast)
+            while inputs.left:
+                self._replay()
+        self._drop()
+        self._close_window()
+        self._hold_back()
+
+    def _drop(self) -> None:
+        internals.forget_accumulated(self._trained)
         self._gradients.drop()
-        if self._gradients.sharded:
-            self._gradients.divide(1.0)  # or DeepSpeed's backward would scale the next loss
+        self._gradients.divide_by_nothing()
+        self._watch.note()
+        self._due = False
 
     def whole_model(self) -> dict[str, Tensor]:
         """Rank 0's: the fp32 weights and the buffers by name, on the host; empty elsewhere. A collective."""
@@ -266,8 +354,21 @@ class DeepSpeedEngine(Engine):
         return EngineState(model=self.whole_model(), optimizer={}, optimizer_values={}, scaler=scaler)
 
     def load_state(self, state: EngineState) -> None:
-        """Restores weights, whichever engine saved them, and the loss scale; see :class:`Engine`."""
-        if state.model:
+        """Restores weights, whichever engine saved them, and the loss scale; or all of it, from DeepSpeed's own files.
+
+        A collective where there are files.
+
+        Raises:
+            CheckpointError: as :meth:`load_files`, or the optimizer's state is that of another engine.
+        """
+        files = [name for name in state.optimizer if is_packed(name)]
+        if len(files) != len(state.optimizer):
+            problem = "DeepSpeed takes no optimizer state of another engine"
+            raise CheckpointError(f"{problem}: start from its weights alone (state['optimizer'] = {{}})")
+        if files:
+            with unpacked(state.optimizer) as folder:
+                self.load_files(folder)
+        elif state.model:
             self._weights.load(self._engine, state.model)
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))
@@ -282,7 +383,18 @@ class DeepSpeedEngine(Engine):
     def load_files(self, folder: Path) -> None:
         """Restores :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
         deepspeed_files.load(self._engine, folder, self._about())
-        self._own_scale()
+        internals.own_loss_scale(self._engine.optimizer)
+        self._gradients.divide_by_nothing()
+
+    def close(self) -> None:
+        """See :class:`Engine`; DeepSpeed's own hooks are removed as well. In 16 bits the model stays so."""
+        super().close()
+        if self._uneven_inputs is not None:
+            self._uneven_inputs.remove()
+        internals.forget_accumulated(self._trained)
+        self._step_hook.remove()
+        self._lock.release()
+        self._engine.destroy()
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,10 +34,13 @@ def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
 
 
 class EngineLock:
-    """Within the ``with`` block DeepSpeed's engine and its optimizer step; anywhere else both raise MisuseError."""
+    """Within the ``with`` block DeepSpeed's engine and its optimizer step; anywhere else both raise MisuseError.
 
-    def __init__(self, engine: Any, guard: StepGuard) -> None:
-        self._guard = guard
+    DeepSpeed's ``zero_grad`` raises while a window is open only: between two windows it drops what no window counts.
+    """
+
+    def __init__(self, engine: Any, guard: StepGuard, window_open: Callable[[], bool]) -> None:
+        self._guard, self._window_open = guard, window_open
         self._open = False
         for name in ("step", "backward", "zero_grad"):
             setattr(engine, name, partial(self._guarded, name, getattr(engine, name)))
@@ -45,12 +49,16 @@ class EngineLock:
         self._open = True
         self._guard.__enter__()
 
+    def release(self) -> None:
+        """Removes the guards of model and optimizer; DeepSpeed's engine stays locked."""
+        self._guard.release()
+
     def __exit__(self, *error: object) -> None:
         self._open = False
         self._guard.__exit__(*error)
 
     def _guarded(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._open:
+        if not self._open and (name != "zero_grad" or self._window_open()):
             remedy = "delete the line, as the window's end steps and zeroes by itself"
             raise MisuseError(f"{name}() of DeepSpeed's engine was called by hand: {remedy}")
         return method(*args, **kwargs)

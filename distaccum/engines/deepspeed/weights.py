@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distaccum.engines.deepspeed.internals import copy_to_shard, fp32_copies, is_partitioned, shard, whole_shape
 from distaccum.engines.extra_state import extra_state, set_extra_state, to_bytes
 
 
@@ -32,7 +33,7 @@ class MasterWeights:
     def restore(self, engine: Any) -> None:
         """Undoes the rounding and the step, once the model is wrapped; every rank gets rank 0's weights."""
         before, self._before = self._before, {}
-        copies, parameters = _copies(engine.optimizer), dict(self._model.named_parameters())
+        copies, parameters = fp32_copies(engine.optimizer), dict(self._model.named_parameters())
         for name, kept in before.items():
             value = kept.float()
             torch.distributed.broadcast(value, src=0)
@@ -43,8 +44,8 @@ class MasterWeights:
     def _set(self, parameter: nn.Parameter, value: Tensor, copies: Mapping[int, Tensor]) -> None:
         if id(parameter) in copies:
             copies[id(parameter)].data.copy_(value)
-        elif hasattr(parameter, "ds_tensor"):
-            self._deepspeed.utils.safe_set_local_fp32_param(parameter, _shard(value, parameter))
+        elif is_partitioned(parameter):
+            self._deepspeed.utils.safe_set_local_fp32_param(parameter, shard(value, parameter))
         else:
             self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
@@ -61,15 +62,15 @@ class MasterWeights:
         strangers = set(tensors) - set(own) - set(buffers) - extras
         if strangers:
             raise RuntimeError(f"no such weight in this model: {', '.join(sorted(strangers))}")
-        copies = _copies(engine.optimizer)
+        copies = fp32_copies(engine.optimizer)
         for name, parameter in own.items():
-            value, shape = tensors[name].to(engine.device), getattr(parameter, "ds_shape", parameter.shape)
+            value, shape = tensors[name].to(engine.device), whole_shape(parameter)
             if value.shape != shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, in this model {tuple(shape)}")
             if parameter.requires_grad:
                 self._set(parameter, value.float(), copies)
-            if hasattr(parameter, "ds_tensor"):
-                parameter.ds_tensor.data.copy_(_shard(value, parameter))
+            if is_partitioned(parameter):
+                copy_to_shard(parameter, value)
             if parameter.data.shape == shape:  # else its memory is given back until the next forward
                 parameter.data.copy_(value)
         for name in set(buffers) & set(tensors):
@@ -79,13 +80,13 @@ class MasterWeights:
 
     def whole(self, engine: Any, *, keep: bool) -> dict[str, Tensor]:
         """All weights in fp32, and the buffers, on the host; empty without ``keep``. A collective."""
-        copies, found = _copies(engine.optimizer), {}
+        copies, found = fp32_copies(engine.optimizer), {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             value = copies.get(id(parameter))
             if value is None and parameter.requires_grad:
                 value = self._deepspeed.utils.safe_get_full_fp32_param(parameter)
             if value is None:
-                with self._deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                with self._deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned(parameter)):
                     value = parameter.detach().clone()
             if keep:
                 found[name] = value.detach().float().to("cpu", copy=True)
@@ -95,17 +96,3 @@ class MasterWeights:
             found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers if name in kept}
             found |= {name: to_bytes(name, value) for name, value in extra_state(self._model).items()}
         return found
-
-
-def _shard(value: Tensor, parameter: Any) -> Tensor:
-    """This rank's part of a value in equal parts; given the whole, DeepSpeed would take one that is too long."""
-    size, rank = int(parameter.ds_tensor.ds_numel), torch.distributed.get_rank()
-    return nn.functional.pad(value.flatten(), (0, size * (rank + 1)))[size * rank : size * (rank + 1)]
-
-
-def _copies(optimizer: Any) -> dict[int, Tensor]:
-    """The fp32 weights that stage 0 keeps next to 16-bit ones, by the parameter's ``id``."""
-    if not (hasattr(optimizer, "fp16_groups") and hasattr(optimizer, "fp32_groups")):
-        return {}
-    groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-    return {id(p): copy for group, copies in groups for p, copy in zip(group, copies, strict=True)}

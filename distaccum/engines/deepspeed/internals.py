@@ -1,0 +1,427 @@
+"""All of DeepSpeed that has no public name: where its optimizer wrappers hold gradients and fp32 weights, its hooks.
+
+:func:`check` looks for the names once an engine has been made, and refuses a DeepSpeed that has not all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distaccum.errors import ConfigError
+
+WORKING = ("0.19.2", "0.19.8")
+"""The oldest and the newest version whose names are these."""
+
+Named = tuple[str, Tensor]
+
+
+class Gradients(Protocol):
+    """A rank's part of the reduced gradient."""
+
+    sharded: bool
+    """Whether each rank holds a part of it; otherwise all hold the same."""
+    flat: bool
+    """Whether the optimizer steps flat tensors of many parameters, and not the parameters."""
+    names: tuple[str, ...]
+    """What is used of the wrapper."""
+
+    def held(self) -> Iterator[Named]:
+        """Pairs of a parameter's name and this rank's part of its gradient."""
+
+    def divide(self, divisor: float) -> None:
+        """Makes the next step use the gradient over ``divisor``; once a window."""
+
+    def divide_by_nothing(self) -> None:
+        """Undoes :meth:`divide`, or DeepSpeed's backward would scale the next loss."""
+
+    def drop(self) -> None:
+        """Drops what was accumulated and reduced."""
+
+
+class Replicated:
+    """Stage 0: in the parameters' ``grad``, with or without a wrapper that holds fp32 weights."""
+
+    sharded = flat = False
+    names = ()
+
+    def __init__(self, engine: Any, trained: Mapping[str, nn.Parameter]) -> None:
+        self._engine = engine
+        self._trained = trained
+
+    def held(self) -> Iterator[Named]:
+        """Whole gradients."""
+        yield from ((name, p.grad) for name, p in self._trained.items() if p.grad is not None)
+
+    def divide(self, divisor: float) -> None:
+        """Divides in place."""
+        _divide([gradient for _, gradient in self.held()], divisor)
+
+    def divide_by_nothing(self) -> None:
+        """The gradient itself was divided."""
+
+    def drop(self) -> None:
+        """Frees them; the next backward makes new ones."""
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+
+class MasterCopies:
+    """Stage 1 in bf16: whole fp32 gradients in buffers of the wrapper; each rank steps a part."""
+
+    sharded, flat = False, True
+    names = (
+        "param_names",
+        "bf16_groups",
+        "fp32_groups_gradients",
+        "fp32_groups_gradients_flat",
+        "fp32_groups_has_gradients",
+        "get_grads_for_reduction",
+        "clear_hp_grads",
+        "clear_lp_grads",
+    )
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = engine.optimizer
+
+    def held(self) -> Iterator[Named]:
+        """Whole gradients."""
+        names = self._optimizer.param_names
+        for group, gradients in zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True):
+            yield from ((names[p], gradient) for p, gradient in zip(group, gradients, strict=True))
+
+    def divide(self, divisor: float) -> None:
+        """Divides in place."""
+        _divide(self._optimizer.fp32_groups_gradients_flat, divisor)
+
+    def divide_by_nothing(self) -> None:
+        """The gradient itself was divided."""
+
+    def drop(self) -> None:
+        """Zeroes in place."""
+        self._optimizer.clear_hp_grads()
+        self._optimizer.clear_lp_grads()
+
+
+class _Sharded:
+    sharded = flat = True
+    names: tuple[str, ...] = ("override_loss_scale", "averaged_gradients", "param_names", "zero_grad")
+    offload_names: tuple[str, ...] = ("grad_position", "get_param_id", "reset_cpu_buffers")
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = engine.optimizer
+
+    def divide(self, divisor: float) -> None:
+        """Sets the loss scale that DeepSpeed divides by: no walk over memory, and its clipping sees it."""
+        self._optimizer.override_loss_scale(divisor)
+
+    def divide_by_nothing(self) -> None:
+        """Sets it to 1."""
+        self.divide(1.0)
+
+
+class Partitions(_Sharded):
+    """Stages 1 and 2: this rank's slice of all parameters end to end."""
+
+    names = (*_Sharded.names, "params_in_partition", "cpu_offload", "micro_step_id", "all_grad_tensors")
+    offload_names = (*_Sharded.offload_names, "single_partition_of_fp32_groups")
+
+    def held(self) -> Iterator[Named]:
+        """This rank's slices, without padding."""
+        optimizer = self._optimizer
+        for i, parameters in enumerate(optimizer.params_in_partition):
+            if optimizer.cpu_offload:
+                flat = optimizer.single_partition_of_fp32_groups[i].grad
+                places = (optimizer.grad_position[optimizer.get_param_id(p)] for p in parameters)
+                pieces: Sequence[Tensor] = [flat.narrow(0, int(start), int(n)) for _, _, start, n in places]
+            else:
+                pieces = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
+            yield from ((optimizer.param_names[p], piece) for p, piece in zip(parameters, pieces, strict=False))
+
+    def drop(self) -> None:
+        """Drops them as DeepSpeed does at an overflow."""
+        optimizer = self._optimizer
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.micro_step_id = -1
+        for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            held.update(dict.fromkeys(held))
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+            optimizer._offload_accumulated_param_ids = set()
+
+
+class ParameterShards(_Sharded):
+    """Stage 3: this rank's slice of each parameter."""
+
+    names = (*_Sharded.names, "fp16_groups", "offload_optimizer", "grad_partitions_flat_buffer", "parameter_offload")
+    offload_names = (*_Sharded.offload_names, "fp32_partitioned_groups_flat")
+
+    def held(self) -> Iterator[Named]:
+        """This rank's slices."""
+        optimizer = self._optimizer
+        for i, parameters in enumerate(optimizer.fp16_groups):
+            if optimizer.offload_optimizer:
+                flat = optimizer.fp32_partitioned_groups_flat[i].grad
+                places = (optimizer.grad_position[optimizer.get_param_id(p)] for p in parameters)
+                pieces: Sequence[Tensor] = [flat.narrow(0, int(start), int(n)) for _, start, n in places]
+            else:
+                pieces = optimizer.averaged_gradients[i]
+            yield from ((optimizer.param_names[p], piece) for p, piece in zip(parameters, pieces, strict=True))
+
+    def drop(self) -> None:
+        """Drops them as DeepSpeed does at an overflow."""
+        optimizer = self._optimizer
+        optimizer.zero_grad(set_to_none=True)
+        if optimizer.offload_optimizer:
+            optimizer.reset_cpu_buffers()
+        else:
+            optimizer.averaged_gradients = {}
+        # Otherwise a parameter that a window does not use keeps its gradient of the window before.
+        optimizer.grad_partitions_flat_buffer.zero_()
+
+
+def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:
+    """The gradients of the wrapper that DeepSpeed chose for a stage and a precision."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):
+        return MasterCopies(engine)
+    if stage == 0:
+        return Replicated(engine, trained)
+    return ParameterShards(engine) if hasattr(optimizer, "fp16_groups") else Partitions(engine)
+
+
+_OF_ENGINE = (
+    "allreduce_gradients",
+    "coalesce_grad_reduction",
+    "destroy",
+    "no_sync",
+    "set_gradient_accumulation_boundary",
+    "was_step_applied",
+    "_backward_post_hook",
+    "_backward_prologue",
+    "_backward_prologue_per_tensor",
+    "_get_gradients_for_reduction",
+)
+
+
+def check_version(deepspeed: Any) -> None:
+    """Raises ConfigError for a DeepSpeed without the methods that are called here; before a model is wrapped."""
+    missing = [name for name in _OF_ENGINE if not hasattr(deepspeed.DeepSpeedEngine, name)]
+    if missing:
+        raise _other_version(deepspeed.__version__, f"DeepSpeedEngine.{missing[0]}")
+
+
+def check(engine: Any, gradients: Gradients, version: str) -> None:
+    """Raises ConfigError where the wrapper that DeepSpeed chose lacks a name that is used here."""
+    wrapper, wanted = engine.optimizer, list(gradients.names)
+    if getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False):
+        wanted += getattr(gradients, "offload_names", ())
+    missing = [name for name in wanted if not hasattr(wrapper, name)]
+    if missing:
+        raise _other_version(version, f"{type(wrapper).__name__}.{missing[0]}")
+
+
+def _other_version(version: str, name: str) -> ConfigError:
+    problem = f"DeepSpeed {version} has no {name}, without which a window's gradient is not known to be exact"
+    return ConfigError("engine", "deepspeed", problem, f"Install deepspeed>={WORKING[0]},<={WORKING[1]}")
+
+
+def accumulated(optimizer: Any, trained: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The tensors in which a window accumulates on this rank."""
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):
+        return [*optimizer.fp32_groups_gradients_flat, *(p.grad for p in trained)]
+    if getattr(optimizer, "use_grad_accum_attribute", False):
+        return [g for p in trained for g in (p.grad, getattr(p, "grad_accum", None))]
+    return [p.grad for p in trained]
+
+
+def forget_accumulated(trained: Sequence[nn.Parameter]) -> None:
+    """Drops what backwards have left at the parameters."""
+    for parameter in trained:
+        parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]  # DeepSpeed's
+
+
+def complete(optimizer: Any, trained: Sequence[nn.Parameter]) -> list[bool]:
+    """Gives zeros to parameters without a gradient on this rank; says which had one.
+
+    Other ranks may have used them, and reductions must match. At stage 3 DeepSpeed would otherwise step on what was
+    left of the window before, and in bf16 at stage 1 leave what this rank did not use out of its norm.
+    """
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_has_gradients, strict=True)
+        had = {id(p): bool(one) for group, has in pairs for p, one in zip(group, has, strict=True)}
+        for used in optimizer.fp32_groups_has_gradients:
+            used[:] = [True] * len(used)
+        return [had.get(id(p), False) for p in trained]
+    has_own_attribute = getattr(optimizer, "use_grad_accum_attribute", False)
+    had_one = []
+    for parameter in trained:
+        if has_own_attribute:
+            had_one.append(getattr(parameter, "grad_accum", None) is not None)
+            if not had_one[-1]:
+                zeros = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+                parameter.grad_accum = zeros  # type: ignore[attr-defined]  # DeepSpeed's
+            continue
+        had_one.append(parameter.grad is not None)
+        if parameter.grad is None:
+            gradient = torch.zeros_like(parameter, dtype=accumulated_in(parameter))
+            parameter.grad = gradient
+            shape = getattr(parameter, "ds_shape", None)
+            if shape is not None:  # its own memory was given back, and with it its shape
+                parameter.grad.data = gradient.new_zeros(shape)
+    return had_one
+
+
+def send_along(engine: Any, numbers: Callable[[], Tensor | None]) -> None:
+    """Where gradients stay whole, ``numbers`` travel in their reduction, and are averaged in place like them."""
+    owner, name = engine, "_get_gradients_for_reduction"
+    if hasattr(engine.optimizer, "get_grads_for_reduction"):
+        owner, name = engine.optimizer, "get_grads_for_reduction"
+    gradients_of_all = getattr(owner, name)
+
+    def and_numbers() -> tuple[list[Tensor], Any]:
+        gradients, of_experts = gradients_of_all()
+        more = numbers()
+        # In the format of a gradient, and so in the same bucket.
+        return ([*gradients] if more is None else [*gradients, more]), of_experts
+
+    setattr(owner, name, and_numbers)
+
+
+class Backwards:
+    """Keeps DeepSpeed's hooks from acting in backwards that are none of a window's.
+
+    A gradient for something else (of an input, of a penalty, of a probe between windows) runs the same hooks: they
+    would reduce it, divide it by DeepSpeed's accumulation steps, and refuse it where a loss scale is set.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._optimizer, self._of_window = engine, engine.optimizer, False
+        engine._backward_prologue = partial(self._within_window, engine._backward_prologue)
+        engine._backward_prologue_per_tensor = _unchanged
+        if hasattr(self._optimizer, "unregister_grad_acc_post_hooks"):
+            self._optimizer.unregister_grad_acc_post_hooks()
+            self._optimizer.register_grad_acc_post_hook(partial(self._after_backward, engine._backward_post_hook))
+
+    @contextmanager
+    def of_window(self) -> Iterator[None]:
+        """Around a window's own backward."""
+        self._of_window = True
+        try:
+            yield
+        finally:
+            self._of_window = False
+
+    @contextmanager
+    def of_replay(self) -> Iterator[None]:
+        """Around forwards and a backward past DeepSpeed's own, which count as a window's.
+
+        DeepSpeed enters such a backward by hooks on outputs, and overlooks those in a dataclass.
+        """
+        with self.of_window():
+            self._optimizer.enter_backward()
+            try:
+                yield
+            finally:
+                self._optimizer._backward_active_depth = 0
+
+    def _within_window(self, hook: Callable[[], None]) -> None:
+        if self._of_window:
+            hook()
+
+    def _after_backward(self, hook: Callable[[], None]) -> None:
+        """Of a backward past DeepSpeed's own: a replay's, or one that is none of a window's."""
+        # Each forward that it reached has entered one, and DeepSpeed waits for the end of all.
+        self._optimizer._backward_active_depth = min(self._optimizer._backward_active_depth, 1)
+        if self._of_window:
+            self._engine._manual_backward_expected = True  # or it would be refused for want of a loss scale
+            hook()
+        else:
+            self._optimizer.exit_backward()
+
+
+def _unchanged(gradient: Any) -> Any:
+    return gradient
+
+
+class Trace:
+    """A number that says which modules were gathered in which order, at stage 3: ranks must gather the same ones.
+
+    Where they do not, and the modules are of one size, the parts of two modules are put together in silence.
+
+    Args:
+        engine: of stage 3.
+        world_size: so that sums of squares over all ranks are exact in fp64.
+    """
+
+    def __init__(self, engine: Any, world_size: int) -> None:
+        self._modulus = 2 ** min(20, (52 - 2 * world_size.bit_length()) // 2)
+        self.number = 0
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        self._fetch = coordinator.fetch_sub_module
+        coordinator.fetch_sub_module = self._note
+
+    def _note(self, current_submodule: Any, forward: bool, **options: Any) -> Any:
+        if current_submodule._parameters:
+            self.number = (self.number * 31 + 2 * current_submodule.ds_id + forward + 1) % self._modulus
+        return self._fetch(current_submodule, forward, **options)
+
+
+def own_loss_scale(optimizer: Any) -> None:
+    """Sets DeepSpeed's loss scale to 1, and keeps it from raising at the lowest one."""
+    scaling = getattr(optimizer, "loss_scale_config", None)
+    if scaling is not None:
+        scaling.cur_scale, scaling.dynamic_loss_scale = 1.0, False
+    if hasattr(optimizer, "loss_scaler"):
+        optimizer.loss_scaler.raise_error_at_min_scale = False
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """A parameter's shape, also where its memory was given back."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether a rank keeps a part of it (stage 3)."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def shard(value: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a value in equal parts; given the whole, DeepSpeed would take one that is too long."""
+    size, rank = int(parameter.ds_tensor.ds_numel), torch.distributed.get_rank()
+    return nn.functional.pad(value.flatten(), (0, size * (rank + 1)))[size * rank : size * (rank + 1)]
+
+
+def copy_to_shard(parameter: Any, value: Tensor) -> None:
+    """Sets this rank's part of a partitioned parameter."""
+    parameter.ds_tensor.data.copy_(shard(value, parameter))
+
+
+def fp32_copies(optimizer: Any) -> dict[int, Tensor]:
+    """The fp32 weights that stage 0 keeps next to 16-bit ones, by the parameter's ``id``."""
+    if not (hasattr(optimizer, "fp16_groups") and hasattr(optimizer, "fp32_groups")):
+        return {}
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {id(p): copy for group, copies in groups for p, copy in zip(group, copies, strict=True)}
+
+
+def accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Makes autograd accumulate a 16-bit parameter's gradients in fp32, where torch can (2.10 and later)."""
+    if hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = torch.float32
+
+
+def accumulated_in(parameter: nn.Parameter) -> torch.dtype:
+    """The format in which autograd accumulates the parameter's gradients."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _divide(gradients: Sequence[Tensor], divisor: float) -> None:
+    if divisor != 1.0 and gradients:
+        torch._foreach_div_(list(gradients), divisor)
