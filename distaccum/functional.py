@@ -7,7 +7,10 @@
     for window in windows(epoch):
         engine.begin_window(len(window.micro_batches))  # needed when the forward is a collective
         for i, micro in enumerate(window.micro_batches):
-            with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
+            with (
+                keyed_random(engine, window, i),                                        # where the model draws: dropout
+                engine.micro_step(sync=i == len(window.micro_batches) - 1),             # toggle the sync
+            ):
                 with engine.autocast():
                     loss = loss_sum(engine.model, to_device(micro.batch, world.device))
                 engine.backward(normalize_loss(loss, window.counts, engine.gradient_divide_factor))   # divide once
@@ -17,6 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from distaccum.accumulation import step
@@ -26,6 +30,7 @@ from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.prefetch import to_device
 from distaccum.data.window import Window
+from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
@@ -41,6 +46,7 @@ __all__ = [
     "cross_entropy",
     "finish_step",
     "from_mean",
+    "keyed_random",
     "normalize_loss",
     "plan_windows",
     "run_window",
@@ -69,7 +75,7 @@ def plan_windows(
         count: the count of a batch, read on the host. Windows that count nothing are skipped.
         tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
             lengths.
-        seed: for the order of samples.
+        seed: for the order of samples, and for the random numbers of micro-steps.
 
     Raises:
         ConfigError: sizes that cannot work.
@@ -79,6 +85,15 @@ def plan_windows(
     )
     counter = GlobalCounter(world, count)
     return lambda epoch: (window for window in loader.windows(epoch, 0, counter) if any(window.counts.values()))
+
+
+def keyed_random(engine: Engine, window: Window, i: int) -> AbstractContextManager[None]:
+    """Around the ``i``-th micro-step of ``window``: torch's random numbers in it, such as those of dropout, are keyed.
+
+    They depend on the seed, the epoch and the micro-batch, and not on the rank that computes it or on what was drawn
+    before. Afterwards the generators go on as if nothing had been drawn. Without it each rank draws its own numbers.
+    """
+    return KeyedRandom(engine.device).keyed(window.keys, i)
 
 
 def finish_step(engine: Engine, window: Window) -> StepOutput:

@@ -79,9 +79,15 @@ def check_workers(source: DataSpec, plan: Plan | StreamPlan, num_workers: int) -
 
 
 def build_loader(
-    source: DataSpec, plan: Plan | StreamPlan, world: World, *, num_workers: int = 0, group_by_length: bool = False
+    source: DataSpec,
+    plan: Plan | StreamPlan,
+    world: World,
+    *,
+    num_workers: int = 0,
+    group_by_length: bool = False,
+    seed: int = 0,
 ) -> WindowLoader:
-    """The window loader of a source's training data.
+    """The window loader of a source's training data; ``seed`` is that of its micro-steps' random numbers.
 
     Raises:
         ConfigError: grouping by unknown lengths, or a stream that is not split over the ranks.
@@ -93,7 +99,7 @@ def build_loader(
             stream = DataLoader(
                 cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=ignore_stop_signals
             )
-        return IterableWindowLoader(stream, plan, world, collate=source.collate)
+        return IterableWindowLoader(stream, plan, world, collate=source.collate, seed=seed)
     return MapWindowLoader(
         cast(MapDataset, source.train),
         plan,
@@ -101,6 +107,7 @@ def build_loader(
         collate=source.collate,
         num_workers=num_workers,
         group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
+        seed=seed,
     )
 
 
@@ -134,7 +141,7 @@ def as_loader(
         batched=not isinstance(data, DataSpec | DataLoader),
     )
     workers = data.num_workers if isinstance(data, DataLoader) and not isinstance(plan, StreamPlan) else 0
-    return build_loader(source, plan, world, num_workers=workers)
+    return build_loader(source, plan, world, num_workers=workers, seed=seed)
 
 
 def _lengths(source: DataSpec, key: str, value: object) -> Ids:

@@ -18,7 +18,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import Epoch, Ids, Plan
 from distaccum.data.spec import MapDataset
 from distaccum.data.window import Window
-from distaccum.distributed.random import RNGState
+from distaccum.distributed.random import RNGState, keys_of
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 
@@ -58,6 +58,7 @@ class MapWindowLoader(WindowLoader):
         collate: from samples to a batch; None for torch's ``default_collate``.
         num_workers: loading processes of this rank.
         group_by: the length of each sample: the micro-batches of a window then hold samples of similar length.
+        seed: of the windows' keys.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class MapWindowLoader(WindowLoader):
         collate: Collate | None = None,
         num_workers: int = 0,
         group_by: Ids | None = None,
+        seed: int = 0,
     ) -> None:
         assert len(dataset) == plan.samples
-        self._plan, self._world = plan, world
+        self._plan, self._world, self._seed = plan, world, seed
         self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)
         # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
         digest = hashlib.blake2b(f"{plan.seed}/{world.rank}".encode(), digest_size=7).digest()
@@ -111,6 +113,7 @@ class MapWindowLoader(WindowLoader):
                 micro_batches=micro_batches,
                 data_wait_s=waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
+                keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
             )
 
 
@@ -137,6 +140,11 @@ class MicroBatchIds:
         ):
             if len(positions):
                 yield self._plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+
+    def firsts(self, cut: Epoch, epoch: int, k: int) -> list[int]:
+        """The position in the epoch's order of the first sample of each micro-batch of window ``k``."""
+        parts = self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
+        return [int(positions[0]) for positions in parts if len(positions)]
 
     def _arranged(self, cut: Epoch, epoch: int, k: int) -> list[Ids]:
         """This rank's positions: the window is sorted by length, and dealt to the ranks micro-step by micro-step.

@@ -15,6 +15,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 from distaccum.losses.normalize import Counts
@@ -32,12 +33,13 @@ class IterableWindowLoader(WindowLoader):
         plan: the sizes.
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
+        seed: of the windows' keys, which depend on the rank: its stream is its own.
     """
 
     def __init__(
-        self, stream: Iterable[Any], plan: StreamPlan, world: World, *, collate: Collate | None = None
+        self, stream: Iterable[Any], plan: StreamPlan, world: World, *, collate: Collate | None = None, seed: int = 0
     ) -> None:
-        self._stream, self._plan, self._world = stream, plan, world
+        self._stream, self._plan, self._world, self._seed = stream, plan, world, seed
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
         self._items: Iterator[Any] | None = None
         self._taken = 0  # items of this epoch
@@ -83,6 +85,7 @@ class IterableWindowLoader(WindowLoader):
                     micro_batches=micro_batches,
                     data_wait_s=waited,
                     ids=partial(iter, ids),
+                    keys=keys_of([span.start for span in ids], self._seed, epoch, self._world.rank),
                 )
                 self._last = (index - 1, window)
                 yield window
