@@ -25,6 +25,7 @@ from typing import Any
 
 from distaccum.accumulation import step
 from distaccum.accumulation.step import Outcome
+from distaccum.config.checks import require_seed, whole_number
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
@@ -80,9 +81,11 @@ def plan_windows(
     Raises:
         ConfigError: sizes that cannot work.
     """
-    loader = as_loader(
-        data, world, global_batch_size=global_batch_size, tokens=tokens, micro_batch_size=micro_batch_size, seed=seed
-    )
+    given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
+    sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
+    seed = whole_number("seed", seed)
+    require_seed("seed", seed)
+    loader = as_loader(data, world, **sizes, seed=seed)
     counter = GlobalCounter(world, count)
     return lambda epoch: (window for window in loader.windows(epoch, 0, counter) if any(window.counts.values()))
 

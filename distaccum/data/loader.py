@@ -15,12 +15,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.plan.batch import Epoch, Ids, Plan
+from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
+from distaccum.data.plan.resized import Resize, ResizedPlan
 from distaccum.data.spec import MapDataset
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState, keys_of
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
+from distaccum.errors import MisuseError
 
 Collate = Callable[[list[Any]], Any]
 
@@ -43,6 +45,15 @@ class WindowLoader(ABC):
 
     def load_state(self, state: Any) -> None:  # noqa: B027  not abstract: the position may say everything
         """Restores :meth:`state`, before :meth:`windows`."""
+
+    def resize(self, change: Resize) -> None:
+        """Changes the global batch of the windows from ``change.window`` of ``change.epoch`` on, before these.
+
+        Raises:
+            MisuseError: this loader cuts its windows itself.
+        """
+        what = f"set_global_batch_size({change.global_batch_size}) with a {type(self).__name__}"
+        raise MisuseError(f"{what}, which cuts its windows itself: give the dataset, or override its resize()")
 
 
 class MapWindowLoader(WindowLoader):
@@ -93,6 +104,26 @@ class MapWindowLoader(WindowLoader):
         """The plan's numbers."""
         return self._plan.position
 
+    def resize(self, change: Resize) -> None:
+        """See :class:`WindowLoader`.
+
+        Raises:
+            ConfigError: the global batch is smaller than the micro-batch.
+            MisuseError: the windows are cut by a budget of tokens.
+        """
+        if not isinstance(self._plan, BatchPlan):
+            what = f"set_global_batch_size({change.global_batch_size})"
+            raise MisuseError(f"{what} where tokens= cuts the windows: make an Accumulator with global_batch_size=")
+        plan = self._plan
+        self._plan = self._ids.plan = ResizedPlan(
+            samples=plan.samples,
+            global_batch_size=change.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            world_size=plan.world_size,
+            seed=plan.seed,
+            since=change,
+        )
+
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """See :class:`WindowLoader`. One small host all-reduce per window."""
         self._ids.seek(epoch, start)
@@ -121,7 +152,7 @@ class MicroBatchIds:
     """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``."""
 
     def __init__(self, plan: Plan, rank: int, *, group_by: Ids | None = None) -> None:
-        self._plan, self._rank, self._group_by = plan, rank, group_by
+        self.plan, self._rank, self._group_by = plan, rank, group_by
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int) -> None:
@@ -129,7 +160,7 @@ class MicroBatchIds:
         self._epoch, self._start = epoch, start
 
     def __iter__(self) -> Iterator[list[int]]:
-        cut = self._plan.epoch(self._epoch)
+        cut = self.plan.epoch(self._epoch)
         for k in range(self._start, cut.windows_per_epoch):
             yield from self.of_window(cut, self._epoch, k)
 
@@ -139,7 +170,7 @@ class MicroBatchIds:
             self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
         ):
             if len(positions):
-                yield self._plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+                yield self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
 
     def firsts(self, cut: Epoch, epoch: int, k: int) -> list[int]:
         """The position in the epoch's order of the first sample of each micro-batch of window ``k``."""
@@ -153,12 +184,12 @@ class MicroBatchIds:
         """
         assert self._group_by is not None
         positions = np.asarray(cut.window(k), dtype=np.int64)
-        lengths = self._group_by[self._plan.ids(epoch, positions)]
+        lengths = self._group_by[self.plan.ids(epoch, positions)]
         positions = positions[np.argsort(-lengths, kind="stable")]
-        ranks = range(self._plan.world_size)
+        ranks = range(self.plan.world_size)
         sizes = np.array([[len(part) for part in cut.micro_batches(k, rank)] for rank in ranks])
         pieces = np.split(positions, np.cumsum(sizes.T.ravel())[:-1])
-        return pieces[self._rank :: self._plan.world_size]
+        return pieces[self._rank :: self.plan.world_size]
 
 
 def padding_share(lengths: Ids, plan: Plan, *, grouped: bool, windows: int = 100) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -13,6 +14,8 @@ from torch.utils.data import default_collate
 
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
+from distaccum.data.plan.batch import KEYWORDS
+from distaccum.data.plan.resized import Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import keys_of
@@ -53,6 +56,14 @@ class IterableWindowLoader(WindowLoader):
     def position(self) -> dict[str, Any]:
         """The plan's numbers, the world size among them."""
         return self._plan.position
+
+    def resize(self, change: Resize) -> None:
+        """See :class:`WindowLoader`: the stream goes on where it is.
+
+        Raises:
+            ConfigError: a size that the stream's micro-batches cannot make up.
+        """
+        self._plan = replace(self._plan, global_batch_size=change.global_batch_size, names=KEYWORDS)
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """See :class:`WindowLoader`. One small host all-reduce per window, and one more when a rank's stream ends."""
