@@ -161,6 +161,7 @@ class Accumulator:
         loader_of = partial(as_loader, world=self.world, seed=seed, **sizes)
         self._cursor = DataCursor(loader_of, self._resize)
         self._sizes, self._change = sizes, None if global_batch_size is None else _start(global_batch_size)
+        self._loaders_change = self._change  # the one that loaders have got
         self._count, self._prefetch = count, prefetch
         self._counter = GlobalCounter(self.world, count)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
@@ -216,6 +217,7 @@ class Accumulator:
         change = Resize(global_batch_size=size, epoch=epoch, window=window, position=position)
         if self._cursor.loader is not None:
             self._cursor.loader.resize(change)
+            self._loaders_change = change
         self._change = change
 
     def scheduler_step(self, metric: float | Tensor) -> None:
@@ -276,6 +278,9 @@ class Accumulator:
         if self.progress.epoch_window and self._cursor.leaves_epoch(data):
             self.tracker.next_epoch()
         loader = self._cursor.as_loader(data)
+        if self._change is not None and self._change != self._loaders_change:  # set before there was a loader
+            loader.resize(self._change)
+            self._loaders_change = self._change
         start, counted, self._abandoned = self.progress.epoch_window, False, False
         try:
             for window in self._planned(loader):
@@ -437,7 +442,7 @@ class Accumulator:
         self._evaluation_weights.eval()
         self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved.get("scheduler", saved))  # until 0.1 beside the settings of the groups
+            scheduler.load_state_dict(saved)
         if "groups" in state:
             restore_groups(self._optimizers, state["groups"])
         self._items_per_sample = state["per_sample"]
@@ -445,16 +450,14 @@ class Accumulator:
         self.restore(Progress(**state["progress"]), state["position"], state["data"])
 
     def _restore_batch(self, saved: Mapping[str, Any] | None) -> None:
-        """Takes the saved global batch, if it was set by hand and this accumulator began with the same one."""
-        if self._change is None:
+        """Takes the saved global batch, if this accumulator began with the same one, or with what it was set to."""
+        own = self._sizes["global_batch_size"]
+        if own is None:
             return
-        self._change = _start(self._sizes["global_batch_size"] or 0)
-        if saved is None or self._change.global_batch_size not in (
-            saved["global_batch_size"],
-            saved["change"]["global_batch_size"],
-        ):
-            return  # the data's position says what does not fit
-        self._change = Resize(**saved["change"])
+        self._change = _start(own)
+        if saved is not None and own in (saved["global_batch_size"], saved["change"]["global_batch_size"]):
+            self._change = Resize(**saved["change"])  # otherwise the data's position says what does not fit
+        self._loaders_change = self._change
 
     def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
         """Sets the progress and where the next :meth:`windows` begins, and forgets a :meth:`stop`."""
@@ -468,9 +471,10 @@ class Accumulator:
         return self._open
 
     def _resize(self, loader: WindowLoader) -> None:
-        """Gives a loader the global batch that was set, if any was."""
-        if self._change is not None and self._change != _start(self._sizes["global_batch_size"] or 0):
-            loader.resize(self._change)
+        """Gives a loader the global batch that the one before had, if it is not what the accumulator was made with."""
+        change, own = self._loaders_change, self._sizes["global_batch_size"]
+        if change is not None and own is not None and change != _start(own):
+            loader.resize(change)
 
     def _expect_no_window(self, what: str) -> None:
         if self._closed:

@@ -44,7 +44,10 @@ class OwnedScheduler:
         return deepcopy(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` gave."""
+        """Restores what :meth:`state_dict` gave, or what 0.1 did: with the settings of the optimizer's groups."""
+        if state.keys() == {"scheduler", "groups"}:
+            restore_groups([self._scheduler.optimizer], [state["groups"]])
+            state = state["scheduler"]
         self._scheduler.load_state_dict(deepcopy(state))
 
     def release(self) -> None:
