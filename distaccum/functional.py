@@ -7,7 +7,10 @@
     for window in windows(epoch):
         engine.begin_window(len(window.micro_batches))  # needed when the forward is a collective
         for i, micro in enumerate(window.micro_batches):
-            with engine.micro_step(sync=i == len(window.micro_batches) - 1):            # toggle the sync
+            with (
+                keyed_random(engine, window, i),                                        # where the model draws: dropout
+                engine.micro_step(sync=i == len(window.micro_batches) - 1),             # toggle the sync
+            ):
                 with engine.autocast():
                     loss = loss_sum(engine.model, to_device(micro.batch, world.device))
                 engine.backward(normalize_loss(loss, window.counts, engine.gradient_divide_factor))   # divide once
@@ -17,15 +20,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from distaccum.accumulation import step
 from distaccum.accumulation.step import Outcome
+from distaccum.config.checks import require_seed, whole_number
 from distaccum.data.batches import to_device
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.window import Window
+from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
@@ -41,6 +47,7 @@ __all__ = [
     "cross_entropy",
     "finish_step",
     "from_mean",
+    "keyed_random",
     "normalize_loss",
     "plan_windows",
     "run_window",
@@ -69,16 +76,27 @@ def plan_windows(
         count: the count of a batch, read on the host. Windows that count nothing are skipped.
         tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
             lengths.
-        seed: for the order of samples.
+        seed: for the order of samples, and for the random numbers of micro-steps.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
-    loader = as_loader(
-        data, world, global_batch_size=global_batch_size, tokens=tokens, micro_batch_size=micro_batch_size, seed=seed
-    )
+    given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
+    sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
+    seed = whole_number("seed", seed)
+    require_seed("seed", seed)
+    loader = as_loader(data, world, **sizes, seed=seed)
     counter = GlobalCounter(world, count)
     return lambda epoch: (window for window in loader.windows(epoch, 0, counter) if any(window.counts.values()))
+
+
+def keyed_random(engine: Engine, window: Window, i: int) -> AbstractContextManager[None]:
+    """Around the ``i``-th micro-step of ``window``: torch's random numbers in it, such as those of dropout, are keyed.
+
+    They depend on the seed, the epoch and the micro-batch, and not on the rank that computes it or on what was drawn
+    before. Afterwards the generators go on as if nothing had been drawn. Without it each rank draws its own numbers.
+    """
+    return KeyedRandom(engine.device).keyed(window.keys, i)
 
 
 def finish_step(engine: Engine, window: Window) -> StepOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -13,25 +14,29 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
+from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.schedulers import OwnedScheduler
+from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers, restore_groups, settings_of_groups
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
-from distaccum.config.checks import NONFINITE, require, require_choice, require_count
+from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_seed, whole_number
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
+from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
+from distaccum.data.plan.resized import Resize
 from distaccum.data.prefetch import FEWEST
+from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
-from distaccum.errors import DataError, MisuseError, NonFiniteError
+from distaccum.errors import ConfigError, DataError, MisuseError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 
@@ -61,7 +66,8 @@ class Accumulator:
             lengths.
         count: the count of a batch, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce per window.
-        scheduler: torch's, or several; stepped after every applied update, before the next window steps.
+        scheduler: torch's, or several; stepped after every applied update, before the next window steps. A
+            ``ReduceLROnPlateau`` is stepped by :meth:`scheduler_step`.
         schedule: instead, a function from the number of applied updates to a factor of the learning rate.
         clip_norm: largest norm of the global gradient; None: no clipping by norm.
         clip_value: instead, largest absolute value of its elements.
@@ -69,7 +75,7 @@ class Accumulator:
         max_skips: windows skipped in a row, at the lowest loss scale, that stop the run in any case.
         engine: owner of the wrapped parameters, by name or with settings.
         precision: the precision policy, by name or with settings.
-        seed: for the order of samples.
+        seed: for the order of samples, and for the random numbers that the model draws in micro-steps, as for dropout.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
         prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``clip_norm``
@@ -77,6 +83,7 @@ class Accumulator:
 
     Raises:
         ConfigError: sizes or names that cannot work.
+        MisuseError: another accumulator that is not closed has the model, the optimizer or the scheduler.
     """
 
     def __init__(
@@ -105,10 +112,18 @@ class Accumulator:
         both = schedule is not None and len(schedulers) > 0
         require(not both, "scheduler", [type(one).__name__ for one in schedulers], "and a schedule too", "Give one")
         require_choice("nonfinite", nonfinite, NONFINITE)
+        max_skips, prefetch, seed = (
+            whole_number(key, value)
+            for key, value in (("max_skips", max_skips), ("prefetch", prefetch), ("seed", seed))
+        )
         require_count("max_skips", max_skips, least=1)
+        require_seed("seed", seed)
         remedy = "One is computed while one is on its way"
         require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
         engine, precision = engine_config(engine), PrecisionConfig.of(precision)
+        given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
+        sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
+        global_batch_size, micro_batch_size = sizes["global_batch_size"], sizes["micro_batch_size"]
         if micro_batch_size is not None:
             check_sizes(global_batch_size, micro_batch_size)
         self.world = world or World.join()
@@ -126,7 +141,14 @@ class Accumulator:
             device=self.world.device,
             seed=seed,
         )
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        check_schedulers(schedulers, self._optimizers)
         self.engine: Engine = create(prepared, model, optimizer, self.world)
+        try:
+            self._evaluation_weights = EvaluationWeights(self._optimizers, self.engine)
+        except ConfigError:
+            self.engine.close()
+            raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
         self.tracker = ProgressTracker(
             self.engine,
@@ -136,17 +158,15 @@ class Accumulator:
             skips=nonfinite == "skip",
             max_skips=max_skips,
         )
-        sizes: Any = {
-            "global_batch_size": global_batch_size,
-            "tokens": tokens,
-            "micro_batch_size": micro_batch_size,
-            "seed": seed,
-        }
-        self._cursor = DataCursor(lambda data: as_loader(data, self.world, **sizes, together=True))
+        loader_of = partial(as_loader, world=self.world, seed=seed, together=True, **sizes)
+        self._cursor = DataCursor(loader_of, self._resize)
+        self._sizes, self._change = sizes, None if global_batch_size is None else _start(global_batch_size)
+        self._loaders_change = self._change  # the one that loaders have got
         self._count, self._prefetch = count, prefetch
         self._counter = GlobalCounter(self.world, count)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
+        self._abandoned = self._closed = False
 
     @property
     def model(self) -> nn.Module:
@@ -168,6 +188,70 @@ class Accumulator:
         """Whether some rank has asked to :meth:`stop`; the same on every rank."""
         return self._counter.stopping
 
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of the next window over all ranks; None where ``tokens`` says its size."""
+        return None if self._change is None else self._change.global_batch_size
+
+    def set_global_batch_size(self, global_batch_size: int) -> None:
+        """Changes the global batch from the next window on; between two windows, a collective.
+
+        The epoch goes on with the sample that comes next: none is taken twice, and none is left out. The size is in
+        :meth:`state_dict`. The learning rate stays as it is.
+
+        Raises:
+            ConfigError: a size that cannot work, or that differs between the ranks.
+            MisuseError: in the middle of a window, or the windows are cut by ``tokens`` or by a ``WindowLoader`` of
+                your own.
+        """
+        self._expect_no_window("set_global_batch_size()")
+        size = whole_number("global_batch_size", global_batch_size)
+        check_sizes(size, self._sizes["micro_batch_size"] or 1)
+        if self._change is None:
+            refuse("set_global_batch_size()", "where tokens= cuts the windows", "give global_batch_size= instead")
+        most, fewest = self.world.all_reduce_max_host([size, -size])
+        remedy = "Give every rank the same"
+        require(most == -fewest, "global_batch_size", size, f"and from {-fewest} to {most} on other ranks", remedy)
+        epoch, window = self.progress.epoch, self.progress.epoch_window
+        position = self._change.position_of(epoch, window)
+        change = Resize(global_batch_size=size, epoch=epoch, window=window, position=position)
+        if self._cursor.loader is not None:
+            self._cursor.loader.resize(change)
+            self._loaders_change = change
+        self._change = change
+
+    def scheduler_step(self, metric: float | Tensor) -> None:
+        """Steps the ``ReduceLROnPlateau`` among the schedulers with ``metric``; between two windows, a collective.
+
+        Args:
+            metric: the same on every rank, as an evaluation's result over all of them or :meth:`mean_loss` is.
+
+        Raises:
+            MisuseError: in the middle of a window, there is no such scheduler, or ranks give different metrics.
+        """
+        self._expect_no_window("scheduler_step()")
+        taking = [scheduler for scheduler in self._schedulers if scheduler.takes_metric]
+        if not taking:
+            refuse("scheduler_step()", "without a ReduceLROnPlateau", "give scheduler= one; others step by themselves")
+        value = float(metric)
+        values = self.world.all_gather_object(value)
+        if len({repr(each) for each in values}) > 1:
+            each = ", ".join(map(str, values))
+            refuse(f"scheduler_step({value})", f"where the ranks give {each}", "reduce the metric over the ranks first")
+        self.tracker.resolve_last_step()
+        for scheduler in taking:
+            scheduler.step_with(value)
+
+    def use_evaluation_weights(self) -> None:
+        """Puts the weights to evaluate and to save in place, until the next window.
+
+        They differ from those that train where the optimizer has ``train()`` and ``eval()``, as a schedule-free one:
+        the next window calls the first, this the second. :meth:`state_dict` and a forward of the model in evaluation
+        mode or without gradients do it by themselves. With any other optimizer this does nothing.
+        """
+        self._expect_no_window("use_evaluation_weights()")
+        self._evaluation_weights.eval()
+
     def stop(self) -> None:
         """Asks all ranks to stop before the next window; of a stream, after it, as its items are taken already."""
         self._counter.request_stop()
@@ -175,7 +259,9 @@ class Accumulator:
     def windows(self, data: Any) -> Iterator[OpenWindow]:
         """The windows of one epoch, or the rest of it after :meth:`load_state_dict` or a ``break``.
 
-        Windows that count nothing are skipped, not yielded, and counted in ``progress.skipped``.
+        Windows that count nothing are skipped, not yielded, and counted in ``progress.skipped``. So is a window that
+        was abandoned, if the same loop goes on; if it is left, the next one begins with that window again. Other data
+        than in the last loop begin an epoch of their own, and what a ``break`` has left of the one before is dropped.
 
         Args:
             data: a ``DataLoader``, a dataset (a list is one) or a ``DataSpec``, planned over the ranks; any other
@@ -189,14 +275,20 @@ class Accumulator:
         self._expect_no_window("windows()")
         if self.stopping:
             return
+        if self.progress.epoch_window and self._cursor.leaves_epoch(data):
+            self.tracker.next_epoch()
         loader = self._cursor.as_loader(data)
-        start, counted = self.progress.epoch_window, False
+        if self._change is not None and self._change != self._loaders_change:  # set before there was a loader
+            loader.resize(self._change)
+            self._loaders_change = self._change
+        start, counted, self._abandoned = self.progress.epoch_window, False, False
         try:
-            for window in loader.windows(self.progress.epoch, start, self._counter):
+            for window in self._planned(loader):
                 if self._count is not None and not any(window.counts.values()):
-                    self.tracker.skip_empty_window(window.samples)
+                    self.tracker.skip_window(window.samples)
                     continue
                 counted = True
+                self._evaluation_weights.train()
                 self._open = OpenWindow(
                     window,
                     self.engine,
@@ -206,6 +298,9 @@ class Accumulator:
                 )
                 yield self._open
                 self._expect_no_window("the next window")
+                if self._abandoned:
+                    self._abandoned = False
+                    self.tracker.skip_window(window.samples)
         finally:
             self.tracker.resolve_last_step()  # also after a break: schedulers include the last window
         self.tracker.raise_if_nonfinite()
@@ -214,6 +309,17 @@ class Accumulator:
         if not counted and not start:
             raise DataError(f"epoch {self.progress.epoch}: none of its windows counts anything for the loss")
         self.tracker.next_epoch()
+
+    def _planned(self, loader: WindowLoader) -> Iterator[Window]:
+        """The rest of the epoch, planned anew where the global batch changes."""
+        while True:
+            change = self._change
+            for window in loader.windows(self.progress.epoch, self.progress.epoch_window, self._counter):
+                yield window
+                if change is not self._change:
+                    break
+            if change is self._change or self._counter.stopping:
+                return
 
     def batches(self, data: Any) -> Iterator[Any]:
         """This rank's batches of one epoch, on the device, without their windows: see :meth:`windows`."""
@@ -266,42 +372,92 @@ class Accumulator:
         return outcome
 
     def abandon(self) -> None:
-        """Drops the current window and its gradients, as after an error; every rank must call it."""
+        """Drops the current window and its gradients, as after an error; every rank must call it.
+
+        If the loop over :meth:`windows` goes on, the window is skipped; if it is left, the next one begins with it.
+        """
         self.engine.zero_gradients()
+        self._abandoned = self._abandoned or self._open is not None
         self._open = None
+
+    def close(self) -> None:
+        """Gives model, optimizer and scheduler back, which are then as any others: local, and final.
+
+        A window that is open is dropped. The weights stay where the engine has put them: on the device, and sharded
+        where it shards.
+        """
+        if self._closed:
+            return
+        self.tracker.resolve_last_step()  # the schedulers include the last window
+        self.abandon()
+        self._evaluation_weights.close()
+        self.engine.close()
+        for scheduler in self._schedulers:
+            scheduler.release()
+        self._closed = True
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
         return self.tracker.mean_loss()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that :meth:`load_state_dict` needs to continue, except the states of random number generators.
+        """Everything that :meth:`load_state_dict` needs to continue: a copy, which later windows do not change.
+
+        It needs as much memory as the weights and the optimizer's state, where these are: on the device, or on the host
+        if that is where the engine gathers them. The states of random number generators are not in it. What the model
+        draws in micro-steps does not need them: it depends on the seed and the micro-batch alone.
 
         A collective where the engine shards its state over the ranks.
 
         Raises:
-            MisuseError: in the middle of a window, as accumulated gradients are not saved.
+            MisuseError: in the middle of a window, as accumulated gradients are not saved; or after :meth:`abandon` on
+                a stream, whose items are taken.
             NonFiniteError: as :meth:`windows`.
         """
         self._expect_no_window("state_dict()")
+        cursor = self._cursor.state()
+        if self._abandoned and cursor["data"] is not None:
+            remedy = "run it first: the next acc.windows() begins with it"
+            refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
         self.tracker.raise_if_nonfinite(together=False)
+        self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
         return {
             **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
+            "groups": settings_of_groups(self._optimizers),
             "progress": asdict(self.progress),
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            **self._cursor.state(),
+            "batch": None if self._change is None else self._sizes | {"change": asdict(self._change)},
+            **cursor,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` gave; :meth:`windows` then continues with the window that came next."""
+        """Restores what :meth:`state_dict` gave; :meth:`windows` then continues with the window that came next.
+
+        A global batch that was set is restored with it, and so are the settings of the optimizer's groups, learning
+        rates among them. The state is copied, and can be loaded again.
+        """
         self._expect_no_window("load_state_dict()")
+        self._evaluation_weights.eval()
         self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
+        if "groups" in state:
+            restore_groups(self._optimizers, state["groups"])
         self._items_per_sample = state["per_sample"]
+        self._restore_batch(state.get("batch"))
         self.restore(Progress(**state["progress"]), state["position"], state["data"])
+
+    def _restore_batch(self, saved: Mapping[str, Any] | None) -> None:
+        """Takes the saved global batch, if this accumulator began with the same one, or with what it was set to."""
+        own = self._sizes["global_batch_size"]
+        if own is None:
+            return
+        self._change = _start(own)
+        if saved is not None and own in (saved["global_batch_size"], saved["change"]["global_batch_size"]):
+            self._change = Resize(**saved["change"])  # otherwise the data's position says what does not fit
+        self._loaders_change = self._change
 
     def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
         """Sets the progress and where the next :meth:`windows` begins, and forgets a :meth:`stop`."""
@@ -314,7 +470,15 @@ class Accumulator:
             refuse(what, "outside a window", "loop over acc.windows(...)")
         return self._open
 
+    def _resize(self, loader: WindowLoader) -> None:
+        """Gives a loader the global batch that the one before had, if it is not what the accumulator was made with."""
+        change, own = self._loaders_change, self._sizes["global_batch_size"]
+        if change is not None and own is not None and change != _start(own):
+            loader.resize(change)
+
     def _expect_no_window(self, what: str) -> None:
+        if self._closed:
+            refuse(what, "after close()", "make a new Accumulator")
         if self._open is not None:
             refuse(what, self._open.phase.value, "run every micro-batch of a window before")
 
@@ -345,3 +509,8 @@ class Accumulator:
             outcome = sums.outcome(counts, None)
         self.tracker.end_step(window, outcome)
         self._open = None
+
+
+def _start(global_batch_size: int) -> Resize:
+    """The size that holds from the first window on."""
+    return Resize(global_batch_size=global_batch_size, epoch=0, window=0, position=0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
-from distaccum.distributed.random import RNGState
+from distaccum.distributed.random import KeyedRandom, RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
@@ -60,7 +60,8 @@ def diagnose(engine: Engine, window: Window, loss: Loss, world: World) -> tuple[
     """Runs a window again whose gradient was not finite, and finds where that began.
 
     A collective, which reduces no gradient; ranks may have different numbers of micro-batches, or none. A compiled
-    model runs eagerly. Weights, buffers and random number generators are left as they were, and gradients zero.
+    model runs eagerly, and dropout draws the numbers of the first time. Weights, buffers and random number generators
+    are left as they were, and gradients zero.
 
     Returns:
         At most one finding per rank, sorted by rank and the same on every rank. Empty where no micro-batch shows it
@@ -81,7 +82,7 @@ def explain(findings: Sequence[NonFinite]) -> str:
     if not findings:
         return (
             "Run again, no single micro-batch showed it: it came of the sum over micro-batches or ranks, or of what is "
-            "not the same a second time (dropout, a lower loss scale, a compiled kernel)"
+            "not the same a second time (a lower loss scale, a compiled kernel, random numbers that are not torch's)"
         )
     left = len(findings) - _MOST_RANKS
     return f"It began {'; '.join(map(_clause, findings[:_MOST_RANKS]))}" + (
@@ -112,6 +113,7 @@ def _decoded(text: str) -> NonFinite:
 def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> NonFinite | None:
     counts = window.counts or {SINGLE: float(window.samples)}  # where they are known only at the window's end
     found: NonFinite | None = None
+    random = KeyedRandom(engine.device)
     harmless: set[tuple[Stage, str]] = set()  # what is not finite in micro-batches with a finite loss and gradient
     local_gradients = engine.local_gradients() if engine.local_gradients else nullcontext(dict)
     with _state_restored(engine), local_gradients as accumulated, _watching(engine.unwrapped_model) as watch:
@@ -121,7 +123,7 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
         for i, micro in enumerate(window.micro_batches):
             batch = to_device(micro.batch, engine.device)
             watch.before_forward(batch)
-            with engine.micro_step(sync=False):
+            with random.keyed(window.keys, i), engine.micro_step(sync=False):
                 with engine.autocast():
                     total = loss(engine.model, batch)
                 watch.after_forward(total)

@@ -14,6 +14,7 @@ from torch import Tensor
 from distaccum.accumulation.step import LossSums
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, normalize_loss
@@ -58,6 +59,7 @@ class OpenWindow:
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
         self._left = len(window.micro_batches)
+        self._random = KeyedRandom(engine.device)
         self._autocast: AbstractContextManager[object] | None = None
         self._micro_step: AbstractContextManager[object] | None = None
 
@@ -104,6 +106,8 @@ class OpenWindow:
 
     def __enter__(self) -> None:
         self.expect(Phase.GIVEN, "accumulate()", "enter it once for each micro-batch of `for micro in window:`")
+        if self.plain.keys:
+            self._random.begin(self.plain.keys[-self._left])
         self._micro_step = self._engine.micro_step(sync=self._left == 1)
         self._micro_step.__enter__()
         self._autocast = self._engine.autocast()
@@ -117,6 +121,7 @@ class OpenWindow:
         if self._autocast is not None:  # an error in the forward, or a missing backward()
             self._end_autocast()
         self._micro_step.__exit__(kind, value, trace)
+        self._random.end()
         if kind is not None:
             return
         self.expect(Phase.BACKWARD, "the end of accumulate()", "call acc.backward() in it, also for a loss of zero")

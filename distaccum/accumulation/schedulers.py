@@ -1,40 +1,130 @@
-"""Torch's learning-rate schedulers, stepped only by the accumulator."""
+"""Torch's learning-rate schedulers, stepped only by the accumulator, and the settings of the optimizers' groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from functools import cache
 from typing import Any, NoReturn
 
-from torch.optim.lr_scheduler import LRScheduler
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from distaccum.errors import MisuseError
+from distaccum.errors import ConfigError, MisuseError
+
+_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # of a group: how it computes, and not what
 
 
 class OwnedScheduler:
     """A torch scheduler that only its owner steps: the user's ``scheduler.step()`` raises MisuseError.
 
-    Its state includes the settings of the optimizer's groups: torch's chainable schedulers compute the next learning
-    rate from the current one, and do not save it.
+    The scheduler gets a subclass of its class, and its ``__dict__`` stays its own: so its ``state_dict`` holds what it
+    held before. A copy of it, by ``copy``, ``deepcopy`` or pickle, is of its own class and owned by nobody.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler, self._step = scheduler, scheduler.step
-        scheduler.step = self._refuse  # type: ignore[assignment,method-assign]  # there is no hook for it
+        self._scheduler, self._class = scheduler, type(scheduler)
+        self.takes_metric = isinstance(scheduler, ReduceLROnPlateau)
+        scheduler.__class__ = _owned(type(scheduler))
 
     def step(self) -> None:
-        """Steps after an applied update."""
-        self._step()
+        """Steps after an applied update, unless it takes a metric."""
+        if not self.takes_metric:
+            self._class.step(self._scheduler)
+
+    def step_with(self, metric: float) -> None:
+        """Steps a scheduler that takes a metric."""
+        plateau: Any = self._class
+        plateau.step(self._scheduler, metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, and the settings of the optimizer's groups."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._scheduler.optimizer.param_groups]
-        state = {name: value for name, value in self._scheduler.state_dict().items() if name != "step"}
-        return {"scheduler": state, "groups": groups}
+        """A copy of the scheduler's state."""
+        return deepcopy(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` gave."""
-        for group, saved in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
-        self._scheduler.load_state_dict(state["scheduler"])
+        """Restores what :meth:`state_dict` gave, or what 0.1 did: with the settings of the optimizer's groups."""
+        if state.keys() == {"scheduler", "groups"}:
+            restore_groups([self._scheduler.optimizer], [state["groups"]])
+            state = state["scheduler"]
+        self._scheduler.load_state_dict(deepcopy(state))
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise MisuseError("scheduler.step() was called by hand: delete the line, as applied updates step it")
+    def release(self) -> None:
+        """Gives the scheduler back: anybody may step it."""
+        self._scheduler.__class__ = self._class
+
+
+def check_schedulers(schedulers: Iterable[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
+    """Raises what is wrong with the schedulers of these optimizers.
+
+    Raises:
+        ConfigError: one is of another optimizer, whose rate nobody uses.
+        MisuseError: another accumulator owns one.
+    """
+    for scheduler in schedulers:
+        name = type(scheduler).__name__
+        if isinstance(scheduler, _Owned):
+            remedy = "call close() of that one before, or make a new scheduler"
+            raise MisuseError(f"scheduler {name} belongs to another Accumulator: {remedy}")
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is not None and not any(optimizer is one for one in optimizers):
+            problem = "it sets the learning rate of an optimizer that is not the accumulator's"
+            raise ConfigError("scheduler", name, problem, "Make it from the optimizer that you give")
+
+
+class _Owned:
+    """Marks the subclass of an owned scheduler."""
+
+    def step(self, *_: object, **__: object) -> NoReturn:
+        if isinstance(self, ReduceLROnPlateau):
+            remedy = "write acc.scheduler_step(metric) in its place, between two windows"
+        else:
+            remedy = "delete the line, as applied updates step it"
+        raise MisuseError(f"scheduler.step() was called by hand: {remedy}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own = type(self).__mro__[2]
+        made = own.__reduce_ex__(self, protocol)
+        function, arguments, *state = made
+        return (function, tuple(own if part is type(self) else part for part in arguments), *state)
+
+
+@cache
+def _owned(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (_Owned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def settings_of_groups(optimizers: Iterable[Optimizer]) -> list[list[dict[str, Any]]]:
+    """The settings of the optimizers' groups as they are now, learning rates among them: copies of plain values.
+
+    Torch's chainable schedulers compute the next rate from the current one and do not save it, and a rate may have been
+    set by hand.
+    """
+    plain = bool | int | float | str | None | Tensor | tuple | list
+    return [
+        [
+            {key: deepcopy(value) for key, value in group.items() if _is_setting(key) and isinstance(value, plain)}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
+
+
+def restore_groups(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Restores :func:`settings_of_groups`; what is a tensor stays the same one.
+
+    Raises:
+        ValueError: there are other optimizers or groups.
+    """
+    for optimizer, groups in zip(optimizers, saved, strict=True):
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in settings.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = deepcopy(value)
+
+
+def _is_setting(key: str) -> bool:
+    return key != "params" and key not in _KERNELS

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
+from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.losses.base import Loss
@@ -84,7 +85,8 @@ def run_window(
 
     The loss is a sum, and it is divided once: by the count of the whole window on all ranks.
     ``gradient_divide_factor`` undoes the engine's own averaging. Only a rank's last micro-step, the boundary,
-    communicates gradients, except on fsdp2 with ``sync=every``, which reduces in each micro-step.
+    communicates gradients, except on fsdp2 with ``sync=every``, which reduces in each micro-step. Random numbers, such
+    as those of dropout, are keyed by the micro-batch (``window.keys``).
 
     Args:
         engine: owns the model, the gradients and the step.
@@ -96,8 +98,9 @@ def run_window(
     sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
     engine.begin_window(len(window.micro_batches))
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
+    random = KeyedRandom(engine.device)
     for i, batch in enumerate(batches):
-        with engine.micro_step(sync=i == boundary):
+        with random.keyed(window.keys, i), engine.micro_step(sync=i == boundary):
             with engine.autocast():
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor

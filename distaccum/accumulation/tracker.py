@@ -116,8 +116,8 @@ class ProgressTracker:
         self.resolve_last_step()
         self._unresolved, self.last = (window, outcome, loss), outcome
 
-    def skip_empty_window(self, samples: int) -> None:
-        """Notes a window that counts nothing and was not run."""
+    def skip_window(self, samples: int) -> None:
+        """Notes a window that counts nothing and was not run, or that was abandoned."""
         self._progress = self.progress.after(samples=samples, tokens=0, applied=False)
 
     def resolve_last_step(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
+from operator import index
 from types import NoneType
+from typing import Any
 
 from distaccum.errors import ConfigError
 
@@ -47,3 +50,28 @@ def require_fraction(key: str, value: float) -> None:
 def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
     """One of ``choices``."""
     require(value in choices, key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")
+
+
+def whole_number(key: str, value: Any) -> int:
+    """``value`` as an int: also NumPy's whole numbers, and a tensor's. A bool is none, nor is a float.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    try:
+        require(not isinstance(value, bool), key, value, "is no whole number", "Give one, such as 8")
+        return index(value)
+    except TypeError:
+        raise ConfigError(key, value, "is no whole number", "Give one, such as 8") from None
+
+
+def require_positive_number(key: str, value: object) -> None:
+    """A positive finite number of any kind, or None."""
+    holds = value is None or (isinstance(value, Real) and not isinstance(value, bool))
+    require(holds, key, value, "is no number", "Use a value such as 1.0, or None for none")
+    require_positive(key, value)  # type: ignore[arg-type]  # a Real
+
+
+def require_seed(key: str, value: int) -> None:
+    """A whole number of 63 bits."""
+    require(0 <= value < 2**63, key, value, "out of range", "Use a whole number from 0 to 2**63-1")

@@ -26,10 +26,13 @@ class DataCursor:
 
     Args:
         build: makes a loader of data that is none yet.
+        adjust: called with each loader before its position is looked at.
     """
 
-    def __init__(self, build: Callable[[Any], WindowLoader]) -> None:
-        self._build = build
+    def __init__(
+        self, build: Callable[[Any], WindowLoader], adjust: Callable[[WindowLoader], None] = lambda _: None
+    ) -> None:
+        self._build, self._adjust = build, adjust
         self._current: tuple[Any, WindowLoader] | None = None
         self._resumed: Mapping[str, Any] | None = None
 
@@ -40,7 +43,7 @@ class DataCursor:
             CheckpointError: that state is of other data or sizes.
         """
         if self._current is None or self._current[0] is not data:
-            loader = data if isinstance(data, WindowLoader) else self._build(data)
+            loader = self._loader_of(data)
             if self._resumed is not None and self._resumed["position"]:
                 if mismatch := position_mismatch(self._resumed["position"], loader.position):
                     key, saved, current = mismatch
@@ -49,6 +52,28 @@ class DataCursor:
                 loader.load_state(self._resumed["data"])
             self._current, self._resumed = (data, loader), None
         return self._current[1]
+
+    def leaves_epoch(self, data: Any) -> bool:
+        """Whether ``data`` is other data than that of the loader, so that its windows are none of the same epoch.
+
+        The same object is the same data; so is another ``DataLoader`` of the same map-style dataset and order.
+        """
+        if self._current is None or self._current[0] is data:
+            return False
+        before, loader = self._current
+        if _dataset(before) is not _dataset(data) or loader.state() is not None:
+            return True
+        return self._loader_of(data).position != loader.position
+
+    def _loader_of(self, data: Any) -> WindowLoader:
+        loader = data if isinstance(data, WindowLoader) else self._build(data)
+        self._adjust(loader)
+        return loader
+
+    @property
+    def loader(self) -> WindowLoader | None:
+        """The loader of the data that windows were taken from last."""
+        return self._current[1] if self._current else None
 
     def state(self) -> Mapping[str, Any]:
         """The loader's position and state; the restored ones until a loader has taken them."""
@@ -59,3 +84,8 @@ class DataCursor:
     def restore(self, position: Mapping[str, Any], data: Any) -> None:
         """Sets the position and state that the next loader continues from."""
         self._current, self._resumed = None, {"position": position, "data": data}
+
+
+def _dataset(data: Any) -> Any:
+    """What a ``DataLoader`` or a ``DataSpec`` holds; anything else is itself."""
+    return getattr(data, "dataset", getattr(data, "train", data))

@@ -85,9 +85,15 @@ def check_workers(source: DataSpec, plan: Plan | StreamPlan, num_workers: int) -
 
 
 def build_loader(
-    source: DataSpec, plan: Plan | StreamPlan, world: World, *, num_workers: int = 0, group_by_length: bool = False
+    source: DataSpec,
+    plan: Plan | StreamPlan,
+    world: World,
+    *,
+    num_workers: int = 0,
+    group_by_length: bool = False,
+    seed: int = 0,
 ) -> WindowLoader:
-    """The window loader of a source's training data.
+    """The window loader of a source's training data; ``seed`` is that of its micro-steps' random numbers.
 
     Args:
         source: the data.
@@ -113,6 +119,7 @@ def build_loader(
             collate=source.collate,
             batch_size=source.batch_size,
             may_repeat=source.may_repeat,
+            seed=seed,
         )
     return MapWindowLoader(
         cast(MapDataset, source.train),
@@ -121,6 +128,7 @@ def build_loader(
         collate=source.collate,
         workers=source.workers if source.workers.num_workers else replace(source.workers, num_workers=num_workers),
         group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
+        seed=seed,
     )
 
 
@@ -168,7 +176,7 @@ def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int) -> Win
         seed=seed,
         batched=bare,
     )
-    return build_loader(source, plan, world)
+    return build_loader(source, plan, world, seed=seed)
 
 
 def _lengths(source: DataSpec, key: str, value: object) -> Ids:

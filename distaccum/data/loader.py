@@ -18,14 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.plan.batch import Epoch, Ids, Plan
+from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
+from distaccum.data.plan.resized import Resize, ResizedPlan
 from distaccum.data.sketch import Sketch, same, sketch
 from distaccum.data.spec import MapDataset, WorkerOptions
 from distaccum.data.window import MicroBatch, Window
-from distaccum.distributed.random import RNGState
+from distaccum.distributed.random import RNGState, keys_of
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
-from distaccum.errors import DataError
+from distaccum.errors import DataError, MisuseError
 
 # Of the samples that the ranks compare: how many, and how often one is loaded again that differs.
 _COMPARED, _REPEATED = 4, 16
@@ -52,6 +53,15 @@ class WindowLoader(ABC):
     def load_state(self, state: Any) -> None:  # noqa: B027  not abstract: the position may say everything
         """Restores :meth:`state`, before :meth:`windows`."""
 
+    def resize(self, change: Resize) -> None:
+        """Changes the global batch of the windows from ``change.window`` of ``change.epoch`` on, before these.
+
+        Raises:
+            MisuseError: this loader cuts its windows itself.
+        """
+        what = f"set_global_batch_size({change.global_batch_size}) with a {type(self).__name__}"
+        raise MisuseError(f"{what}, which cuts its windows itself: give the dataset, or override its resize()")
+
 
 class MapWindowLoader(WindowLoader):
     """The windows of a map-style dataset.
@@ -66,6 +76,7 @@ class MapWindowLoader(WindowLoader):
         collate: from samples to a batch; None for torch's ``default_collate``.
         workers: how samples are loaded.
         group_by: the length of each sample: the micro-batches of a window then hold samples of similar length.
+        seed: of the windows' keys.
     """
 
     def __init__(
@@ -77,9 +88,10 @@ class MapWindowLoader(WindowLoader):
         collate: Collate | None = None,
         workers: WorkerOptions | None = None,
         group_by: Ids | None = None,
+        seed: int = 0,
     ) -> None:
         assert len(dataset) == plan.samples
-        self._dataset, self._plan, self._world = dataset, plan, world
+        self._dataset, self._plan, self._world, self._seed = dataset, plan, world, seed
         self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)
         self._agreement = Agreement(world)
         # What decides which samples a window holds, beside the position: a short hash of each sample's length.
@@ -87,8 +99,8 @@ class MapWindowLoader(WindowLoader):
         workers = workers or WorkerOptions()
         self._workers = workers.num_workers
         # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
-        seed = plan.seed if workers.seed is None else workers.seed
-        digest = hashlib.blake2b(f"{seed}/{world.rank}".encode(), digest_size=7).digest()
+        seed_of_workers = plan.seed if workers.seed is None else workers.seed
+        digest = hashlib.blake2b(f"{seed_of_workers}/{world.rank}".encode(), digest_size=7).digest()
         self._loader = DataLoader(
             cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
             batch_sampler=self._ids,
@@ -107,6 +119,26 @@ class MapWindowLoader(WindowLoader):
     def position(self) -> dict[str, Any]:
         """The plan's numbers."""
         return self._plan.position
+
+    def resize(self, change: Resize) -> None:
+        """See :class:`WindowLoader`.
+
+        Raises:
+            ConfigError: the global batch is smaller than the micro-batch.
+            MisuseError: the windows are cut by a budget of tokens.
+        """
+        if not isinstance(self._plan, BatchPlan):
+            what = f"set_global_batch_size({change.global_batch_size})"
+            raise MisuseError(f"{what} where tokens= cuts the windows: make an Accumulator with global_batch_size=")
+        plan = self._plan
+        self._plan = self._ids.plan = ResizedPlan(
+            samples=plan.samples,
+            global_batch_size=change.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            world_size=plan.world_size,
+            seed=plan.seed,
+            since=change,
+        )
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """See :class:`WindowLoader`. One small host all-reduce per window.
@@ -146,6 +178,7 @@ class MapWindowLoader(WindowLoader):
                 micro_batches=micro_batches,
                 data_wait_s=waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
+                keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
             )
 
     def _begin(self, epoch: int, start: int) -> Iterator[Any]:
@@ -223,7 +256,7 @@ class MicroBatchIds:
     """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``."""
 
     def __init__(self, plan: Plan, rank: int, *, group_by: Ids | None = None) -> None:
-        self._plan, self._rank, self._group_by = plan, rank, group_by
+        self.plan, self._rank, self._group_by = plan, rank, group_by
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int, *, first: Sequence[int] = ()) -> None:
@@ -232,7 +265,7 @@ class MicroBatchIds:
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([sample] for sample in self._first)
-        cut = self._plan.epoch(self._epoch)
+        cut = self.plan.epoch(self._epoch)
         for k in range(self._start, cut.windows_per_epoch):
             yield from self.of_window(cut, self._epoch, k)
 
@@ -242,7 +275,12 @@ class MicroBatchIds:
             self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
         ):
             if len(positions):
-                yield self._plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+                yield self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+
+    def firsts(self, cut: Epoch, epoch: int, k: int) -> list[int]:
+        """The position in the epoch's order of the first sample of each micro-batch of window ``k``."""
+        parts = self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
+        return [int(positions[0]) for positions in parts if len(positions)]
 
     def _arranged(self, cut: Epoch, epoch: int, k: int) -> list[Ids]:
         """This rank's positions: the window is sorted by length, and dealt to the ranks micro-step by micro-step.
@@ -251,12 +289,12 @@ class MicroBatchIds:
         """
         assert self._group_by is not None
         positions = np.asarray(cut.window(k), dtype=np.int64)
-        lengths = self._group_by[self._plan.ids(epoch, positions)]
+        lengths = self._group_by[self.plan.ids(epoch, positions)]
         positions = positions[np.argsort(-lengths, kind="stable")]
-        ranks = range(self._plan.world_size)
+        ranks = range(self.plan.world_size)
         sizes = np.array([[len(part) for part in cut.micro_batches(k, rank)] for rank in ranks])
         pieces = np.split(positions, np.cumsum(sizes.T.ravel())[:-1])
-        return pieces[self._rank :: self._plan.world_size]
+        return pieces[self._rank :: self.plan.world_size]
 
 
 def padding_share(lengths: Ids, plan: Plan, *, grouped: bool, windows: int = 100) -> float:

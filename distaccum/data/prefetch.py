@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Itera
 
     On a GPU the copies run on a separate stream, concurrently with the compute; the host does not wait for them.
     """
-    move = _on_copy_stream(device) if device.type == "cuda" else lambda batch: lambda: to_device(batch, device)
+    move = _on_copy_stream(device) if device.type == "cuda" else partial(partial, to_device, device=device)
     ahead: deque[Callable[[], Any]] = deque()
     for batch in batches:
         ahead.append(move(batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -15,9 +16,12 @@ from distaccum.data.agreement import Agreement, refuse_equal_streams, refuse_equ
 from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
+from distaccum.data.plan.batch import KEYWORDS
+from distaccum.data.plan.resized import Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.sketch import Sketch, sketch
 from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 from distaccum.losses.normalize import Counts
@@ -39,6 +43,7 @@ class IterableWindowLoader(WindowLoader):
         collate: from samples to a batch; None for torch's ``default_collate``.
         batch_size: from a micro-batch to the number of its samples; None to measure it.
         may_repeat: whether ranks and workers may yield the same items.
+        seed: of the windows' keys, which depend on the rank: its stream is its own.
     """
 
     def __init__(
@@ -50,8 +55,9 @@ class IterableWindowLoader(WindowLoader):
         collate: Collate | None = None,
         batch_size: Callable[[Any], int] | None = None,
         may_repeat: bool = False,
+        seed: int = 0,
     ) -> None:
-        self._stream, self._plan, self._world = stream, plan, world
+        self._stream, self._plan, self._world, self._seed = stream, plan, world, seed
         self._size = BatchSize(plan.micro_batch_size, batch_size)
         self._may_repeat = may_repeat
         self._agreement = Agreement(world)
@@ -73,6 +79,14 @@ class IterableWindowLoader(WindowLoader):
     def position(self) -> dict[str, Any]:
         """The plan's numbers, the world size among them."""
         return self._plan.position
+
+    def resize(self, change: Resize) -> None:
+        """See :class:`WindowLoader`: the stream goes on where it is.
+
+        Raises:
+            ConfigError: a size that the stream's micro-batches cannot make up.
+        """
+        self._plan = replace(self._plan, global_batch_size=change.global_batch_size, names=KEYWORDS)
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """See :class:`WindowLoader`. One small host all-reduce per window, and one more when a rank's stream ends.
@@ -119,6 +133,7 @@ class IterableWindowLoader(WindowLoader):
                     micro_batches=micro_batches,
                     data_wait_s=waited,
                     ids=partial(iter, ids),
+                    keys=keys_of([span.start for span in ids], self._seed, epoch, self._world.rank),
                 )
                 self._last = (index - 1, window)
                 yield window

@@ -37,3 +37,7 @@ class Window:
     ids: Callable[[], Iterable[Sequence[int]]] = tuple
     """The samples of each micro-batch, computed on demand: numbers in the dataset, or in this rank's stream of the
     epoch."""
+    keys: Sequence[int] = ()
+    """One number per micro-batch, which seeds the random numbers of its micro-step: a function of the run's seed, the
+    epoch and the place of the micro-batch's first sample in the epoch's order (of a stream: in this rank's stream), but
+    of nothing else. Without keys random numbers are drawn from the rank's own generators."""

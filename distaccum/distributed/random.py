@@ -1,15 +1,19 @@
-"""The random number generators of a training process, captured and restored together."""
+"""The random number generators of a training process: captured and restored together, or keyed by the micro-batch."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_BITS_64 = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +76,65 @@ class RNGState:
             cuda=generators.get("cuda") if device is not None and device.type == "cuda" else None,
             device=device,
         )
+
+
+def keys_of(positions: Iterable[int], *parts: object) -> list[int]:
+    """A key of 63 bits for each position: a function of the position and of ``parts`` alone.
+
+    Source of the mixing: G. L. Steele, D. Lea, C. H. Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    base, keys = int.from_bytes(digest), []
+    for position in positions:
+        mixed = (base + (position + 1) * 0x9E3779B97F4A7C15) & _BITS_64
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS_64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS_64
+        keys.append((mixed ^ (mixed >> 31)) >> 1)
+    return keys
+
+
+class KeyedRandom:
+    """Torch's generators of the host and of ``device``, seeded by a micro-batch's key while its micro-step runs.
+
+    What draws from them then, such as dropout, depends on the micro-batch and not on the rank that computes it, nor on
+    what was drawn before; a micro-step that is run again draws the same numbers. Outside they go on as if the
+    micro-step had drawn nothing. Nothing waits for a device: the state of a GPU's generator is on the host.
+
+    NumPy's and Python's generators are left alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._key = 0
+        self._cpu: Tensor | None = None  # the outer state, within a micro-step
+        self._cuda: Tensor | None = None
+
+    def keyed(self, keys: Sequence[int], i: int) -> KeyedRandom:
+        """The context of the ``i``-th micro-step of a window with these ``keys``; without any it changes nothing."""
+        self._key = keys[i] if keys else -1
+        return self
+
+    def __enter__(self) -> None:
+        if self._key >= 0:
+            self.begin(self._key)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self, key: int) -> None:
+        """Seeds the generators; their states are kept until :meth:`end`."""
+        self._cpu = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(key)
+        if self._device.type == "cuda":
+            generator = torch.cuda.default_generators[self._device.index or 0]
+            self._cuda = generator.get_state()
+            generator.manual_seed(key)
+
+    def end(self) -> None:
+        """Gives the generators their states back, if :meth:`begin` has kept them."""
+        if self._cpu is not None:
+            torch.default_generator.set_state(self._cpu)
+            self._cpu = None
+        if self._cuda is not None:
+            torch.cuda.default_generators[self._device.index or 0].set_state(self._cuda)
+            self._cuda = None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from distaccum.distributed.world import World
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -114,6 +115,8 @@ class Engine(ABC):
     forward_communicates: bool = False
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
     state_layout: StateLayout = StateLayout.FULL
+    ownership: Ownership | None = None
+    """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
     artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """The engine's own configuration files, by name, for the run directory; written as JSON."""
 
@@ -263,6 +266,8 @@ class Engine(ABC):
         """
         self._closed = True
         self._close_window()
+        if self.ownership is not None:
+            self.ownership.release()
 
 
 def forward_past_engine() -> MisuseError:

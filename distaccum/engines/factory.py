@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distaccum.config.checks import require_positive_number, whole_number
 from distaccum.config.engine import (
     DDPConfig,
     DeepSpeedConfig,
@@ -28,6 +29,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.modules import is_meta
+from distaccum.engines.ownership import Ownership
 from distaccum.errors import ConfigError
 from distaccum.precision import hardware
 from distaccum.precision.policy import PrecisionPolicy
@@ -136,6 +138,12 @@ def prepare(
     """
     if clip_norm is not None and clip_value is not None:
         raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
+    require_positive_number("clip_norm", clip_norm)
+    require_positive_number("clip_value", clip_value)
+    given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "seed": seed}
+    for key, value in given.items():
+        if value is not None:
+            whole_number(key, value)
     precision = PrecisionConfig.of(precision)
     context = EngineContext(
         engine=engine_config(engine),
@@ -160,6 +168,7 @@ def create(
 
     Raises:
         ConfigError: an optimizer that the engine cannot step, or another number of ranks than was prepared for.
+        MisuseError: another engine that is not closed has the model or an optimizer.
     """
     if context.planned or context.world_size != world.size:
         problem = f"the model was prepared for {context.world_size}"
@@ -170,7 +179,14 @@ def create(
     if world.is_main:
         hardware.warn(context.policy, world.device)
     hardware.configure(context.policy, world.device)
-    made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
+    ownership = Ownership(model, optimizers)
+    try:
+        made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
+    except BaseException:
+        ownership.release()
+        raise
+    ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
+    made.ownership = ownership
     return made
 
 

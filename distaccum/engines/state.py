@@ -44,23 +44,39 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def whole_state(engine: Engine, world: World) -> EngineState:
-    """The whole state, on every rank; a collective where each rank keeps a share of it.
+    """A copy of the whole state, on every rank; a collective where each rank keeps a share of it.
+
+    The copy is made tensor by tensor, where the tensors are: on the device, or on the host if that is where an engine
+    gathers them. It is all the memory that this takes beside one tensor more.
 
     An engine's own files are written to a temporary folder of each rank, and become tensors of their bytes.
     """
     state = engine.state()
-    if engine.state_layout is StateLayout.FULL:
-        return state
     if engine.state_layout is StateLayout.EXTERNAL:
         with TemporaryDirectory(prefix="distaccum-") as folder:
             engine.save_files(Path(folder))
             files = pack(Path(folder))
         return replace(state, model=gathered(state.model, world), optimizer=gathered(files, world))
-    model, optimizer = (
-        {name: tensor.detach().clone() for name, tensor in gathered(part, world).items()}
-        for part in (state.model, state.optimizer)
-    )  # clones: of what only some ranks hold, only they would see later updates
-    return replace(state, model=model, optimizer=optimizer, optimizer_values=merged(state.optimizer_values, world))
+    parts, values = [dict(state.model), dict(state.optimizer)], state.optimizer_values
+    rest = replace(state, model={}, optimizer={})
+    del state  # so that what was gathered is freed as it is copied
+    if engine.state_layout is StateLayout.SHARDED:
+        parts = [gathered(parts.pop(0), world) for _ in range(2)]
+        values = merged(values, world)
+    for part in parts:
+        _copy_in_place(part)
+    model, optimizer = parts
+    return replace(rest, model=model, optimizer=optimizer, optimizer_values=dict(values))
+
+
+def _copy_in_place(tensors: dict[str, Tensor]) -> None:
+    """Replaces each tensor by a copy; names of the same tensor share it."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+    for name, tensor in tensors.items():
+        same = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if same not in copies:
+            copies[same] = tensor.detach().clone()
+        tensors[name] = copies[same]
 
 
 def merged(values: Mapping[str, Any], world: World) -> dict[str, Any]:

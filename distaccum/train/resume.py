@@ -158,4 +158,4 @@ class Restore:
             carried = f"weights, progress and data carry over, {lost}"
         by = f"saved by engine {run.config['engine']['name']} on {ranks} rank{'s' if ranks > 1 else ''}"
         note = f"resuming {saved.folder} at step {run.progress.step}; {carried} ({by})"
-        return note if continued else f"{note}; another world size, so dropout draws fresh random numbers"
+        return note if continued else f"{note}; another world size: what draws outside micro-steps draws anew"

@@ -154,13 +154,14 @@ def train(
     restore.before_wrap()
     accumulator = build_accumulator(components, world)
     config = components.config
-    _seed(config.seed + world.rank)  # dropout differs between ranks; the initial weights do not
+    _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
     loader = build_loader(
         components.data,
         components.plan,
         world,
         num_workers=config.trainer.num_workers,
         group_by_length=config.batch.group_by_length,
+        seed=config.seed,
     )
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
     console = _console() if world.is_main else None

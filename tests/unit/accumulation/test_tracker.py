@@ -132,9 +132,10 @@ def test_the_rest_equals_a_run_that_never_saw_the_window(gloo_world: World) -> N
 def test_by_default_it_stops_and_says_where(gloo_world: World, fused: bool) -> None:
     acc = _accumulator(gloo_world, fused=fused)
     good = _accumulator(gloo_world, fused=fused)
+    data = _data({2})
     _run(good, _data(set(), windows=2))
     with pytest.raises(NonFiniteError) as caught:
-        _run(acc, _data({2}))
+        _run(acc, data)
     message = str(caught.value)
     for part in ("window 3 ", "0.weight", "rank 0 in micro-batch 1 (samples 10, 11)", "rank 0: 8, 9, 10, 11", "step 2"):
         assert part in message, message
@@ -145,7 +146,7 @@ def test_by_default_it_stops_and_says_where(gloo_world: World, fused: bool) -> N
     )  # asking for them raises nothing: one rank may do it alone
     state = acc.state_dict()  # raised once, and the weights are good
     assert all(value.isfinite().all() for value in state["model"].values())
-    _run(acc, _data({2}))  # goes on with the window that had begun
+    _run(acc, data)  # goes on with the window that had begun
     assert (acc.progress.step, acc.progress.window, acc.progress.epoch) == (5, 6, 1)
 
 

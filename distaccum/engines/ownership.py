@@ -1,0 +1,49 @@
+"""Which optimizers and parameters an engine has: a second engine over them would train wrongly, in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from distaccum.errors import MisuseError
+
+_owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+class Ownership:
+    """One engine's claim to its optimizers and to the parameters that it trains, until :meth:`release`.
+
+    Args:
+        model: not wrapped yet.
+        optimizers: over its parameters.
+
+    Raises:
+        MisuseError: another engine has one of them.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for thing, what in (
+            *((optimizer, f"optimizer {type(optimizer).__name__}") for optimizer in optimizers),
+            *((parameter, f"model {type(model).__name__}") for parameter in parameters),
+        ):
+            if thing in _owners:
+                problem = f"the {what} is in another Accumulator (engine) that is not closed"
+                raise MisuseError(
+                    f"{problem}: for another global batch call its set_global_batch_size(n), else its close() first"
+                )
+        self.add([*optimizers, *parameters])
+
+    def add(self, things: Iterable[object]) -> None:
+        """Claims these as well: an engine may put other parameters in the place of the model's."""
+        for thing in things:
+            _owners[thing] = self
+
+    def release(self) -> None:
+        """Gives up the claim; later calls do nothing."""
+        for thing in [thing for thing, owner in _owners.items() if owner is self]:
+            del _owners[thing]

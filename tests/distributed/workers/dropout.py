@@ -1,0 +1,91 @@
+"""Run by torchrun: training with dropout, on any number of ranks with the same micro-batches.
+
+``dropout.py RESULT ENGINE ...``: writes the weights by engine after two epochs, run through and resumed in between.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distaccum import Accumulator, World
+from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
+from distaccum.engines.base import StateLayout
+from distaccum.engines.state import whole_state
+
+SAMPLES, GLOBAL, MICRO = 48, 24, 2  # shares of 24, 12, 8 and 6 samples: the same micro-batches on 1, 2, 3 and 4 ranks
+DATA: Any = list(torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0)).unbind())
+
+
+class Loss:
+    """The summed squares of what the model gives."""
+
+    def count(self, batch: Tensor) -> int:
+        """Samples."""
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """See the class."""
+        total: Tensor = (model(batch) - 1).square().sum()
+        return total
+
+
+def make(engine: EngineConfig, world: World, seed: int) -> Accumulator:
+    """An accumulator; ``seed`` is that of the rank's own generators, which nothing may depend on."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(seed + world.rank)
+    sizes: Any = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO}
+    return Accumulator(model, optimizer, **sizes, count=Loss().count, engine=engine, seed=7, world=world)
+
+
+def train(acc: Accumulator, windows: int) -> None:
+    """So many windows: every other one micro-batch by micro-batch."""
+    while True:
+        for window in acc.windows(DATA):
+            if windows % 2:
+                acc.step(window, Loss())
+            else:
+                for micro in window:
+                    torch.rand(acc.world.rank + 1)  # somebody else's numbers
+                    with acc.accumulate():
+                        acc.backward(Loss()(acc.model, micro.batch))
+            windows -= 1
+            if not windows:
+                return
+
+
+def weights(acc: Accumulator) -> list[float]:
+    """All of them; a collective. Of DeepSpeed on rank 0 only."""
+    external = acc.engine.state_layout is StateLayout.EXTERNAL
+    model = (acc.engine.state() if external else whole_state(acc.engine, acc.world)).model
+    return [number for name in sorted(model) for number in model[name].flatten().tolist()]
+
+
+def main() -> None:
+    """See the module."""
+    world, found = World.join(), {}
+    for name in sys.argv[2:]:
+        engine = DeepSpeedConfig(stage=2) if name == "deepspeed" else engine_config(name)
+        whole = make(engine, world, seed=100)
+        train(whole, 4)
+        found[name] = {"whole": weights(whole)}
+        if name == "deepspeed":
+            continue
+        first = make(engine, world, seed=200)
+        train(first, 3)
+        second = make(engine, world, seed=300)
+        second.load_state_dict(first.state_dict())
+        train(second, 1)
+        found[name]["resumed"] = weights(second)
+    if world.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+main()
