@@ -21,10 +21,9 @@ esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 train="$root/launch/train.py"
-check=yes places=(.)
+check=yes
 for argument in "$@"; do # what only prints needs one process and no check
     case $argument in
-        hydra.run.dir=* | hydra.sweep.dir=*) places+=("${argument#*=}") ;;
         -h | --help | --hydra-help | --version | -c | --cfg | --cfg=* | -i | --info | --info=* | --check | --check=*)
             exec python "$train" "$@" ;;
         -m | --multirun) check=no ;; # every job of a sweep is checked when its turn comes
@@ -58,8 +57,10 @@ cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 unset MASTER_ADDR MASTER_PORT # torchrun gives the workers their own
 # The workers are told whatever asks to stop, and have the time to save.
-begun=$(mktemp)
-torchrun "${meeting[@]}" --nproc-per-node="$NPROC" \
+# Their own outcome comes back in a file of this container: a volume may hold the runs of other jobs.
+preempted=$(mktemp)
+trap 'rm -f "$preempted"' EXIT
+DISTACCUM_PREEMPTED=$preempted torchrun "${meeting[@]}" --nproc-per-node="$NPROC" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout="$STOP_SECONDS" "$train" "$@" &
 job=$!
 for signal in TERM INT HUP QUIT USR1; do
@@ -71,6 +72,5 @@ while kill -0 $job 2> /dev/null; do # a signal interrupts bash's own wait
     wait $job && code=0 || code=$?
 done
 # torchrun says 0 where it was not itself that was told to stop, and 1 where it was: who starts containers has to know.
-preempted=$(find "${places[@]}" -name status.json -newer "$begun" -exec grep -l '"state": "preempted"' {} + 2> /dev/null || true)
-[ -z "$preempted" ] || exit 75
+[ ! -s "$preempted" ] || exit 75
 exit "$code"

@@ -103,7 +103,7 @@ def read(folder: Path) -> SavedState:
         CheckpointError: it is of another version, or a part is missing.
     """
     try:
-        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_bytes))
+        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_text))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
     if record.get("version") not in _READ:

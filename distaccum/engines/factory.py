@@ -5,6 +5,7 @@ An engine's module is imported when that engine is prepared or made: FSDP2's and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
@@ -28,12 +29,14 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineContext
-from distaccum.engines.modules import is_meta
+from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.ownership import Ownership
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, shorten
 from distaccum.precision import hardware
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +218,27 @@ def _load(entry: str) -> Any:
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     free = {id(parameter) for parameter in model.parameters()}
+    every = set(free)
     for optimizer in optimizers:
         closure = signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             problem = "its step wants a closure, to run the window again at will"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, "Use one that steps on the gradients")
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        twice = len(held) - len(set(held))
+        if twice:
+            problem = f"{twice} of its parameters stand in it twice, and would be stepped twice"
+            raise ConfigError("optimizer", type(optimizer).__name__, problem, "Give each once")
         strangers = sum(p not in free for p in held)
         if strangers:
             problem = f"{strangers} of its parameters are not the model's, or another optimizer's too"
             remedy = "Make it from model.parameters(), each in one; join several models in one nn.Module"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
         free -= set(held)
+    left = [name for name, parameter in trained(model).items() if id(parameter) in free]
+    if left and free != every:
+        problem = "no optimizer holds, though they need a gradient: they stay as they are, and count in its norm"
+        _log.warning("%s: %s. Give them to an optimizer, or freeze them: requires_grad_(False)", shorten(left), problem)
 
 
 def blocks_of(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:

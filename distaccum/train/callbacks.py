@@ -1,14 +1,17 @@
-"""Callbacks of a run: the base, and early stopping."""
+"""Callbacks of a run: the base, early stopping, and a learning rate that falls where an evaluation stays."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
-from distaccum.errors import ConfigError
+from distaccum.config.checks import require_choice, require_count
+from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
 class Run(Protocol):
@@ -27,6 +30,14 @@ class Run(Protocol):
 
 class Callback:
     """Inherit from it, and write the methods you want; every rank calls them, in the order of the callbacks."""
+
+    needs_evaluation: ClassVar[bool] = False
+    """Whether it does nothing in a run without evaluations, which then is refused."""
+
+    @property
+    def lr_factor(self) -> float:
+        """A factor of every learning rate, next to the schedule's; the same on every rank, and read at each step."""
+        return 1.0
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
         """Called after an applied update. With this or :meth:`on_skip` the host waits for each window."""
@@ -57,6 +68,67 @@ def watches_updates(callback: Callback) -> bool:
     return kind.on_update is not Callback.on_update or kind.on_skip is not Callback.on_skip
 
 
+def check(callbacks: Sequence[Any], *, evaluates: bool) -> None:
+    """Refuses what would never be called, or be called in vain.
+
+    Raises:
+        ConfigError: no callback, a hook that is misspelt or takes other arguments, state that is not JSON, or one that
+            waits for evaluations in a run without.
+    """
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        kind = type(callback)
+        if not isinstance(callback, Callback):
+            shown = f"the class {callback.__name__}" if inspect.isclass(callback) else kind.__name__
+            remedy = "Inherit from distaccum.Callback, and give an object of the class"
+            raise ConfigError("callbacks", shown, "is no callback", remedy)
+        unknown = [name for name in dir(kind) if name.startswith("on_") and name not in hooks]
+        if unknown:
+            problem = f"nobody calls {shorten(unknown)}{near_misses(unknown[0], hooks)}"
+            remedy = f"The hooks are {', '.join(hooks)}; begin the name of a method of yours otherwise"
+            raise ConfigError("callbacks", kind.__name__, problem, remedy)
+        for name in hooks:
+            _check_signature(callback, name)
+        _as_json(callback, kind.__name__)
+        if callback.needs_evaluation and not evaluates:
+            problem = "waits for evaluations, and this run makes none"
+            remedy = "Give the data an eval_dataset and trainer.eval_every, or leave it out"
+            raise ConfigError("callbacks", kind.__name__, problem, remedy)
+
+
+def _check_signature(callback: Callback, name: str) -> None:
+    wanted = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+    try:
+        inspect.signature(getattr(callback, name)).bind(*wanted)
+    except TypeError as error:
+        remedy = f"Write def {name}(self, {', '.join(wanted)})"
+        raise ConfigError("callbacks", type(callback).__name__, f"{name} takes other arguments", remedy) from error
+
+
+def _as_json(callback: Callback, name: str) -> dict[str, Any]:
+    state = callback.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        problem = f"its state_dict() holds what JSON cannot ({error})"
+        raise ConfigError(
+            "callbacks", name, problem, "Give numbers, texts, lists and dicts: tensor.tolist()"
+        ) from error
+    return state
+
+
+def states(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
+    """What a checkpoint keeps of the callbacks, by their names.
+
+    Raises:
+        CheckpointError: a callback's state is not JSON.
+    """
+    try:
+        return {name: _as_json(callback, name) for name, callback in named(callbacks).items()}
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """The callbacks by the name of their class and a number, which checkpoints keep their state under."""
     found: dict[str, Callback] = {}
@@ -80,6 +152,8 @@ class EarlyStopping(Callback):
         ConfigError: a patience below 1.
     """
 
+    needs_evaluation = True
+
     def __init__(
         self, *, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0, larger_is_better: bool = False
     ) -> None:
@@ -92,10 +166,7 @@ class EarlyStopping(Callback):
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         """Raises ConfigError if there is no such metric."""
-        if self._metric not in results:
-            remedy = f"Use one of {', '.join(results)}"
-            raise ConfigError("callbacks.early_stop.metric", self._metric, "the evaluation has no such result", remedy)
-        value = self._sign * results[self._metric]
+        value = self._sign * _result("callbacks.early_stop.metric", self._metric, results)
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
             return
@@ -110,3 +181,90 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the best value and the count."""
         self._best, self._waited = state["best"], state["waited"]
+
+
+class ReduceLROnPlateau(Callback):
+    """Multiplies every learning rate by ``factor`` where an evaluation's result no longer improves.
+
+    It counts as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does, next to the schedule: what it has found is a
+    factor of the schedule's rate, and a checkpoint keeps it.
+
+    Args:
+        metric: of the evaluation, such as ``eval_loss``.
+        factor: between 0 and 1.
+        patience: evaluations in a row without an improvement that are borne; the next one reduces.
+        threshold: what counts as an improvement: a share of the best result, or its distance from it.
+        threshold_mode: ``rel`` or ``abs``.
+        cooldown: evaluations after a reduction that are not counted.
+        min_factor: the product of all reductions never falls below.
+        larger_is_better: as for an accuracy.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    needs_evaluation = True
+
+    def __init__(
+        self,
+        *,
+        metric: str = "eval_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+        min_factor: float = 0.0,
+        larger_is_better: bool = False,
+    ) -> None:
+        key = "callbacks.plateau"
+        for name, value in (("factor", factor), ("min_factor", min_factor)):
+            if not 0 <= value < 1:
+                raise ConfigError(f"{key}.{name}", value, "not from 0 to 1", "Give the share of the rate that is left")
+        require_count(f"{key}.patience", patience)
+        require_count(f"{key}.cooldown", cooldown)
+        require_choice(f"{key}.threshold_mode", threshold_mode, ("rel", "abs"))
+        self._metric, self._factor, self._patience = metric, factor, patience
+        self._threshold, self._relative = threshold, threshold_mode == "rel"
+        self._cooldown, self._min_factor, self._larger = cooldown, min_factor, larger_is_better
+        self._best = -float("inf") if larger_is_better else float("inf")
+        self._bad, self._cooling, self._reached = 0, 0, 1.0
+
+    @property
+    def lr_factor(self) -> float:
+        """The product of all reductions."""
+        return self._reached
+
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        """Raises ConfigError if there is no such metric."""
+        value = _result("callbacks.plateau.metric", self._metric, results)
+        if self._improves(value):
+            self._best, self._bad = value, 0
+        else:
+            self._bad += 1
+        if self._cooling > 0:
+            self._cooling, self._bad = self._cooling - 1, 0
+        if self._bad > self._patience:
+            self._reached = max(self._reached * self._factor, self._min_factor)
+            self._cooling, self._bad = self._cooldown, 0
+
+    def _improves(self, value: float) -> bool:
+        sign = 1 if self._larger else -1
+        if self._relative:
+            return sign * value > sign * self._best * (1 + sign * self._threshold)
+        return sign * value > sign * self._best + self._threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best result, what was counted since, and the factor so far."""
+        return {"best": self._best, "bad": self._bad, "cooling": self._cooling, "reached": self._reached}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores :meth:`state_dict`."""
+        self._best, self._bad, self._cooling = state["best"], state["bad"], state["cooling"]
+        self._reached = state["reached"]
+
+
+def _result(key: str, metric: str, results: Mapping[str, float]) -> float:
+    if metric not in results:
+        raise ConfigError(key, metric, "the evaluation has no such result", f"Use one of {', '.join(results)}")
+    return results[metric]

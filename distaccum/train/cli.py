@@ -96,7 +96,7 @@ def _run_job(
         coordinator.agree(job, rejection)
         accepted()
 
-    return run(
+    result = run(
         partial(_make_components, job, environment),
         RunDir(Path(job.run_dir)),
         environment,
@@ -105,6 +105,10 @@ def _run_job(
         agree=agree,
         open_group=partial(open_world, environment, coordinator.store_for(job)),
     )
+    note = os.environ.get("DISTACCUM_PREEMPTED")
+    if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
+        Path(note).write_text(f"{job.run_dir}\n")
+    return result
 
 
 def _make_components(job: Job, environment: LaunchEnvironment) -> TrainingComponents:

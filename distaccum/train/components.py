@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
-from distaccum.config.instantiate import build
+from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import Node, RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import check_workers, make_plan
@@ -23,10 +26,11 @@ from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
-from distaccum.errors import ConfigError
-from distaccum.losses.base import Loss
+from distaccum.errors import ConfigError, shorten
+from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train.callbacks import Callback
+from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.optimizer import build_optimizer
@@ -63,6 +67,13 @@ class TrainingComponents:
     def policy(self) -> PrecisionPolicy:
         """What the model computes in."""
         return self.engine.policy
+
+    def lr_factor(self, step: int) -> float:
+        """The factor of every learning rate for the update after ``step`` applied ones."""
+        factor = self.schedule(step)
+        for callback in self.callbacks:
+            factor *= callback.lr_factor
+        return factor
 
 
 def components_from_config(
@@ -142,6 +153,8 @@ def build_components(
         raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
+    check_loss(loss)
+    _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)
     engine = prepare(
         model,
         engine=config.engine,
@@ -160,6 +173,13 @@ def build_components(
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
+    everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
+    check_callbacks(everyone, evaluates=data.eval_dataset is not None and config.trainer.eval_every > 0)
+    optimizers = optimizers or [build_optimizer(config.optim, model, device)]
+    if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
+        raise ConfigError(
+            "optimizer", None, "every learning rate is 0, and nothing would be trained", "Give one above 0"
+        )
     return TrainingComponents(
         config=config,
         record=asdict(config) if record is None else record,
@@ -168,9 +188,9 @@ def build_components(
         model=model,
         parameters=sum(p.numel() for p in model.parameters()),
         loss=loss,
-        optimizers=optimizers or [build_optimizer(config.optim, model, device)],
-        schedule=build("schedule", config.schedule, total_steps=total_steps),
-        callbacks=[*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())],
+        optimizers=optimizers,
+        schedule=_build_schedule(config.schedule, total_steps),
+        callbacks=everyone,
         metrics=metrics or {},
         engine=engine,
         device=device,
@@ -202,6 +222,63 @@ def build_data(node: Node) -> DataSpec:
         return to_data_spec(data)
     except TypeError as error:
         raise ConfigError("data._target_", node["_target_"], str(error), "Return one of these from it") from error
+
+
+def check_loss(loss: Any) -> None:
+    """Refuses what is no loss by its interface; what it returns is looked at in the first micro-batch.
+
+    Raises:
+        ConfigError: it is a class, or lacks ``count(batch)`` or ``__call__(model, batch)``.
+    """
+    shown = getattr(loss, "__name__", type(loss).__name__)
+    if inspect.isclass(loss):
+        raise ConfigError("loss", shown, "is a class", f"Make an object of it, as in {shown}()")
+    if not callable(getattr(loss, "count", None)):
+        problem = "has no count(batch), the number of labels or samples that the loss of a batch sums over"
+        remedy = "Use distaccum.CrossEntropy, or write a class with count(self, batch) and __call__(self, model, batch)"
+        raise ConfigError("loss", shown, problem, remedy)
+    for name, function, arguments in (("count", loss.count, "batch"), ("__call__", loss, "model, batch")):
+        if not callable(function):
+            raise ConfigError("loss", shown, "cannot be called", "Write __call__(self, model, batch) -> its sum")
+        try:
+            inspect.signature(function).bind(*arguments.split(", "))
+        except ValueError:  # a function without a signature
+            continue
+        except TypeError as error:
+            problem, remedy = f"{name} takes other arguments ({error})", f"Write {name}(self, {arguments})"
+            raise ConfigError("loss", shown, problem, remedy) from error
+
+
+def _check_metrics(metrics: Mapping[str, Any], loss: Loss, *, evaluated: bool) -> None:
+    for name, metric in metrics.items():
+        missing = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
+        if missing or inspect.isclass(metric):
+            problem = f"has no {', '.join(missing)}" if missing else "is a class"
+            remedy = "Give objects of torchmetrics: a plain function's means of batches are no mean of all samples"
+            raise ConfigError(f"metrics.{name}", type(metric).__name__, problem, remedy)
+    if metrics and not isinstance(loss, Predictor):
+        problem = "has no predictions(model, batch), which metrics are computed from"
+        raise ConfigError("loss", type(loss).__name__, problem, "Write it: it returns (predictions, targets)")
+    if metrics and not evaluated:
+        problem = f"{shorten(metrics)} would never be computed: the data holds nothing out"
+        raise ConfigError("metrics", None, problem, "Give the data an eval_dataset, or leave metrics out")
+
+
+def _build_schedule(node: Node, total_steps: int) -> Schedule:
+    target = target_of("schedule", node)
+    if inspect.isclass(target) and issubclass(target, LRScheduler):
+        problem = "is a scheduler of an optimizer, and a schedule is a function of the applied updates"
+        remedy = "Use one of conf/schedule/"
+        if issubclass(target, ReduceLROnPlateau):
+            remedy = "Use callbacks=plateau (distaccum.train.callbacks.ReduceLROnPlateau), next to a schedule"
+        raise ConfigError("schedule", node["_target_"], problem, remedy)
+    schedule: Schedule = build("schedule", node, total_steps=total_steps)
+    factor: Any = schedule(0) if callable(schedule) else None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        problem = f"gives {factor!r} for the first update"
+        remedy = "Return a callable: its argument is the number of applied updates, its result a factor of optim.lr"
+        raise ConfigError("schedule", node["_target_"], problem, remedy)
+    return schedule
 
 
 def _total_steps(config: RunConfig, plan: Plan | StreamPlan) -> int:

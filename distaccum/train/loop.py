@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.open_window import OpenWindow
@@ -14,8 +17,9 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
-from distaccum.errors import NonFiniteError
-from distaccum.train.callbacks import named, watches_updates
+from distaccum.errors import MisuseError, NonFiniteError
+from distaccum.train.callbacks import Callback, watches_updates
+from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import evaluate
 from distaccum.train.metrics.loggers import Logger
@@ -159,8 +163,7 @@ class Loop:
             self._after_update(window, outcome, progress)
             return
         self._log(window, outcome, progress, evaluates=False)
-        for callback in self._components.callbacks:
-            callback.on_skip(self, outcome)
+        self._call(lambda callback: callback.on_skip(self, outcome))
 
     def _watch_loss_scale(self, outcome: Outcome) -> None:
         lowest, before = self._accumulator.engine.min_loss_scale, self._loss_scale
@@ -173,8 +176,7 @@ class Loop:
     def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
         trainer, checkpoints, step = self._components.config.trainer, self._components.config.checkpoint, progress.step
         self._unlogged = (window, outcome)
-        for callback in self._components.callbacks:
-            callback.on_update(self, outcome)
+        self._call(lambda callback: callback.on_update(self, outcome))
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
         if evaluates or step % trainer.log_every == 0:
             self._log(window, outcome, progress, evaluates=evaluates)
@@ -197,8 +199,7 @@ class Loop:
             metrics=components.metrics,
         )
         self._evaluation = (self.progress.step, found)
-        for callback in components.callbacks:
-            callback.on_eval(self, found)
+        self._call(lambda callback: callback.on_eval(self, found))
         if components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
@@ -220,7 +221,7 @@ class Loop:
             position=self._loader.position,
             wandb_id=self._wandb_id,
             config=self._components.record,
-            callbacks={name: callback.state_dict() for name, callback in named(self._components.callbacks).items()},
+            callbacks=callback_states(self._components.callbacks),
             optimizer_format=self._components.config.optimizer_format(self._world.size),
         )
         engine, data = self._accumulator.engine, self._loader.state()
@@ -230,8 +231,7 @@ class Loop:
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
         )
         self._saved_step = self.progress.step
-        for callback in self._components.callbacks:
-            callback.on_checkpoint(self, path)
+        self._call(lambda callback: callback.on_checkpoint(self, path))
         self._meter.restart(self.progress)
         self._time_limit.saved()
         _log.info("saved %s", path)
@@ -254,9 +254,27 @@ class Loop:
             self._evaluate()
         self._save_last()
         results = self._evaluation[1] if self._evaluation else {}
-        for callback in self._components.callbacks:
-            callback.on_end(self, results)
+        self._call(lambda callback: callback.on_end(self, results))
         return results
+
+    def _call(self, hook: Callable[[Callback], None]) -> None:
+        """Calls a hook of every callback.
+
+        Raises:
+            MisuseError: a callback sets a learning rate, which the schedule would set again before the next step.
+        """
+        for callback in self._components.callbacks:
+            before = self._learning_rates()
+            hook(callback)
+            after = self._learning_rates()
+            if after != before:
+                problem = f"{type(callback).__name__} sets a learning rate by hand"
+                remedy = "give the callback the property lr_factor, or state the rate as a schedule"
+                raise MisuseError(f"{problem}, which the schedule sets before every step: {remedy}")
+
+    def _learning_rates(self) -> list[Any]:
+        rates = [group["lr"] for optimizer in self._components.optimizers for group in optimizer.param_groups]
+        return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]  # no device is read
 
     def _take_reasons(self) -> None:
         """Gathers the reasons to stop; without one before the last step, the run is preempted."""

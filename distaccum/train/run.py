@@ -218,7 +218,7 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.micro_size,
         count=components.loss.count,
-        schedule=components.schedule,
+        schedule=components.lr_factor,
         nonfinite=config.trainer.nonfinite,
         max_skips=config.trainer.max_skips,
         prepared=components.engine,

@@ -98,11 +98,10 @@ def _filled(model: Odd) -> Odd:
 
 def _same(a: nn.Module, b: nn.Module) -> bool:
     def content(model: nn.Module) -> dict[str, Any]:
-        tensors = {
+        return {
             n: (t.dtype, t.shape, t.detach().reshape(-1).view(torch.uint8).tolist())
             for n, t in [*model.named_parameters(), *model.named_buffers()]
         }
-        return tensors
 
     extra = [m.counting.get_extra_state() for m in (a, b)]  # type: ignore[union-attr, operator]
     return (

@@ -441,14 +441,14 @@ def test_a_saved_scaler_goes_on_as_one_that_was_not(cut: int) -> None:
     assert second.state_dict() == whole.state_dict()
 
 
-def test_a_loaded_scaler_keeps_this_runs_settings() -> None:
+def test_a_loaded_scaler_keeps_this_runs_bounds_and_hysteresis() -> None:
     saved = LossScaler("cpu", init_scale=2.0**20, growth_interval=9, growth_factor=8.0, hysteresis=5)
     _powers(saved, "x . .")
     scaler = LossScaler("cpu", max_scale=2.0**18, hysteresis=2, growth_interval=2)
     scaler.load_state_dict(saved.state_dict())
     state = scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"], state["_hysteresis"]) == (2.0**18, 1, 2)
-    assert (state["growth_factor"], state["growth_interval"]) == (2.0, 2)
+    assert (state["growth_factor"], state["growth_interval"]) == (8.0, 9)  # as torch's
     constant = LossScaler("cpu", init_scale=64.0, dynamic=False)
     constant.load_state_dict(saved.state_dict())
     assert constant.get_scale() == 64.0
@@ -458,7 +458,7 @@ def test_a_loaded_scaler_keeps_this_runs_settings() -> None:
 def test_a_shorter_interval_than_the_saved_row_still_grows(Scaler: Any, group: World) -> None:  # noqa: N803
     """Torch's counts to the interval exactly, and with one that it has passed never grows again."""
     scaler, parameter = Scaler("cpu", init_scale=16.0, growth_interval=5), _parameter()
-    saved = scaler.state_dict() | {"scale": 16.0, "growth_interval": 5, "_growth_tracker": 40}
+    saved = scaler.state_dict() | {"scale": 16.0, "growth_interval": 5, "_growth_tracker": 40}  # as set later
     scaler.load_state_dict(saved)
     optimizer = SGD([parameter], lr=0.0)
     _window(scaler, optimizer, parameter)

@@ -120,7 +120,7 @@ def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_wo
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert record["loss"] == pytest.approx(record["loss_first"] + record["loss_second"])
     assert record["loss_first"] == pytest.approx(2 * record["loss_second"])
-    with pytest.raises(MisuseError, match="metrics need predictions"):
+    with pytest.raises(ConfigError, match=r"loss=Bare: has no predictions\(model, batch\)"):
         Trainer(
             _model(),
             Bare(),

@@ -1,0 +1,380 @@
+"""What a Trainer is given and cannot use is refused before the run; what callbacks do is held to rules."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
+from torchmetrics.classification import MulticlassAccuracy
+
+from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum.distributed.world import World
+from distaccum.engines.factory import create_engine
+from distaccum.errors import CheckpointError, ConfigError, MisuseError
+from distaccum.train.callbacks import Callback, EarlyStopping, ReduceLROnPlateau, Run
+
+
+def _samples(size: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=generator)
+    return [(row, row[:3].argmax()) for row in x]
+
+
+SOURCE = DataSpec(train=_samples(40, 0), eval_dataset=_samples(8, 1), description="")
+
+
+def _config(**values: Any) -> RunConfig:
+    fixed = {
+        "batch": {"global_size": 8, "micro_size": 3},
+        "optim": {"lr": 0.05},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+        "trainer": {"max_steps": 6, "log_every": 1, "eval_every": 1} | values.pop("trainer", {}),
+        "checkpoint": {"every": 2, "keep": 0},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+    return RunConfig.from_dict(fixed | values)
+
+
+def _trainer(folder: Path, **given: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = given.pop("model", None) or nn.Linear(4, 3)
+    loss, data = given.pop("loss", CrossEntropy()), given.pop("data", SOURCE)
+    config = given.pop("config", None) or _config()
+    return Trainer(model, loss, data, run_dir=folder, config=config, **given)
+
+
+class Countless:
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).sum()  # type: ignore[no-any-return]
+
+
+class Swapped(Countless):
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def __call__(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return prediction.sum()
+
+
+class Uncounted(Countless):
+    def count(self) -> int:
+        return 1
+
+
+class Callless:
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "no count": (Countless(), r"loss=Countless: has no count\(batch\), the number of labels"),
+    "torch's": (nn.CrossEntropyLoss(), r"loss=CrossEntropyLoss: has no count\(batch\).*distaccum\.CrossEntropy"),
+    "a function": (nn.functional.cross_entropy, r"loss=cross_entropy: has no count\(batch\)"),
+    "a class": (CrossEntropy, r"loss=CrossEntropy: is a class. Make an object of it, as in CrossEntropy\(\)"),
+    "other arguments": (Swapped(), r"loss=Swapped: __call__ takes other arguments .*__call__\(self, model, batch\)"),
+    "a count without a batch": (Uncounted(), r"loss=Uncounted: count takes other arguments"),
+    "no call": (Callless(), r"loss=Callless: cannot be called"),
+    "None": (None, r"loss=NoneType: has no count"),
+    "text": ("mean", r"loss=str: cannot be called"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_without_its_interface_is_refused(case: str, tmp_path: Path) -> None:
+    loss, expected = LOSSES[case]
+    with pytest.raises(ConfigError, match=expected) as caught:
+        _trainer(tmp_path, loss=loss)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_refuses_it_too(tmp_path: Path) -> None:
+    from distaccum.train.components import components_from_config  # noqa: PLC0415
+
+    config = _config(
+        model={"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
+        data={"_target_": "distaccum.data.datasets.digits.digits", "held_out": 0.2},
+        loss={"_target_": "torch.nn.CrossEntropyLoss"},
+    )
+    with pytest.raises(ConfigError, match=r"loss=CrossEntropyLoss: has no count\(batch\)"):
+        components_from_config(config, world_size=1, device=torch.device("cpu"))
+
+
+class Misspelt(Callback):
+    def on_step_ends(self, run: Run, outcome: Any) -> None: ...
+
+
+class OfLightning(Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None: ...
+
+
+class Nearly(Callback):
+    def on_evaluate(self, run: Run, results: Any) -> None: ...
+
+
+class FewArguments(Callback):
+    def on_skip(self, outcome: Any) -> None: ...  # type: ignore[override]
+
+
+class Tensors(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"ema": torch.zeros(2)}
+
+
+class Duck:
+    def on_update(self, run: Run, outcome: Any) -> None: ...
+
+
+CALLBACKS: dict[str, tuple[Any, str]] = {
+    "misspelt": (
+        Misspelt(),
+        r"callbacks=Misspelt: nobody calls on_step_ends.*The hooks are on_update, on_skip, on_eval",
+    ),
+    "another framework's": (OfLightning(), r"callbacks=OfLightning: nobody calls on_train_epoch_end"),
+    "nearly": (Nearly(), r"callbacks=Nearly: nobody calls on_evaluate; did you mean on_eval or"),
+    "few arguments": (
+        FewArguments(),
+        r"FewArguments: on_skip takes other arguments. Write def on_skip\(self, run, out",
+    ),
+    "state that is no JSON": (Tensors(), r"callbacks=Tensors: its state_dict\(\) holds what JSON cannot"),
+    "no callback": (Duck(), r"callbacks=Duck: is no callback. Inherit from distaccum\.Callback"),
+    "a class": (EarlyStopping, r"callbacks=the class EarlyStopping: is no callback"),
+    "a function": (lambda run, outcome: None, r"is no callback"),
+}
+
+
+@pytest.mark.parametrize("case", CALLBACKS)
+def test_a_callback_that_nobody_would_call_is_refused(case: str, tmp_path: Path) -> None:
+    callback, expected = CALLBACKS[case]
+    with pytest.raises(ConfigError, match=expected):
+        _trainer(tmp_path, callbacks=[callback])
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping(), ReduceLROnPlateau()], ids=lambda c: type(c).__name__)
+def test_one_that_waits_for_evaluations_needs_some(callback: Callback, tmp_path: Path) -> None:
+    for given in ({"data": _samples(16, 0)}, {"config": _config(trainer={"eval_every": 0})}):
+        with pytest.raises(ConfigError, match="waits for evaluations, and this run makes none"):
+            _trainer(tmp_path, callbacks=[callback], **given)
+
+
+def test_state_that_is_no_json_later_names_its_callback(gloo_world: World, tmp_path: Path) -> None:
+    class Later(Callback):
+        kept: Any = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"kept": self.kept}
+
+        def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+            self.kept = torch.zeros(1)
+
+    with pytest.raises(CheckpointError, match=r"callbacks=Later-0: its state_dict\(\) holds what JSON cannot"):
+        _trainer(tmp_path, callbacks=[Later()]).fit()
+
+
+METRICS: dict[str, tuple[Any, Any, str]] = {
+    "a function": (
+        {"acc": lambda p, t: (p.argmax(-1) == t).float().mean()},
+        SOURCE,
+        "metrics.acc=function: has no upd",
+    ),
+    "a class": ({"acc": MulticlassAccuracy}, SOURCE, "is a class. Give objects of torchmetrics"),
+    "nothing held out": (
+        {"acc": MulticlassAccuracy(num_classes=3)},
+        DataSpec(train=_samples(8, 0), eval_dataset=None, description=""),
+        "acc would never be computed: the data holds nothing out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_a_metric_that_would_not_work_is_refused(case: str, tmp_path: Path) -> None:
+    metrics, data, expected = METRICS[case]
+    with pytest.raises(ConfigError, match=expected):
+        _trainer(tmp_path, metrics=metrics, data=data)
+
+
+class Scores(CrossEntropy):
+    def __init__(self, value: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.value = value
+
+    def scores(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": self(model, batch), "accuracy": self.value(model(batch[0]).argmax(-1) == batch[1])}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(lambda hit: hit.float(), "score 'accuracy' has shape"), (lambda hit: hit.sum().item(), "'accuracy': int")],
+)
+def test_a_score_that_is_no_sum_is_named(value: Any, expected: str, gloo_world: World, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=expected):
+        _trainer(tmp_path, loss=Scores(value)).fit()
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], str]] = {
+    "a plateau": (
+        {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
+        r"is a scheduler of an optimizer.*Use callbacks=plateau",
+    ),
+    "torch's": ({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}, "is a scheduler of an optimizer"),
+    "nothing to call": ({"_target_": "builtins.dict"}, "gives None for the first update"),
+    "not a number": ({"_target_": "tests.unit.train.test_refusals.nowhere"}, "gives nan for the first update"),
+}
+
+
+def nowhere(*, total_steps: int) -> Callable[[int], float]:
+    """A schedule that divides by nothing."""
+    return lambda _: math.nan
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_a_schedule_that_is_none_is_refused(case: str, tmp_path: Path) -> None:
+    node, expected = SCHEDULES[case]
+    with pytest.raises(ConfigError, match=expected):
+        _trainer(tmp_path, config=_config(schedule=node))
+
+
+def test_an_optimizer_that_would_train_nothing_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(ConfigError, match="every learning rate is 0, and nothing would be trained"):
+        _trainer(tmp_path, model=model, optimizer=SGD(model.parameters(), lr=0.0))
+    groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias], "lr": 0.1}]
+    _trainer(tmp_path, model=model, optimizer=SGD(groups, lr=0.1))  # one group may stay
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_stands_in_it_twice_is_refused(gloo_world: World) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(ConfigError, match="1 of its parameters stand in it twice, and would be stepped twice"):
+        create_engine(model, SGD([*model.parameters(), model.weight], lr=0.1), gloo_world)
+
+
+def test_a_parameter_that_no_optimizer_holds_is_named(gloo_world: World, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    create_engine(model, SGD(model[1].parameters(), lr=0.1), gloo_world)
+    assert "0.weight, 0.bias: no optimizer holds, though they need a gradient" in caplog.text
+    caplog.clear()
+    model[0].requires_grad_(False)
+    create_engine(model, SGD(model[1].parameters(), lr=0.1), gloo_world)
+    create_engine(nn.Linear(2, 2), [], gloo_world)  # nobody steps it at all
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class SetsRate(Callback):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def test_a_callback_that_sets_the_rate_is_told_how(gloo_world: World, tmp_path: Path) -> None:
+    """The schedule set it again before the next step: the callback's rate was lost without a word."""
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MisuseError, match=r"SetsRate sets a learning rate by hand.*property lr_factor"):
+        _trainer(tmp_path, model=model, optimizer=optimizer, callbacks=[SetsRate(optimizer)]).fit()
+
+
+class Halves(Callback):
+    """Halves the rate at every evaluation."""
+
+    evaluations = 0
+
+    @property
+    def lr_factor(self) -> float:
+        return 0.5**self.evaluations
+
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        self.evaluations += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.evaluations = state["evaluations"]
+
+
+def _rates(folder: Path) -> list[float]:
+    return [json.loads(line)["lr"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_its_factor_multiplies_the_schedules_and_a_resumed_run_goes_on(gloo_world: World, tmp_path: Path) -> None:
+    expected = [0.05 * 0.5**i for i in range(6)]
+    _trainer(tmp_path / "whole", callbacks=[Halves()]).fit()
+    assert _rates(tmp_path / "whole") == pytest.approx(expected)
+    for steps in (2, 4, 6):
+        config = _config(resume="auto", trainer={"max_steps": steps})
+        _trainer(tmp_path / "parts", callbacks=[Halves()], config=config).fit()
+    assert _rates(tmp_path / "parts") == pytest.approx(expected)
+    last = [(tmp_path / name / "checkpoints/step-6/model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert last[0] == last[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_plateau_counts_as_torchs(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311
+    larger, relative = draw.random() < 0.5, draw.random() < 0.5
+    shared: dict[str, Any] = {
+        "factor": draw.choice([0.1, 0.5]),
+        "patience": draw.choice([0, 1, 3]),
+        "threshold": draw.choice([1e-4, 0.1]),
+        "threshold_mode": "rel" if relative else "abs",
+        "cooldown": draw.choice([0, 2]),
+    }
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    floor = draw.choice([0.0, 0.03])
+    theirs = TorchPlateau(optimizer, mode="max" if larger else "min", min_lr=floor, eps=0.0, **shared)
+    ours = ReduceLROnPlateau(larger_is_better=larger, min_factor=floor, **shared)
+    for i in range(60):
+        value = draw.choice([draw.uniform(0.5, 2.0), math.nan if draw.random() < 0.1 else 1.0])
+        theirs.step(value)
+        ours.on_eval(None, {"eval_loss": value})  # type: ignore[arg-type]
+        assert ours.lr_factor == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        if i == 30:
+            state, ours = ours.state_dict(), ReduceLROnPlateau(larger_is_better=larger, min_factor=floor, **shared)
+            ours.load_state_dict(json.loads(json.dumps(state)))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"factor": 1.0}, "callbacks.plateau.factor=1.0"),
+        ({"min_factor": -0.1}, "callbacks.plateau.min_factor"),
+        ({"patience": -1}, "callbacks.plateau.patience"),
+        ({"threshold_mode": "relative"}, "callbacks.plateau.threshold_mode"),
+    ],
+)
+def test_a_plateau_out_of_range_is_refused(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        ReduceLROnPlateau(**given)
+
+
+def test_a_plateau_of_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks.plateau.metric=eval_lost: the evaluation has no such result"):
+        _trainer(tmp_path, callbacks=[ReduceLROnPlateau(metric="eval_lost")]).fit()
+
+
+class StepsByHand(Callback):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def on_update(self, run: Run, outcome: Any) -> None:
+        self.optimizer.step()
+
+
+def test_a_callback_that_steps_is_refused(gloo_world: World, tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MisuseError, match=r"step\(\)"):
+        _trainer(tmp_path, model=model, optimizer=optimizer, callbacks=[StepsByHand(optimizer)]).fit()
