@@ -332,7 +332,7 @@ _MEANINGS: dict[tuple[int, int], tuple[str, str, str]] = {
     (1, 0): (
         "times the world size",
         "summed over the ranks where it should be averaged, or multiplied by the world size without need",
-        "leave out the * world_size (it belongs to a loss over all ranks' count), or divide the reduced gradient by {ranks}",
+        "leave out the * world_size (it is for a loss over all ranks' count), or divide the gradient by {ranks}",
     ),
     (-1, 0): (
         "averaged over the ranks twice",

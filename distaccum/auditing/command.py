@@ -41,6 +41,7 @@ def _main(arguments: list[str]) -> int:
             count=None if loss is None else loss.count,
             windows=options.windows,
             tolerance=options.tolerance,
+            accumulation_steps=options.accumulation_steps,
             on_enough=None if options.to_the_end else _stop,
         ) as report:
             shown.append(report)
@@ -81,6 +82,7 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
         action="store_true",
         help="run the whole script, and audit its last window too, which may be short",
     )
+    parser.add_argument("--accumulation-steps", type=int, help="as the script was told (default: of the first window)")
     parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
     parser.add_argument("script", help="a Python file")
     options, others = parser.parse_known_args(arguments)

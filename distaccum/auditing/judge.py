@@ -39,7 +39,8 @@ _DIVERGED = Cause(
 class Judge:
     """Judges windows in their order; it remembers the last one, which may have left something over.
 
-    ``tolerance``: None: by the loop's number format.
+    ``tolerance``: None: by the loop's number format. ``usual``: micro-batches of a whole window on a rank; 0: as many as
+    the first has.
     """
 
     reference: Reference
@@ -145,15 +146,22 @@ class Judge:
         return truth, torch.stack(basis), shape, stride
 
     def _causes(
-        self, window: WindowRecord, shape: Shape, observed: Observed, gradient: Tensor, truth: Tensor, stepped: Tensor
+        self,
+        window: WindowRecord,
+        shape: Shape,
+        observed: Observed,
+        *,
+        stepped: Tensor,
+        gradient: Tensor,
+        truth: Tensor,
     ) -> tuple[Cause, ...]:
+        """Of a wrong gradient: as it was ``stepped`` with, and before a clip at the window's end."""
         if not bool(gradient.isfinite().all()):
-            return (
-                Cause("not finite", "the gradient holds NaN or infinity", "torch.autograd.set_detect_anomaly(True)"),
-            )
+            return (_NOT_FINITE,)
         if not bool(gradient.any()):
-            words = "there is no gradient: nothing came back, or it was zeroed before the step"
-            return (Cause("no gradient", words, "call zero_grad() after the step, and step on the model's parameters"),)
+            return (_NO_GRADIENT,)
+        if len({record.weights_digest for record in window.ranks}) > 1:
+            return (_DIVERGED,)
         found = find_causes(shape, observed)
         if found and found[0].name != "unexplained factor":
             return found

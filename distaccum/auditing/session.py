@@ -40,6 +40,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         batches: this rank's micro-batches. None: a forward's batch is what its ``DataLoader`` gave, found by the
             forward's inputs, or those inputs themselves (several as a tuple, named ones as a dict).
         windows: how many to audit from the first on; the last one, which may be short, is audited too.
+        accumulation_steps: as the loop was told; None: as many as the first window has. A shorter window is named by it.
         tolerance: of the relative error; None: 1e-4 in fp32, 0.05 in fewer bits.
         on_enough: called when so many windows are recorded, before the optimizer steps; it may raise SystemExit.
         show: called with the report on rank 0.
@@ -59,6 +60,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         count: Count | None = None,
         batches: Iterable[Any] | None = None,
         windows: int = 2,
+        accumulation_steps: int | None = None,
         tolerance: float | None = None,
         on_enough: Callable[[], None] | None = None,
         show: Callable[[Report], None] | None = None,
@@ -69,6 +71,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         self._loss_sum = loss_sum or self._own
         self._count = count or (self._own.count if self._own else None)
         self._tolerance = tolerance
+        self._steps = accumulation_steps or 0
         self._show = show or _print
         self._done = False
         self._watch = Watch(
@@ -126,7 +129,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         if self._own is not None:
             self._own.learn(model)
         reference = Reference(model, records[0].weights, self._watch.training, self._loss_sum, self._count)
-        judge = Judge(reference, sorted(records[0].gradients(0)), self._tolerance)
+        judge = Judge(reference, sorted(records[0].gradients(0)), self._tolerance, self._steps)
         findings: tuple[Finding, ...] = tuple(map(judge.judge, records))
         sources = sorted({source for record in records for rank in record.ranks for source in rank.sources})
         notes = [f"a batch is {' or '.join(sources)}"] if sources else []

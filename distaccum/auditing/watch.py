@@ -26,13 +26,14 @@ from distaccum.engines.dtensor import is_sharded
 from distaccum.engines.modules import clean
 from distaccum.errors import MisuseError
 
-# What wraps a model: modules of these packages that hold it as ``module``.
+# What wraps a model: modules of these packages, which hold it as ``module`` or as their only child.
 _WRAPPERS = (
     "torch.nn.parallel.",
     "deepspeed.",
     "lightning.fabric.",
     "lightning_fabric.",
     "lightning.pytorch.overrides",
+    "distaccum.engines.",
 )
 _SHARDS_FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -128,15 +129,15 @@ class Watch:
     def _attach(self, outer: nn.Module) -> None:
         model = outer
         while True:
-            home = f"{type(model).__module__}."
+            homes = [f"{kind.__module__}." for kind in type(model).__mro__]  # a wrapper may have been derived from
             inner = getattr(model, "_orig_mod", None)
-            if home.startswith(_SHARDS_FLAT):
+            if any(home.startswith(_SHARDS_FLAT) for home in homes):
                 raise MisuseError(
                     "the model is in FullyShardedDataParallel, whose flat parameters have lost their names: "
                     "audit the loop under DistributedDataParallel, or shard with fully_shard (FSDP2)"
                 )
-            if inner is None and home.startswith(_WRAPPERS):
-                inner = getattr(model, "module", None)
+            if inner is None and any(home.startswith(_WRAPPERS) for home in homes):
+                inner = getattr(model, "module", next(model.children(), None))
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 self._replicated = model
             if hasattr(model, "is_gradient_accumulation_boundary"):

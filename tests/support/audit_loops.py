@@ -1,7 +1,7 @@
 """Training loops with known faults, each a few lines as people write them, and right ones.
 
-Every fault was reported in the issues of a public project, which its docstring names; the code is our own. A loop trains
-two windows of ``STEPS`` micro-batches on each rank. ``FAULTS`` and ``RIGHT`` have them by name.
+A fault that was reported in the issues of a public project names it in its docstring; the code is our own. A loop
+trains two windows of ``STEPS`` micro-batches on each rank. ``FAULTS`` and ``RIGHT`` have them by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as _clip_grad_norm_before_the_audit
-from torch.optim import Optimizer
 
 VOCABULARY, WIDTH, ROWS, LENGTH, STEPS, IGNORED = 13, 6, 3, 9, 4, -100
 Batch = dict[str, Tensor]
@@ -236,7 +235,7 @@ def shifted_twice(rig: Rig) -> None:
     _loop(rig, loss)
 
 
-# ------------------------------------------------------------------------------------------ what becomes of the gradient
+# ------------------------------------------------------------------------------------------ parts of the gradient
 
 
 def short_window(rig: Rig) -> None:
