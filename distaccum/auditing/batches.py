@@ -15,7 +15,7 @@ from distaccum.data.prefetch import map_tensors
 
 _REMEMBERED = 64  # batches of loaders, which may fetch ahead
 _OF_THE_LOOP = ("num_items_in_batch",)  # arguments that transformers' Trainer adds to the batch
-FORWARD, LOADER, GIVEN = "the forward's inputs", "the DataLoader", "the batches given"
+FORWARD, LOADER, GIVEN = "the forward's inputs", "the DataLoader's", "those given"
 
 
 class BatchPool:

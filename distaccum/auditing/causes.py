@@ -387,9 +387,12 @@ def _product(factor: float, shape: Shape, spread: float) -> Cause:
     if not meanings:
         return Cause("unexplained factor", equation, "look for what multiplies or divides the loss by these numbers")
     short = "" if not first[4] else f", in a window of {shape.steps} micro-batches instead of {shape.usual}"
-    names, words, mends = zip(*meanings, strict=True)
-    filled = [mend.format(ranks=shape.ranks, steps=shape.steps) for mend in mends]
-    return Cause(" or ".join(names), f"{equation}: {', or '.join(words)}{short}", "; or: ".join(filled))
+    filled = [mend.format(ranks=shape.ranks, steps=shape.steps) for _, _, mend in meanings]
+    return Cause(
+        " or ".join(name for name, _, _ in meanings),
+        f"{equation}: {', or '.join(words for _, words, _ in meanings)}{short}",
+        "; or: ".join(filled),
+    )
 
 
 _SIGNED = (0, 1, -1, 2, -2)

@@ -21,7 +21,7 @@ examples:
   torchrun --nproc-per-node=2 -m distaccum.audit train_hf.py        (a model that returns its loss, as transformers' do)
 
 Options may stand before or after the script; whatever is none of them goes to the script.
-exit codes: 0 the gradient is the global batch's, 1 it is not, 2 it could not be audited
+exit codes: 0 audited; 1 the gradient is not the global batch's, with --fail; 2 it could not be audited
 """
 
 
@@ -51,7 +51,7 @@ def _main(arguments: list[str]) -> int:
     except DistaccumError as error:
         print(f"distaccum-audit: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    return 0 if shown[0].right else 1
+    return int(options.fail and not shown[0].right)
 
 
 class _Enough(SystemExit):
@@ -84,6 +84,7 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     )
     parser.add_argument("--accumulation-steps", type=int, help="as the script was told (default: of the first window)")
     parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
+    parser.add_argument("--fail", action="store_true", help="exit with 1 where the gradient is wrong")
     parser.add_argument("script", help="a Python file")
     options, others = parser.parse_known_args(arguments)
     return options, options.script, others

@@ -56,7 +56,7 @@ def digest(tensors: Mapping[str, Tensor | None]) -> str:
     for name, tensor in tensors.items():
         found.update(name.encode())
         if tensor is not None and tensor.numel():
-            found.update(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

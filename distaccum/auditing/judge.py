@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ _DIVERGED = Cause(
 class Judge:
     """Judges windows in their order; it remembers the last one, which may have left something over.
 
-    ``tolerance``: None: by the loop's number format. ``usual``: micro-batches of a whole window on a rank; 0: as many as
-    the first has.
+    ``tolerance``: None: by the loop's number format. ``usual``: micro-batches of a whole window on a rank; 0: as
+    many as the first has.
     """
 
     reference: Reference
@@ -344,4 +345,4 @@ def _rows(batch: Any) -> list[Any] | None:
     sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors_of(batch)}
     if len(sizes) != 1 or 0 in sizes:
         return None
-    return [map_tensors(batch, lambda tensor, i=i: tensor[i : i + 1]) for i in range(sizes.pop())]
+    return [map_tensors(batch, itemgetter(slice(i, i + 1))) for i in range(sizes.pop())]

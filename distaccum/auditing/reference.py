@@ -126,8 +126,8 @@ class _Explained:
         if isinstance(error, Exception):
             raise MisuseError(
                 f"{self._function} failed on a recorded batch, {described(self._batch)}: {type(error).__name__}: "
-                f"{error}. It gets what the model's forward took, or the DataLoader's batch with it in it; where that is "
-                "not the batch, say report.record(batch) before the forward, or audit(..., batches=[...])"
+                f"{error}. It gets what the model's forward took, or the DataLoader's batch with it in it; where that "
+                "is not the batch, say report.record(batch) before the forward, or audit(..., batches=[...])"
             ) from error
 
 

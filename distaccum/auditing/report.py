@@ -39,12 +39,19 @@ class Finding:
 
     def __str__(self) -> str:
         """A line of figures, and two for each cause."""
+        return self.text()
+
+    def text(self, *, like: Finding | None = None) -> str:
+        """As ``str``; causes that ``like`` has by the same names are not repeated."""
         verdict = "right" if self.right else "WRONG"
         shape = " + ".join(f"{n} ({count:g})" for n, count in zip(self.micro_batches, self.counts, strict=True))
         figures = f"factor {self.factor:.6g}  cosine {self.cosine:.8f}  relative error {self.error:.2g}"
         lines = [f"window {self.window}: {verdict}  {figures}  micro-batches (counted) by rank: {shape}"]
         for cause in self.causes:
-            lines += [f"  cause: {cause.words}", f"  write: {cause.remedy}"]
+            if like is not None and cause.name in {other.name for other in like.causes}:
+                lines.append(f"  cause: {cause.name}, as in window {like.window}")
+            else:
+                lines += [f"  cause: {cause.words}", f"  write: {cause.remedy}"]
         return "\n".join([*lines, *(f"  note:  {note}" for note in self.notes)])
 
 
@@ -89,4 +96,6 @@ class Report:
             else "this loop's gradient is the global batch's"
         )
         head = f"distaccum-audit: {verdict} ({self.ranks} rank{'s' if self.ranks > 1 else ''})"
-        return "\n".join([head, *map(str, self.findings), *(f"note: {note}" for note in self.notes)])
+        first = wrong[0] if wrong else None
+        texts = [finding.text(like=None if finding is first else first) for finding in self.findings]
+        return "\n".join([head, *texts, *(f"note: {note}" for note in self.notes)])

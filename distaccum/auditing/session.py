@@ -40,7 +40,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         batches: this rank's micro-batches. None: a forward's batch is what its ``DataLoader`` gave, found by the
             forward's inputs, or those inputs themselves (several as a tuple, named ones as a dict).
         windows: how many to audit from the first on; the last one, which may be short, is audited too.
-        accumulation_steps: as the loop was told; None: as many as the first window has. A shorter window is named by it.
+        accumulation_steps: as the loop was told, to know a short window; None: as many as the first window has.
         tolerance: of the relative error; None: 1e-4 in fp32, 0.05 in fewer bits.
         on_enough: called when so many windows are recorded, before the optimizer steps; it may raise SystemExit.
         show: called with the report on rank 0.
@@ -132,7 +132,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         judge = Judge(reference, sorted(records[0].gradients(0)), self._tolerance, self._steps)
         findings: tuple[Finding, ...] = tuple(map(judge.judge, records))
         sources = sorted({source for record in records for rank in record.ranks for source in rank.sources})
-        notes = [f"a batch is {' or '.join(sources)}"] if sources else []
+        notes = [f"the batches are {' and '.join(sources)}"] if sources else []
         if self._own is not None:
             notes.append("the loss is the model's own: its mean times the labels that are not -100" + self._own.shift)
         if str(reference.dtype) != "torch.float64":
