@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distaccum import functional as functional
     from distaccum.accumulation.accumulator import Accumulator as Accumulator
     from distaccum.accumulation.diagnose import diagnose as diagnose
+    from distaccum.auditing.session import audit as audit
     from distaccum.config.engine import DDPConfig as DDPConfig
     from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
     from distaccum.config.engine import FSDP2Config as FSDP2Config
@@ -82,6 +83,7 @@ _HOMES = {
     "WandbConfig": "distaccum.config.schema",
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",
+    "audit": "distaccum.auditing.session",
     "diagnose": "distaccum.accumulation.diagnose",
     "from_deepspeed_json": "distaccum.train.from_deepspeed",
 }

@@ -20,8 +20,8 @@ ORDER = (
     {"config", "distributed", "losses", "models"},
     {"precision", "data"},
     {"engines"},
-    {"accumulation"},
-    {"functional", "checkpoint"},
+    {"accumulation", "auditing"},
+    {"functional", "checkpoint", "audit"},
     {"train"},
 )
 BESIDE = {"forecast": {"errors", "config", "data"}, "testing": {"errors", "distributed"}}

@@ -1,0 +1,103 @@
+"""The command: runs somebody's script, unchanged, within an audit."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from distaccum.auditing.report import Report
+from distaccum.auditing.session import audit
+from distaccum.errors import ConfigError, DistaccumError
+
+_EPILOG = """\
+examples:
+  torchrun --nproc-per-node=2 -m distaccum.audit train.py --epochs 1 --loss my_losses:TokenLoss
+  torchrun --nproc-per-node=2 -m distaccum.audit train_hf.py        (a model that returns its loss, as transformers' do)
+
+Options may stand before or after the script; whatever is none of them goes to the script.
+exit codes: 0 audited; 1 the gradient is not the global batch's, with --fail; 2 it could not be audited
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; ends with its exit code."""
+    sys.exit(_main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    options, script, its_arguments = _parsed(arguments)
+    shown: list[Report] = []
+    try:
+        sys.path.insert(0, str(Path(script).resolve().parent))  # before the loss is imported, which may lie beside it
+        loss = _loss(options.loss) if options.loss else None
+        with audit(
+            loss_sum=loss,
+            count=None if loss is None else loss.count,
+            windows=options.windows,
+            tolerance=options.tolerance,
+            accumulation_steps=options.accumulation_steps,
+            on_enough=None if options.to_the_end else _stop,
+        ) as report:
+            shown.append(report)
+            sys.argv = [script, *its_arguments]
+            with suppress(_Enough):
+                runpy.run_path(script, run_name="__main__")
+    except DistaccumError as error:
+        print(f"distaccum-audit: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    return int(options.fail and not shown[0].right)
+
+
+class _Enough(SystemExit):
+    """Ends the script, through its ``finally`` blocks."""
+
+
+def _stop() -> None:
+    raise _Enough(0)
+
+
+def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="distaccum-audit",
+        description="Is a script's gradient that of its global batch? Runs it for some optimizer steps, and says.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="MODULE:LOSS",
+        help="an object, or a class made without arguments, that is called with (model, batch) and returns the summed "
+        "loss, and whose count(batch) is the number of its items; without it: model(**batch).loss",
+    )
+    parser.add_argument("--windows", type=int, default=2, help="optimizer steps to audit (default: 2)")
+    parser.add_argument(
+        "--to-the-end",
+        action="store_true",
+        help="run the whole script, and audit its last window too, which may be short",
+    )
+    parser.add_argument("--accumulation-steps", type=int, help="as the script was told (default: of the first window)")
+    parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
+    parser.add_argument("--fail", action="store_true", help="exit with 1 where the gradient is wrong")
+    parser.add_argument("script", help="a Python file")
+    options, others = parser.parse_known_args(arguments)
+    return options, options.script, others
+
+
+def _loss(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    remedy = "Use --loss MODULE:LOSS, as in --loss distaccum:CrossEntropy"
+    try:
+        found = getattr(import_module(module), attribute)
+        loss = found() if isinstance(found, type) else found
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError("--loss", name, f"{type(error).__name__}: {error}", remedy) from error
+    if not callable(loss) or not callable(getattr(loss, "count", None)):
+        raise ConfigError("--loss", name, "not callable with (model, batch), or without count(batch)", remedy)
+    return loss

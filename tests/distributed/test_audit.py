@@ -1,0 +1,198 @@
+"""The audit names each loop's fault, and calls right loops right; as a context manager and as a command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from tests.support.audit_loops import FAULTS, RIGHT, Expected
+from tests.support.commands import ROOT, run, succeed
+
+WORKERS = ROOT / "tests" / "distributed" / "workers"
+EVERY = [*FAULTS, *RIGHT]
+
+
+@cache
+def _loops() -> list[dict[str, Any]]:
+    """What two ranks found in all loops."""
+    with TemporaryDirectory() as folder:
+        result = Path(folder) / "found.json"
+        succeed(result, script=WORKERS / "audit.py", world=2, PYTHONPATH=str(ROOT))
+        found: list[dict[str, Any]] = json.loads(result.read_text())
+    assert len(found) == len(EVERY)
+    return found
+
+
+def _name(expected: Expected) -> str:
+    return f"{expected.loop.__name__}-{expected.rig}"
+
+
+@pytest.mark.parametrize("expected", FAULTS, ids=_name)
+def test_a_fault_is_named(expected: Expected) -> None:
+    found = _loops()[EVERY.index(expected)]
+    assert not found["right"]
+    finding = found["findings"][expected.window]
+    assert not finding["right"]
+    assert set(finding["causes"]) == expected.causes
+    assert expected.words in found["text"]
+    assert re.search(r"^  write: \S", found["text"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("expected", RIGHT, ids=_name)
+def test_a_right_loop_is_called_right(expected: Expected) -> None:
+    found = _loops()[EVERY.index(expected)]
+    assert found["right"]
+    assert max(finding["error"] for finding in found["findings"]) <= 1e-6
+    assert "this loop's gradient is the global batch's" in found["text"]
+    if expected.loop.__name__ == "counted_without_no_sync":
+        assert "reduced 4 times" in found["text"]
+    if expected.loop.__name__ == "counted_and_clipped":
+        assert "clipped from norm" in found["text"]
+
+
+def test_there_are_twelve_faults_and_more() -> None:
+    assert len({name for expected in FAULTS for name in expected.causes}) >= 20
+    assert len({expected.loop for expected in FAULTS}) >= 25
+
+
+def _peers(folder: Path, *names: str) -> dict[str, Any]:
+    succeed(
+        folder / "peers.json", *names, script=WORKERS / "audit_peers.py", world=2, warm="torch", PYTHONPATH=str(ROOT)
+    )
+    found: dict[str, Any] = json.loads((folder / "peers.json").read_text())
+    return found
+
+
+def _assert_named(found: dict[str, Any], *, right: set[str]) -> None:
+    """Frameworks that divide by the accumulation steps, and those that count."""
+    for key, row in found.items():
+        name, window = key.rsplit(", ", 1)
+        if name in right:
+            assert row["right"], row["text"]
+            assert row["error"] <= 1e-6
+        else:
+            short = ["short window"] if window == "ragged window" else []
+            assert row["causes"] == ["mean of means over micro-batches", *short], row["text"]
+
+
+def test_distaccum_and_a_hand_written_loop(tmp_path: Path) -> None:
+    _assert_named(_peers(tmp_path, "distaccum", "DDP, hand-written"), right={"distaccum"})
+
+
+@pytest.mark.heavy
+def test_the_frameworks_of_the_bench_are_named(tmp_path: Path) -> None:
+    """Of those that are installed."""
+    from launch.bench.other_frameworks import FRAMEWORKS  # noqa: PLC0415  torch is imported for this test alone
+
+    names = [name for name, framework in FRAMEWORKS.items() if framework.version is not None]
+    right = {"accelerate, counted by hand", "transformers Trainer"}
+    _assert_named(_peers(tmp_path, *names), right=right)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["fsdp2"], pytest.param([f"deepspeed-{stage}" for stage in range(4)], marks=pytest.mark.heavy)],
+    ids=["fsdp2", "deepspeed"],
+)
+def test_sharded_gradients_are_gathered(tmp_path: Path, kinds: list[str]) -> None:
+    succeed(tmp_path / "found.json", *kinds, script=WORKERS / "audit_sharded.py", world=2, PYTHONPATH=str(ROOT))
+    found = json.loads((tmp_path / "found.json").read_text())
+    for kind in kinds:
+        assert found[f"{kind}, right"]["right"], found[f"{kind}, right"]["text"]
+        assert max(found[f"{kind}, right"]["errors"]) <= 1e-6
+        cause = "micro-batches summed" if kind == "fsdp2" else "divided by the micro-batches twice"
+        assert found[f"{kind}, wrong"]["causes"] == [cause]
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+COMMAND = ROOT / "distaccum" / "audit.py"
+
+
+def _command_of_the_page() -> list[str]:
+    (line,) = re.findall(
+        r"^torchrun --standalone --nproc-per-node=2 -m distaccum\.audit (launch/\S+ .*)$",
+        (ROOT / "docs" / "audit.md").read_text(),
+        re.MULTILINE,
+    )[:1]
+    return shlex.split(line)
+
+
+def test_the_command_of_the_page() -> None:
+    """Without an edit: the script's loader gives the batches, and its clean-up of the process group is waited for."""
+    printed = succeed(*_command_of_the_page(), script=COMMAND, world=2, cwd=ROOT).stdout
+    assert "NOT the global batch's in 2 of 2 windows (2 ranks)" in printed
+    assert "mean of means: each micro-batch is divided by its own count" in printed
+    assert "the batches are the DataLoader's" in printed
+    assert "dropout was off in 3 modules" in printed
+    assert "loss of the last micro-batch" not in printed  # it was stopped after two windows
+
+
+def test_the_command_runs_a_script_to_its_end() -> None:
+    finished = run(*_command_of_the_page(), "--to-the-end", "--fail", script=COMMAND, world=2, cwd=ROOT)
+    assert finished.returncode == 1
+    assert "window 10: WRONG" in finished.stdout
+    assert "loss of the last micro-batch" in finished.stdout
+
+
+OWN_LOSS = """
+import sys
+import torch
+from torch import nn
+
+class Output(dict):
+    pass
+
+class TinyForCausalLM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 5), nn.Linear(5, 7)
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embedding(input_ids))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"logits": logits, "loss": loss}
+
+model = TinyForCausalLM()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for window in range(3):
+    for length in (3, 9):
+        ids = torch.randint(0, 7, (2, length))
+        labels = torch.where(torch.arange(length) < length // 2 + 1, ids, -100)
+        output = model(input_ids=ids, labels=labels)
+        (output["loss"] * float(sys.argv[1]) if sys.argv[1] != "count" else
+         output["loss"] * 2 * (length // 2) / 10).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_loss_of_a_model_that_returns_it(tmp_path: Path) -> None:
+    """In one process; the count is that of the labels behind the shift."""
+    script = tmp_path / "train.py"
+    script.write_text(OWN_LOSS)
+    printed = succeed(script, "count", script=COMMAND).stdout
+    assert "this loop's gradient is the global batch's (1 rank)" in printed
+    assert "but for the first of each row" in printed
+    printed = succeed(script, "0.5", script=COMMAND).stdout
+    assert "mean of means: each micro-batch is divided by its own count, which is 2 to 8" in printed
+
+
+def test_what_cannot_be_audited_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('no loop')")
+    finished = run(script, script=COMMAND)
+    assert finished.returncode == 2
+    assert "no training forward was seen" in finished.stderr
+    script.write_text(OWN_LOSS)
+    finished = run(script, "0.5", "--loss", "distaccum:CrossEntropy", script=COMMAND)
+    assert finished.returncode == 2
+    assert "count failed on a recorded batch, {input_ids: int64 (2, 3), labels: int64 (2, 3)}" in finished.stderr
+    finished = run(script, "0.5", "--loss", "distaccum:Nothing", script=COMMAND)
+    assert "--loss=distaccum:Nothing: AttributeError" in finished.stderr

@@ -1,0 +1,60 @@
+"""Run on two ranks: frameworks' loops within an audit that is told neither model nor optimizer.
+
+``audit_peers.py RESULT NAME...``: the JSON file to write, and loops of the bench or of :data:`OURS`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from distaccum import World, audit
+from distaccum.losses.cross_entropy import cross_entropy
+from launch.bench.exactness import STEPS, WINDOWS, make_micro_batches, make_model, ours
+from launch.bench.other_frameworks import FRAMEWORKS
+
+
+def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    bare = getattr(model, "model", model)  # of the Trainer's model, which computes its loss itself
+    return cross_entropy(bare(batch["input_ids"]), batch["labels"])[0]
+
+
+def count(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def main() -> None:
+    result, *names = sys.argv[1:]
+    world = World.join()
+    found: dict[str, Any] = {}
+    for name in names:
+        for window, number in WINDOWS.items():
+            micro_batches = make_micro_batches(world.rank, number)
+            with audit(
+                loss_sum=loss_sum,
+                count=count,
+                batches=micro_batches,
+                accumulation_steps=STEPS,
+                show=lambda report: None,
+            ) as report:
+                if name == "distaccum":
+                    ours(world, micro_batches)
+                else:
+                    FRAMEWORKS[name].run(make_model, micro_batches, STEPS)
+            (finding,) = report.findings
+            found[f"{name}, {window}"] = {
+                "right": finding.right,
+                "error": finding.error,
+                "causes": [cause.name for cause in finding.causes],
+                "text": str(report),
+            }
+    if world.is_main:
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
