@@ -20,10 +20,10 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine, mebibytes
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.context import EngineContext
-from distaccum.engines.ddp_internals import Reduction
+from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignore
 from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
-from distaccum.engines.modules import trained
+from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
@@ -76,15 +76,19 @@ class DDPEngine(Engine):
             shards.partition(optimizers)
         self._body = _Body(model)
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
-        buffers = [f"model.{name}" for name, _ in model.named_buffers(remove_duplicate=False)]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._body, buffers)
-        self._ddp = DistributedDataParallel(
-            self._body,
-            bucket_cap_mb=config.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-            **_NO_BUFFER_SYNC,
-            find_unused_parameters=config.find_unused_parameters,
-        )
+        buffers = [name for name, _ in self._body.named_buffers(remove_duplicate=False)]
+        frozen = {n: p for n, p in self._body.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        ignore(self._body, [*buffers, *frozen])
+        for parameter in {id(parameter): parameter for parameter in frozen.values()}.values():
+            world.broadcast_(parameter.detach())
+        with dense_gradients(model):
+            self._ddp = DistributedDataParallel(
+                self._body,
+                bucket_cap_mb=config.bucket_cap_mb,
+                gradient_as_bucket_view=True,
+                **_NO_BUFFER_SYNC,
+                find_unused_parameters=config.find_unused_parameters,
+            )
         if policy.reduce_dtype is not torch.float32:
             self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
         self.sync_buffers()
@@ -105,6 +109,13 @@ class DDPEngine(Engine):
         self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None
         self._ran = self._syncs = self._reduced = False
         self._fault = ""  # why this rank's gradient is NaN
+        self._collectives = Collectives()
+        self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
+        self._communicating = ""  # what in a micro-step is a collective
+        if world.size > 1:
+            kinds = {name: [base.__name__ for base in type(module).__mro__] for name, module in model.named_modules()}
+            found = [name for name, bases in kinds.items() if any("SyncBatchNorm" in base for base in bases)]
+            self._communicating = f"{shorten(map(clean, found))} (SyncBatchNorm)" if found else ""
 
     @property
     def model(self) -> nn.Module:
@@ -125,6 +136,30 @@ class DDPEngine(Engine):
             return line
         return f"{line}; optimizer state on one rank each, {mebibytes(4 * elements)} of parameters broadcast a window"
 
+    def begin_window(self, micro_steps: int) -> None:
+        """Opens the window; where forwards were seen to communicate it is a collective too.
+
+        Raises:
+            MisuseError: they do, and ranks have different numbers of micro-steps; on every rank.
+        """
+        self._open_window()
+        self._micro_steps = micro_steps
+        if self._communicating and self._body.training:
+            self._compare_micro_steps()
+
+    def _compare_micro_steps(self) -> None:
+        if self._micro_steps is None:
+            return
+        most, fewest = self._world.all_reduce_max_host([self._micro_steps, -self._micro_steps])
+        if most != -fewest:
+            self._close_window()
+            raise MisuseError(
+                f"{self._communicating} communicates in every micro-step, and ranks have different numbers of "
+                f"micro-batches in this window: {most} and {-fewest}. Choose global and micro-batch size, and drop the "
+                "ragged end of the data, so that all ranks have as many; or use a layer that does not communicate, as "
+                "GroupNorm"
+            )
+
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Local but for the :meth:`backward` of one with ``sync``.
 
@@ -136,6 +171,8 @@ class DDPEngine(Engine):
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         self._body.called = False
         self._ran, self._syncs = True, sync
+        if not self._communicating and self._world.size > 1:
+            self._collectives.note()
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -151,6 +188,9 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
+        if not self._communicating and self._collectives.called:  # on all ranks that have this micro-step
+            self._communicating = "the model's forward or the loss"
+            self._compare_micro_steps()
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         if not self._syncs:
             if loss.requires_grad:
@@ -241,7 +281,7 @@ class DDPEngine(Engine):
             self._reduction.complete(self._reduction.unreached(), nan)
         self._drop_gradients()
         self._ran = self._reduced = False
-        self._fault = ""
+        self._fault, self._micro_steps = "", None
         self._close_window()
 
     def _drop_stray_gradients(self) -> None:
@@ -258,10 +298,12 @@ class DDPEngine(Engine):
             self._unused.reset()
 
     def close(self) -> None:
-        """See :class:`Engine`."""
+        """See :class:`Engine`; a collective where optimizer state is sharded, which every rank then has whole."""
         super().close()
         self._optimizer_step.release()
         self._reduction.close()
+        if self._shards is not None:
+            self._shards.restore(self._optimizers)
         if self._unused is not None:
             self._unused.close()
         model = self.unwrapped_model

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,6 +107,48 @@ class Reduction:
     def close(self) -> None:
         """Removes DDP's hooks from the parameters."""
         self._reducer._remove_autograd_hooks()
+
+
+def ignore(body: nn.Module, names: Sequence[str]) -> None:
+    """Has DDP leave out these parameters and buffers of what it is about to wrap."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, list(names))
+
+
+@contextmanager
+def dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Within the block DDP sees no ``sparse=True``: a sparse gradient is then added to a dense one, in its bucket."""
+    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
+
+
+class Collectives:
+    """Tells whether a collective was called since :meth:`note`, on the default process group; costs no collective."""
+
+    def __init__(self) -> None:
+        self._group: Any = dist.group.WORLD
+        self._before: int | None = None
+
+    def note(self) -> None:
+        """Begins to watch."""
+        self._before = self._number()
+
+    @property
+    def called(self) -> bool:
+        """Whether there was one; False where the group does not count."""
+        before, self._before = self._before, None
+        return before is not None and before != self._number()
+
+    def _number(self) -> int | None:
+        try:
+            return int(self._group._get_sequence_number_for_group())
+        except RuntimeError:  # of a backend that does not count
+            return None
 
 
 class _Constant(torch.autograd.Function):

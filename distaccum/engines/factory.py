@@ -29,6 +29,7 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineContext
+from distaccum.engines.model_checks import check_dtypes, check_sparse, check_wrappers
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ConfigError, shorten
@@ -199,7 +200,9 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     Raises:
         ConfigError: the model, the hardware or the engine cannot do what is asked for.
     """
+    check_wrappers(model)
     check_parameters(model)
+    check_dtypes(model)
     check_globs(model, context.policy)
     check_compiled(model, context.policy)
     hardware.check(context.policy, context.device)
@@ -220,6 +223,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
     free = {id(parameter) for parameter in model.parameters()}
     every = set(free)
     for optimizer in optimizers:
+        check_sparse(optimizer)
         closure = signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             problem = "its step wants a closure, to run the window again at will"

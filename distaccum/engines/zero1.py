@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from distaccum.distributed.world import World
 
@@ -31,6 +33,7 @@ class ZeRO1:
     def __init__(self, world: World) -> None:
         self._world = world
         self._flat_buffers: list[tuple[int, Tensor]] = []  # by the rank that steps them
+        self._whole: list[tuple[list[list[nn.Parameter]], dict[int, int]]] = []  # each optimizer's groups, and owners
 
     def partition(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves each optimizer the parameters that this rank steps; every rank computes the same partition.
@@ -40,7 +43,9 @@ class ZeRO1:
         """
         for optimizer in optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            owners, loads = {}, [0] * self._world.size
+            owners: dict[int, int] = {}
+            loads = [0] * self._world.size
+            self._whole.append(([list(group["params"]) for group in optimizer.param_groups], owners))
             for parameter in sorted(held, key=lambda p: -p.numel()):
                 owners[id(parameter)] = lightest = loads.index(min(loads))
                 loads[lightest] += parameter.numel()
@@ -69,6 +74,41 @@ class ZeRO1:
         works = [dist.broadcast(buffer, src=rank, async_op=True) for rank, buffer in self._flat_buffers]
         for work in works:
             work.wait()
+
+    def restore(self, optimizers: Sequence[Optimizer]) -> None:
+        """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective."""
+        for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+            held = [p for parameters in groups for p in parameters]
+            own = {
+                i: tree_map_only(Tensor, _Sent.of, dict(optimizer.state[p]))
+                for i, p in enumerate(held)
+                if owners[id(p)] == self._world.rank and p in optimizer.state
+            }
+            for rank, given in enumerate(self._world.all_gather_object(own)):
+                for i, state in given.items() if rank != self._world.rank else ():
+                    optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}
+            for parameter in held:
+                parameter.data = parameter.detach().clone()
+        self._flat_buffers, self._whole = [], []
+
+
+class _Sent(NamedTuple):
+    """A tensor of an optimizer's state on its way to another rank."""
+
+    tensor: Tensor
+    on_host: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Sent:
+        return cls(tensor.cpu(), tensor.device.type == "cpu")
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, _Sent):
+        return value
+    return value.tensor if value.on_host else value.tensor.to(device)
 
 
 def _aligned(parameter: nn.Parameter) -> int:

@@ -1,0 +1,567 @@
+"""ddp and zero1 on two uneven ranks: programs that trained wrongly in silence are exact, or refused by name.
+
+The truth is a plain torch loop over the whole windows in fp64, on one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from distaccum import Accumulator
+from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
+from distaccum.distributed.world import World
+from distaccum.engines.factory import create_engine
+from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError
+from distaccum.functional import finish_step, plan_windows
+from tests.support.threads import run_ranks
+
+GLOBAL, MICRO = 5, 1  # three micro-batches on rank 0, two on rank 1; the last window has two and one
+DATA = torch.randn(13, 4, generator=torch.Generator().manual_seed(3)).double()
+Weights = list[Tensor]
+
+
+class Branches(nn.Module):
+    """``second`` is used where the sample's first feature is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        y = self.second(y).tanh() if bool(x[0, 0] > 0) else y
+        return self.head(y)
+
+
+class Plain(Branches):
+    """Uses everything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+def _data(positive: Callable[[int], bool]) -> list[Tensor]:
+    """The samples, the first feature of each positive where the function of its number says so."""
+    rows = DATA.clone()
+    signs = torch.tensor([1.0 if positive(i) else -1.0 for i in range(len(rows))], dtype=torch.float64)
+    rows[:, 0] = rows[:, 0].abs() * signs
+    return list(rows)
+
+
+def _weights(model: nn.Module) -> Weights:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _expected(model: nn.Module, data: Sequence[Tensor], order: Sequence[Sequence[int]], **settings: Any) -> Weights:
+    """A plain loop: the mean over each window's samples, one by one, as a micro-batch has one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
+    for numbers in order:
+        optimizer.zero_grad()
+        sum(model(data[i].unsqueeze(0)).square().sum() for i in numbers).div(len(numbers)).backward()
+        optimizer.step()
+    return _weights(model)
+
+
+def _accumulator(model: nn.Module, world: World, engine: EngineConfig | str = "ddp", **settings: Any) -> Accumulator:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    sizes: dict[str, Any] = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "count": len}
+    return Accumulator(model, optimizer, world=world, engine=engine, **sizes | settings)
+
+
+def _shares(data: Sequence[Tensor]) -> list[list[list[int]]]:
+    """The samples of each window of the first epoch, by rank."""
+    from distaccum.data.counter import GlobalCounter  # noqa: PLC0415
+    from distaccum.data.factory import as_loader  # noqa: PLC0415
+
+    def of(world: World) -> list[list[list[int]]]:
+        loader = as_loader(list(data), world, global_batch_size=GLOBAL, tokens=None, micro_batch_size=MICRO, seed=0)
+        return [
+            [list(map(int, ids)) for ids in window.ids()] for window in loader.windows(0, 0, GlobalCounter(world, len))
+        ]
+
+    first, second = run_ranks(2, of)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    return [[list(chain(*ids)) for ids in shares] for shares in zip(first, second, strict=True)]
+
+
+SHARES = _shares(list(DATA))
+ORDER = [[i for share in shares for i in share] for shares in SHARES]
+BOUNDARIES = [share[-1] for share in SHARES[0]]  # of the first window: the last sample of each rank
+
+
+def _train(acc: Accumulator, data: Sequence[Tensor], between: Callable[[], object] | None = None) -> Weights:
+    for window in acc.windows(list(data)):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(acc.model(micro.batch).square().sum())
+        if between is not None:
+            between()
+    return _weights(acc.engine.unwrapped_model)
+
+
+def _agree(results: Sequence[object], expected: Weights, tolerance: float = 1e-12) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, list)
+        for found, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def _refused(results: Sequence[object], message: str, kind: type[Exception] = MisuseError) -> None:
+    for result in results:
+        assert isinstance(result, kind), result
+        assert re.search(message, str(result)), str(result)
+
+
+ENGINES = [pytest.param(DDPConfig, id="ddp"), pytest.param(Zero1Config, id="zero1")]
+
+
+@pytest.mark.parametrize("config", ENGINES)
+@pytest.mark.parametrize("users", [(), (0,), (1,)], ids=["nobody", "rank 0", "rank 1"])
+def test_a_parameter_that_the_boundary_leaves_unused_is_refused_on_all_ranks_alike(
+    config: type[DDPConfig], users: tuple[int, ...]
+) -> None:
+    """It was used in the ranks' micro-batches before, or is used at other ranks' boundary: nobody waits or steps."""
+    data = _data(lambda i: BOUNDARIES.index(i) in users if i in BOUNDARIES else True)
+
+    def program(world: World) -> Weights:
+        model = Branches()
+        before = _weights(model)
+        acc = _accumulator(model, world, config())
+        try:
+            _train(acc, data)
+        finally:
+            for now, was in zip(_weights(model), before, strict=True):
+                torch.testing.assert_close(now, was, rtol=0, atol=0)
+        return []
+
+    named = "; ".join(
+        rf"rank {rank}: the loss of a window's last micro-batch does not depend on second\.weight, second\.bias, .*"
+        r"engine\.find_unused_parameters=true"
+        for rank in (0, 1)
+        if rank not in users
+    )
+    _refused(run_ranks(2, program), named)
+
+
+@pytest.mark.parametrize("config", ENGINES)
+def test_unused_parameters_are_exact_with_the_setting(config: type[DDPConfig]) -> None:
+    """Also where a whole window uses none of a branch: decay must not move it."""
+    data = _data(lambda i: i % 3 == 0 and i not in ORDER[1])
+    results = run_ranks(
+        2, lambda world: _train(_accumulator(Branches(), world, config(find_unused_parameters=True)), data)
+    )
+    _agree(results, _expected(Branches(), data, ORDER))
+
+
+def test_the_last_window_of_a_run_tells_of_its_fault() -> None:
+    data = _data(lambda i: i not in ORDER[-1])
+    results = run_ranks(2, lambda world: _train(_accumulator(Branches(), world, nonfinite="skip"), data))
+    _refused(results, r"does not depend on second\.weight")
+
+
+def test_a_layer_frozen_after_wrapping_is_refused() -> None:
+    def program(world: World) -> Weights:
+        model = Plain()
+        acc = _accumulator(model, world)
+        model.second.requires_grad_(False)
+        return _train(acc, list(DATA))
+
+    _refused(run_ranks(2, program), r"freeze second\.weight, second\.bias before the model is wrapped")
+
+
+def test_a_loss_without_a_gradient_adds_nothing_or_is_refused() -> None:
+    """A micro-batch may give a constant, except at the boundary: there nobody knows what was used."""
+
+    def program(world: World, skipped: set[int], **config: bool) -> Weights:
+        model = Plain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        engine = create_engine(model, optimizer, world, engine=DDPConfig(**config))
+        for shares in SHARES:
+            own, size = shares[world.rank], sum(map(len, shares))
+            for i in own:
+                with engine.micro_step(sync=i == own[-1]):
+                    loss = engine.model(DATA[i : i + 1]).square().sum() / size * world.size
+                    engine.backward(loss.detach() if i in skipped else loss)
+            output = engine.step()
+            faults = world.all_gather_names([output.fault] if output.fault else [])
+            if faults:
+                raise MisuseError("; ".join(faults))
+        return _weights(model)
+
+    skipped = {SHARES[0][0][0], SHARES[1][0][0]}
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    for numbers in ORDER:
+        optimizer.zero_grad()
+        kept = [i for i in numbers if i not in skipped]
+        sum(model(DATA[i : i + 1]).square().sum() for i in kept).div(len(numbers)).backward()
+        optimizer.step()
+    expected = _weights(model)
+    _agree(run_ranks(2, partial(program, skipped=skipped)), expected)
+    _agree(run_ranks(2, partial(program, skipped=skipped, find_unused_parameters=True)), expected)
+    _refused(run_ranks(2, partial(program, skipped={BOUNDARIES[0]})), "rank 0: .* depends on no trained parameter")
+    everything = set(range(len(DATA)))
+    _refused(run_ranks(2, partial(program, skipped=everything)), "rank 0: .* depends on no .*rank 1: .* depends on no")
+    results = run_ranks(2, partial(program, skipped=everything, find_unused_parameters=True))
+    _refused(results, "no loss of this window depends on a trained parameter")
+
+
+@pytest.mark.parametrize("config", ENGINES)
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_gradients_of_probes_between_windows_are_none_of_the_next_windows(
+    config: type[DDPConfig], zeroes: bool
+) -> None:
+    """Saliency maps, validation gradients; on one rank alone too, since nothing is communicated."""
+
+    def program(world: World) -> Weights:
+        model = Plain()
+        acc = _accumulator(model, world, config())
+
+        def probe() -> None:
+            for forward in (acc.model, model)[: world.rank + 1]:
+                forward(DATA[:2].clone().requires_grad_(True)).sum().backward()
+            if zeroes:
+                acc.model.zero_grad()
+                model.zero_grad()
+
+        probe()
+        return _train(acc, list(DATA), probe)
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+
+
+def test_two_accumulators_of_a_gan_are_exact() -> None:
+    """The generator's window backpropagates through the discriminator, whose gradients there are nobody's."""
+    noise = torch.randn(13, 4, generator=torch.Generator().manual_seed(5)).double()
+    pairs = [torch.stack(pair) for pair in zip(DATA, noise, strict=True)]
+
+    def parts() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        generator, critic = Plain(), Plain()
+        generator.head = nn.Linear(4, 4).double()
+        with torch.no_grad():
+            generator.head.weight.copy_(DATA[:4])
+            generator.head.bias.zero_()
+        return generator, critic
+
+    def critic_loss(critic: Any, generator: Any, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            fake = generator(batch[:, 1])
+        return (critic(batch[:, 0]) - 1).square().sum() + critic(fake).square().sum()
+
+    def generator_loss(critic: Any, generator: Any, batch: Tensor) -> Tensor:
+        return (critic(generator(batch[:, 1])) - 1).square().sum()
+
+    def program(world: World) -> Weights:
+        generator, critic = parts()
+        of_critic, of_generator = _accumulator(critic, world), _accumulator(generator, world)
+        both = zip(of_critic.windows(pairs), of_generator.windows(pairs), strict=True)
+        for first, second in both:
+            for acc, window, loss in ((of_critic, first, critic_loss), (of_generator, second, generator_loss)):
+                for micro in window:
+                    with acc.accumulate():
+                        acc.backward(loss(of_critic.model, of_generator.model, micro.batch))
+        return [*_weights(generator), *_weights(critic)]
+
+    generator, critic = parts()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1) for m in (critic, generator)]
+    for numbers in ORDER:
+        batch = torch.stack([pairs[i] for i in numbers])
+        for optimizer, loss in zip(optimizers, (critic_loss, generator_loss), strict=True):
+            generator.zero_grad()
+            critic.zero_grad()
+            (loss(critic, generator, batch) / len(numbers)).backward()
+            optimizer.step()
+    _agree(run_ranks(2, program), [*_weights(generator), *_weights(critic)])
+
+
+@pytest.mark.parametrize("after", ["forward", "backward"])
+def test_a_window_that_is_abandoned_at_its_boundary_leaves_the_next_one_exact(after: str) -> None:
+    """One rank may have run the boundary's forward when the other has not."""
+
+    def program(world: World) -> Weights:
+        acc = _accumulator(Plain(), world)
+        window = next(iter(acc.windows(list(DATA))))
+        for i, micro in enumerate(window):
+            last = i == len(window) - 1
+            with suppress(KeyError) if last else nullcontext(), acc.accumulate():
+                if last and after == "forward" and world.rank == 0:
+                    raise KeyError  # before its forward
+                loss = acc.model(micro.batch).square().sum()
+                if last and after == "forward":
+                    raise KeyError
+                acc.backward(loss)
+                if last:
+                    raise KeyError
+            if last:
+                break
+        acc.abandon()
+        return _train(acc, list(DATA))
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+
+
+def _clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def _backward_past(model: nn.Module) -> None:
+    model(DATA[:1]).sum().backward()
+
+
+def _drop(model: nn.Module) -> None:
+    next(model.parameters()).grad = None
+
+
+@pytest.mark.parametrize("config", ENGINES)
+@pytest.mark.parametrize("tamper", [_clip, _backward_past, _drop])
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_changed_by_hand_inside_a_window_are_refused(
+    config: type[DDPConfig], tamper: Callable[[nn.Module], None], last: bool
+) -> None:
+    def program(world: World) -> Weights:
+        model = Plain()
+        before = _weights(model)
+        acc = _accumulator(model, world, config())
+        try:
+            for window in acc.windows(list(DATA)):
+                for i, micro in enumerate(window):
+                    with acc.accumulate():
+                        acc.backward(acc.model(micro.batch).square().sum())
+                        if i == (len(window) - 1 if last else 0):
+                            tamper(model)
+        finally:
+            for now, was in zip(_weights(model), before, strict=True):
+                torch.testing.assert_close(now, was, rtol=0, atol=0)
+        return []
+
+    _refused(run_ranks(2, program), "gradients were changed by hand inside a window")
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    return fully_shard(model)  # type: ignore[return-value]
+
+
+def _deepspeed(model: nn.Module) -> nn.Module:
+    kind = type("DeepSpeedEngine", (Wrapped,), {"__module__": "deepspeed.runtime.engine"})
+    made: nn.Module = kind(model)
+    return made
+
+
+def _fsdp1(model: nn.Module) -> nn.Module:
+    kind = type("FullyShardedDataParallel", (Wrapped,), {"__module__": "torch.distributed.fsdp.fully_sharded"})
+    made: nn.Module = kind(model)
+    return made
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (DistributedDataParallel, "DistributedDataParallel"),
+        (DataParallel, "DataParallel"),
+        (_sharded, "FSDPModule"),
+        (_fsdp1, "FullyShardedDataParallel"),
+        (_deepspeed, "DeepSpeedEngine"),
+    ],
+)
+def test_a_model_that_is_wrapped_already_is_refused(
+    gloo_world: World, wrap: Callable[[nn.Module], nn.Module], name: str, inside: bool
+) -> None:
+    model = wrap(nn.Linear(2, 2))
+    model = Wrapped(model) if inside else model
+    part = "its inner" if inside else "it"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for engine in ("ddp", "zero1", "fsdp2", "deepspeed"):
+        with pytest.raises(ConfigError, match=rf"{part} is in {name} already, and gradients would be reduced twice"):
+            create_engine(model, optimizer, gloo_world, engine=engine)
+
+
+def test_what_cannot_be_trained_is_refused(gloo_world: World) -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
+    with pytest.raises(ConfigError, match=r"its parameter scale is float8_e4m3fn, which cannot be trained"):
+        create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
+    table = nn.Embedding(3, 2, sparse=True)
+    with pytest.raises(ConfigError, match="SparseAdam: it takes sparse gradients only"):
+        create_engine(table, torch.optim.SparseAdam(table.parameters()), gloo_world)
+
+
+class Odd(nn.Module):
+    """A sparse embedding, complex and 0-dim parameters, and tensors that no collective sends as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.Generator().manual_seed(2)
+        self.table = nn.Embedding(13, 4, sparse=True).double()
+        self.table.weight.data = torch.randn(13, 4, generator=values).double()
+        self.phase = nn.Parameter(torch.randn(4, generator=values).to(torch.complex128))
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("steps", torch.arange(4).to(torch.int16))
+        self.register_buffer("short", torch.tensor(3, dtype=torch.int16))
+        self.frozen = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, number: Tensor) -> Tensor:
+        return self.table(number) * (self.phase * self.phase.conj() + self.phase).real * self.scale
+
+
+@pytest.mark.parametrize("config", ENGINES)
+def test_sparse_embeddings_complex_and_small_integers_are_exact(config: type[DDPConfig]) -> None:
+    numbers = list(torch.arange(13))
+
+    def program(world: World) -> Weights:
+        model = Odd()
+        if world.rank:
+            model.steps += 5
+            model.short += 1
+            model.frozen.data = torch.zeros(2).to(torch.float8_e4m3fn)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        acc = Accumulator(
+            model, optimizer, global_batch_size=5, micro_batch_size=1, count=len, world=world, engine=config()
+        )
+        assert model.table.sparse
+        for window in acc.windows(numbers):
+            for micro in window:
+                with acc.accumulate():
+                    acc.backward(acc.model(micro.batch).square().sum())
+        assert model.steps.tolist() == [0, 1, 2, 3]
+        assert model.short.item() == 3
+        assert model.frozen.float().tolist() == [1, 1]
+        return [p.detach() for p in model.parameters() if p.requires_grad]
+
+    model = Odd()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    for window in ORDER:
+        optimizer.zero_grad()
+        sum(model(numbers[i]).square().sum() for i in window).div(len(window)).backward()
+        optimizer.step()
+    _agree(run_ranks(2, program), [p.detach() for p in model.parameters() if p.requires_grad])
+
+
+def test_copies_of_an_owned_model_and_optimizer_are_the_users_own(gloo_world: World) -> None:
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = create_engine(model, optimizer, gloo_world)
+    engine.begin_window(1)
+    assert engine.window_open
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        copied(DATA[:1]).sum().backward()
+        copied.zero_grad()
+        assert all(p.grad is None for p in copied.parameters())
+    other = copy.deepcopy(optimizer)
+    other.zero_grad()
+    other.step()
+    for method in (model.zero_grad, engine.model.zero_grad, optimizer.zero_grad):
+        with pytest.raises(MisuseError, match=r"zero_grad\(\) was called by hand"):
+            method()
+    engine.zero_gradients()
+    assert not engine.window_open
+    for allowed in (model.zero_grad, engine.model.zero_grad, optimizer.zero_grad):
+        allowed()
+    with pytest.raises(MisuseError, match=r"optimizer\.step\(\) was called by hand"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("config", [*ENGINES, pytest.param(partial(DDPConfig, find_unused_parameters=True), id="find")])
+def test_a_closed_engine_gives_everything_back(config: Callable[[], EngineConfig]) -> None:
+    """A plain loop then goes on exactly, optimizer state included, and another accumulator can take over."""
+
+    def program(world: World) -> Weights:
+        model = Plain()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+        sizes: dict[str, Any] = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "count": len}
+        names = set(vars(model)), set(vars(optimizer))
+        acc = Accumulator(model, optimizer, world=world, engine=config(), **sizes)
+        _train(acc, list(DATA))
+        acc.engine.close()
+        assert (set(vars(model)), set(vars(optimizer))) == names
+        assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+        with pytest.raises(MisuseError, match="a window after close"):
+            acc.engine.begin_window(1)
+        for numbers in ORDER:
+            optimizer.zero_grad()
+            sum(model(DATA[i : i + 1]).square().sum() for i in numbers).div(len(numbers)).backward()
+            optimizer.step()
+        return _train(Accumulator(model, optimizer, world=world, engine=config(), **sizes), list(DATA))
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), [*ORDER, *ORDER, *ORDER]))
+
+
+def test_a_second_zero1_accumulator_over_a_model_is_refused() -> None:
+    def program(world: World) -> Weights:
+        model = Plain()
+        _accumulator(model, world, "zero1")
+        return _train(_accumulator(model, world), list(DATA))
+
+    _refused(run_ranks(2, program), "is in another Accumulator")
+
+
+class SyncBatchNorm(nn.BatchNorm1d):
+    """By the name of torch's, which DDP takes on GPUs alone."""
+
+
+def test_synchronized_batch_norm_is_refused_by_name_where_ranks_are_uneven() -> None:
+    def program(world: World) -> Weights:
+        model = nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Linear(4, 1)).double()
+        return _train(_accumulator(model, world), list(DATA))
+
+    with pytest.warns(BatchStatisticsWarning):
+        results = run_ranks(2, program)
+    _refused(results, r"^1 \(SyncBatchNorm\) communicates in every micro-step")
+
+
+def test_level_one_tells_of_a_fault_and_of_calls_out_of_order() -> None:
+    data = _data(lambda i: i != BOUNDARIES[0])
+
+    def program(world: World) -> Iterator[Tensor]:
+        model = Branches()
+        engine = create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
+        windows = plan_windows(data, world, global_batch_size=GLOBAL, micro_batch_size=MICRO, count=len)
+        window = next(windows(0))
+        with engine.micro_step(sync=False):
+            engine.backward(engine.model(window.micro_batches[0].batch).sum())
+        with pytest.raises(MisuseError, match=r"step\(\) before the gradients are reduced"):
+            engine.step()
+        engine.zero_gradients()
+        for i, micro in enumerate(window.micro_batches):
+            with engine.micro_step(sync=i == len(window.micro_batches) - 1):
+                engine.backward(engine.model(micro.batch).square().sum() / GLOBAL * world.size)
+        with pytest.raises(MisuseError, match="after the window's reduction"):
+            engine.backward(engine.model(window.micro_batches[0].batch).sum())
+        with pytest.raises(MisuseError, match="a micro-step after the window's last"):
+            engine.micro_step(sync=False)
+        if world.rank == 0:
+            with pytest.raises(MisuseError, match=r"rank 0: .* does not depend on second\.weight"):
+                finish_step(engine, window)
+        else:
+            assert not finish_step(engine, window).applied
+        raise KeyError("done")
+
+    _refused(run_ranks(2, program), "done", KeyError)
