@@ -130,9 +130,10 @@ class Engine(ABC):
         self._policy = policy
         self._scaler = scaler
         self._window_open = self._closed = False
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._rated = [group for group in groups if "initial_lr" not in group]
+        for group in self._rated:
+            group["initial_lr"] = group["lr"]
 
     @property
     def window_open(self) -> bool:
@@ -264,6 +265,9 @@ class Engine(ABC):
 
         Where parameters are sharded they stay so.
         """
+        if not self._closed:
+            for group in self._rated:
+                group.pop("initial_lr", None)
         self._closed = True
         self._close_window()
         if self.ownership is not None:

@@ -77,9 +77,9 @@ class DDPEngine(Engine):
         self._body = _Body(model)
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
         buffers = [name for name, _ in self._body.named_buffers(remove_duplicate=False)]
-        frozen = {n: p for n, p in self._body.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        ignore(self._body, [*buffers, *frozen])
-        for parameter in {id(parameter): parameter for parameter in frozen.values()}.values():
+        odd = {name: p for name, p in self._body.named_parameters(remove_duplicate=False) if _is_odd(p)}
+        ignore(self._body, [*buffers, *odd])
+        for parameter in {id(parameter): parameter for parameter in odd.values()}.values():
             world.broadcast_(parameter.detach())
         with dense_gradients(model):
             self._ddp = DistributedDataParallel(
@@ -109,13 +109,14 @@ class DDPEngine(Engine):
         self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None
         self._ran = self._syncs = self._reduced = False
         self._fault = ""  # why this rank's gradient is NaN
-        self._collectives = Collectives()
+        self._collectives = Collectives(world.device)
+        self._communicates = False  # a micro-step was seen to
+        self._synchronized = {
+            clean(name): module
+            for name, module in model.named_modules()
+            if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
+        }
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
-        self._communicating = ""  # what in a micro-step is a collective
-        if world.size > 1:
-            kinds = {name: [base.__name__ for base in type(module).__mro__] for name, module in model.named_modules()}
-            found = [name for name, bases in kinds.items() if any("SyncBatchNorm" in base for base in bases)]
-            self._communicating = f"{shorten(map(clean, found))} (SyncBatchNorm)" if found else ""
 
     @property
     def model(self) -> nn.Module:
@@ -144,20 +145,28 @@ class DDPEngine(Engine):
         """
         self._open_window()
         self._micro_steps = micro_steps
-        if self._communicating and self._body.training:
-            self._compare_micro_steps()
+        if communicating := self._communicating():
+            self._compare_micro_steps(communicating)
 
-    def _compare_micro_steps(self) -> None:
+    def _communicating(self) -> str:
+        """What in a micro-step is a collective, as far as is known; empty: nothing."""
+        found = [name for name, module in self._synchronized.items() if module.training]
+        if found:
+            return f"{shorten(found)} (SyncBatchNorm)"
+        return "the model's forward or the loss" if self._communicates else ""
+
+    def _compare_micro_steps(self, communicating: str) -> None:
+        problem = f"{communicating} communicates in every micro-step"
         if self._micro_steps is None:
-            return
+            remedy = "call engine.begin_window(len(window.micro_batches)) before a window's first"
+            raise MisuseError(f"{problem}, so ranks must have the same number of them: {remedy}")
         most, fewest = self._world.all_reduce_max_host([self._micro_steps, -self._micro_steps])
         if most != -fewest:
             self._close_window()
             raise MisuseError(
-                f"{self._communicating} communicates in every micro-step, and ranks have different numbers of "
-                f"micro-batches in this window: {most} and {-fewest}. Choose global and micro-batch size, and drop the "
-                "ragged end of the data, so that all ranks have as many; or use a layer that does not communicate, as "
-                "GroupNorm"
+                f"{problem}, and ranks have different numbers of micro-batches in this window: {most} and {-fewest}. "
+                "Choose global and micro-batch size, and drop the ragged end of the data, so that all ranks have as "
+                "many; or use a layer that does not communicate, as GroupNorm"
             )
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
@@ -167,11 +176,13 @@ class DDPEngine(Engine):
             MisuseError: the window is reduced already.
         """
         self._open_window()
+        if self._synchronized and self._micro_steps is None and (communicating := self._communicating()):
+            self._compare_micro_steps(communicating)
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         self._body.called = False
         self._ran, self._syncs = True, sync
-        if not self._communicating and self._world.size > 1:
+        if not self._communicates and self._world.size > 1:
             self._collectives.note()
         return nullcontext()
 
@@ -188,9 +199,9 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
-        if not self._communicating and self._collectives.called:  # on all ranks that have this micro-step
-            self._communicating = "the model's forward or the loss"
-            self._compare_micro_steps()
+        if not self._communicates and self._collectives.called:  # on all ranks that have this micro-step
+            self._communicates = True
+            self._compare_micro_steps(self._communicating())
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         if not self._syncs:
             if loss.requires_grad:
@@ -277,7 +288,9 @@ class DDPEngine(Engine):
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""
-        if self._reduction.running:
+        if self._reduction.running and self._watch.unchanged:
+            self._reduction.join(nan)
+        elif self._reduction.running:
             self._reduction.complete(self._reduction.unreached(), nan)
         self._drop_gradients()
         self._ran = self._reduced = False
@@ -342,6 +355,12 @@ def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World
         options=options,
         shards=ZeRO1(world),
     )
+
+
+def _is_odd(parameter: nn.Parameter) -> bool:
+    """A frozen parameter, quantised perhaps, of a type that not every backend sends."""
+    usual = parameter.is_complex() or (parameter.is_floating_point() and parameter.itemsize > 1)
+    return not (parameter.requires_grad or usual)
 
 
 class _Body(nn.Module):

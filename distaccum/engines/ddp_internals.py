@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class Reduction:
 
 def ignore(body: nn.Module, names: Sequence[str]) -> None:
     """Has DDP leave out these parameters and buffers of what it is about to wrap."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, list(names))
+    body._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
 
 
 @contextmanager
@@ -128,27 +128,38 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
 
 
 class Collectives:
-    """Tells whether a collective was called since :meth:`note`, on the default process group; costs no collective."""
+    """Tells whether a collective was called since :meth:`note`, on the default process group; costs none itself.
 
-    def __init__(self) -> None:
-        self._group: Any = dist.group.WORLD
-        self._before: int | None = None
+    Args:
+        device: this rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._backends = list(_backends({torch.device("cpu"), torch.device(device.type)}))
+        self._before: list[int] | None = None
 
     def note(self) -> None:
         """Begins to watch."""
-        self._before = self._number()
+        self._before = self._numbers()
 
     @property
     def called(self) -> bool:
         """Whether there was one; False where the group does not count."""
         before, self._before = self._before, None
-        return before is not None and before != self._number()
+        return before is not None and before != self._numbers()
 
-    def _number(self) -> int | None:
+    def _numbers(self) -> list[int] | None:
         try:
-            return int(self._group._get_sequence_number_for_group())
+            return [int(backend._get_sequence_number_for_group()) for backend in self._backends]
         except RuntimeError:  # of a backend that does not count
             return None
+
+
+def _backends(devices: set[torch.device]) -> Iterator[Any]:
+    group: Any = dist.group.WORLD
+    for device in devices:
+        with suppress(RuntimeError):  # the group has none for it
+            yield group._get_backend(device)
 
 
 class _Constant(torch.autograd.Function):

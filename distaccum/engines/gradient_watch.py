@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import is_
 
 from torch import Tensor
 
@@ -28,19 +29,20 @@ class GradientWatch:
 
     def __init__(self, gradients: Callable[[], Iterable[Tensor | None]]) -> None:
         self._gradients = gradients
-        self._left: list[tuple[Tensor | None, int]] = []
+        self._left: list[Tensor | None] = []
+        self._versions: list[int] = []
 
     def note(self) -> None:
         """Called by the engine after it has changed gradients."""
-        self._left = [(g, 0 if g is None else g._version) for g in self._gradients()]
+        self._left = list(self._gradients())
+        self._versions = _versions(self._left)
 
     @property
     def unchanged(self) -> bool:
         """Whether nobody has changed a gradient since :meth:`note`."""
-        return all(
-            now is left and (now is None or now._version == version)
-            for now, (left, version) in zip(self._gradients(), self._left, strict=True)
-        )
+        now = list(self._gradients())
+        same = len(now) == len(self._left) and all(map(is_, now, self._left))
+        return same and _versions(now) == self._versions
 
     def check(self) -> None:
         """Called by the engine in an open window before it changes gradients itself.
@@ -54,3 +56,7 @@ class GradientWatch:
     def forget(self) -> None:
         """Releases the gradients; the next call is :meth:`note`."""
         self._left = []
+
+
+def _versions(gradients: list[Tensor | None]) -> list[int]:
+    return [0 if gradient is None else gradient._version for gradient in gradients]
