@@ -6,12 +6,14 @@ The truth is a plain torch loop over the whole windows in fp64, on one process.
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from distaccum import Accumulator
+from distaccum import Accumulator, DataSpec, RunConfig, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError
 from distaccum.functional import finish_step, plan_windows
+from distaccum.losses.cross_entropy import CrossEntropy
 from tests.support.threads import run_ranks
 
 GLOBAL, MICRO = 5, 1  # three micro-batches on rank 0, two on rank 1; the last window has two and one
@@ -176,6 +179,38 @@ def test_the_last_window_of_a_run_tells_of_its_fault() -> None:
     data = _data(lambda i: i not in ORDER[-1])
     results = run_ranks(2, lambda world: _train(_accumulator(Branches(), world, nonfinite="skip"), data))
     _refused(results, r"does not depend on second\.weight")
+
+
+class Fades(nn.Module):
+    """Leaves ``bonus`` out from its ninth forward on: the last micro-batch of the third window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.bonus = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.head(x) + (self.bonus(x) if self.forwards < 9 else 0.0)
+
+
+def test_a_trainer_whose_last_window_has_a_fault_fails_and_saves_nothing_of_it(
+    gloo_world: World, tmp_path: Path
+) -> None:
+    config = RunConfig.from_dict(
+        {
+            "batch": {"global_size": 8, "micro_size": 3},
+            "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+            "trainer": {"max_steps": 3, "eval_every": 0},
+            "checkpoint": {"every": 1},
+            "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+        }
+    )
+    data = DataSpec(train=[(row.float(), row[:3].argmax()) for row in torch.cat([DATA, DATA])[:24]], description="")
+    with pytest.raises(MisuseError, match=r"does not depend on bonus\.weight, bonus\.bias"):
+        Trainer(Fades(), CrossEntropy(), data, config=config, run_dir=tmp_path).fit()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-1", "step-2"]
 
 
 def test_a_layer_frozen_after_wrapping_is_refused() -> None:
