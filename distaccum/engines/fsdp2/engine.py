@@ -333,6 +333,7 @@ class FSDP2Engine(Engine):
         inputs = self._uneven_inputs
         if inputs.left:
             inputs.check_release()
+            self._toggle(sync=self._sync)
             inputs.finish_micro_step(self.autocast)
             self._note_gradients()
         while inputs.left:
