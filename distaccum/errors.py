@@ -65,6 +65,10 @@ class DataWarning(UserWarning):
     """A stream whose loading processes may each yield all of it."""
 
 
+class UntrainedParameterWarning(UserWarning):
+    """A parameter that needs a gradient has got none in any window so far."""
+
+
 class PrecisionWarning(UserWarning):
     """The hardware would be faster with another precision policy, or a setting of it had no effect."""
 

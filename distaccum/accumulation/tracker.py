@@ -11,9 +11,11 @@ from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
 from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
+from distaccum.accumulation.untrained import UntrainedParameters
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.modules import trained
 from distaccum.errors import MisuseError, NonFiniteError, shorten
 from distaccum.losses.base import Loss
 
@@ -62,6 +64,8 @@ class ProgressTracker:
         self._fatal: tuple[Window, Outcome, Loss | None] | None = None  # the step that ends the run
         self._own_fault: str | None = None  # of the last step, where it was not finite: no rank knows the others'
         self.last: Outcome | None = None
+        # Every rank sees the same norms: one of them warns.
+        self._untrained = UntrainedParameters(trained(engine.unwrapped_model)) if world.is_main else None
 
     @property
     def known_progress(self) -> Progress:
@@ -115,6 +119,8 @@ class ProgressTracker:
         """Notes a window that ran; with ``loss`` it can be run again to find where a NaN began."""
         self.resolve_last_step()
         self._unresolved, self.last = (window, outcome, loss), outcome
+        if self._untrained is not None and outcome.step is not None:
+            self._untrained.note(outcome.step)
 
     def skip_window(self, samples: int) -> None:
         """Notes a window that counts nothing and was not run, or that was abandoned."""

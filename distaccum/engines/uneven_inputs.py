@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,7 @@ class _GivenUp:
         return self
 
 
+_ALL: WeakSet[UnevenInputs] = WeakSet()  # of this process: two models may be trained in turns, as in a GAN
 _Event = _Forward | _Backward | _GivenUp
 _Outputs = list[dict[int, Tensor]]  # of each forward, by number: those that a backward can reach
 
@@ -106,6 +108,7 @@ class UnevenInputs:
         self._forgets = False  # what was recorded, at the next window
         self.left = 0  # micro-steps of the current window that other ranks may wait in; 0 where all have as many
         self.replays = False
+        _ALL.add(self)
         # The first of all hooks: others wait for ranks that wait for what this one tells.
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
@@ -267,6 +270,9 @@ class UnevenInputs:
             if self.left:
                 problem = "the model was called between two micro-batches, of which ranks have different numbers"
                 raise MisuseError(f"{problem}: call it in a micro-step, or between windows")
+            if any(other._inside and other._uneven for other in _ALL):
+                problem = "the model was called in another one's micro-step, and ranks have different numbers of these"
+                raise MisuseError(f"{problem}: {_ELSEWHERE}")
             return
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         event = _Forward(args, kwargs, grad=grad, inference=inference, training=module.training).mapped(_leaf)

@@ -23,7 +23,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("part", ["programs", "abandoned", "after an error"])
+@pytest.mark.parametrize("part", ["programs", "abandoned", "after an error", "gan"])
 def test_the_weights_are_those_of_whole_windows(found: Any, part: str) -> None:
     assert len(found[0][part]) >= 3
     for rank in found:
@@ -50,6 +50,7 @@ def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) ->
         "a kept parameter": "a gradient reached leave.weight as it was before wrapping",
         "a hook on a shard": "register_hook on enter.weight after wrapping",
         "a constant forward": "no parameter got a gradient",
+        "two models, uneven": "the model was called in another one's micro-step",
         "a gradient penalty": "the model is differentiated twice",
         "an attack, uneven": "the model is differentiated by hand",
         "between micro-batches": "the model was called between two micro-batches",

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 
 from distaccum.config.engine import FSDP2Config
+from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import (
     Engine,
@@ -105,7 +106,10 @@ class FSDP2Engine(Engine):
         self._sync = self._backward_frees = False
         self._toggled: tuple[bool, bool] | None = None
         self._gathered = False  # by a forward, and not freed by a backward since
-        self._forward_hook = model.register_forward_pre_hook(self._note_forward)
+        self._in_backward = False
+        self._checkpointed: dict[nn.Module, int] = {}  # recomputed so often, by block that ran without gradients
+        self._hooks = [model.register_forward_pre_hook(self._note_forward)]
+        self._hooks += [unit.register_forward_pre_hook(self._note_block) for unit in self._units if unit is not model]
         self._window_begun = False
 
     def _shard(self, model: nn.Module, config: FSDP2Config, seed: int) -> None:
@@ -209,6 +213,24 @@ class FSDP2Engine(Engine):
 
     def _note_forward(self, *_: object) -> None:
         self._gathered = True
+        if not self._in_backward:
+            self._checkpointed.clear()
+
+    def _note_block(self, block: nn.Module, _: object) -> None:
+        """Counts how often a reentrant checkpoint computes a block again: a forward without gradients, then one with.
+
+        Raises:
+            MisuseError: twice for one forward of the model. FSDP2 reduces after the first, and the second is lost.
+        """
+        if not torch.is_grad_enabled():
+            self._checkpointed[block] = 0
+        elif self._in_backward and block in self._checkpointed:
+            self._checkpointed[block] += 1
+            if self._checkpointed[block] > 1:
+                problem = f"a block ({type(block).__name__}) is used twice in a forward, under a reentrant checkpoint"
+                raise MisuseError(
+                    f"{problem}, and FSDP2 loses a gradient of it: use checkpoint(..., use_reentrant=False)"
+                )
 
     def _free_gathered(self) -> None:
         """Frees what a forward without a backward after it has left gathered, so that no step leaves it stale."""
@@ -288,8 +310,12 @@ class FSDP2Engine(Engine):
         self._expect_untouched()
         self._toggle(sync=self._sync)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        with self._uneven_inputs.backward(scaled):
-            scaled.backward()  # type: ignore[no-untyped-call]
+        self._in_backward = True
+        try:
+            with self._uneven_inputs.backward(scaled):
+                scaled.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False
         self._gathered = not self._backward_frees
         self._note_gradients()
 
@@ -333,6 +359,7 @@ class FSDP2Engine(Engine):
         inputs = self._uneven_inputs
         if inputs.left:
             inputs.check_release()
+            self._toggle(sync=self._sync)
             inputs.finish_micro_step(self.autocast)
             self._note_gradients()
         while inputs.left:
@@ -342,6 +369,18 @@ class FSDP2Engine(Engine):
         self._gathered = self._window_begun = False
         self._drop_gradients()
         self._close_window()
+
+    def close(self) -> None:
+        """See :class:`Engine`; parameters stay shards."""
+        super().close()
+        if self._gathered:
+            self._sharded.reset()
+        self._drop_gradients()
+        for hook in self._hooks:
+            hook.remove()
+        self._uneven_inputs.remove()
+        self._optimizer_step.release()
+        apply_precision(self._model, PrecisionPolicy.of(PrecisionConfig()), self.device)
 
     def state(self) -> EngineState:
         """Gathers tensor by tensor; one rank keeps each, on the host."""

@@ -1,0 +1,115 @@
+"""Runs a covering set on other versions of torch and DeepSpeed, each in an environment of its own: docs/versions.md.
+
+::
+
+    python -m tests.support.versions --torch 2.8.0 2.15.0
+    python -m tests.support.versions --torch 2.8.0 --deepspeed 0.16.0
+
+An environment is made in a temporary folder from requirements.lock with another torch, and deleted at the end; it takes
+up to 8 GB. The table of the document keeps the rows of versions that were not asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.support.commands import ROOT, environment
+
+WORKER = ROOT / "tests" / "distributed" / "workers" / "versions.py"
+DOCUMENT = ROOT / "docs" / "versions.md"
+BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
+CELLS = ("even", "uneven", "resume", "fp16")
+ENGINES = ("ddp", "zero1", "fsdp2 boundary", "fsdp2 every")
+STAGES = tuple(f"deepspeed {stage}" for stage in range(4))
+TIMEOUT_S = 300
+NEEDED_BY_DEEPSPEED = ("setuptools", "wheel", "ninja", "einops", "hjson", "msgpack", "psutil", "py-cpuinfo")
+
+Row = tuple[str, ...]
+
+
+def install(folder: Path, torch: str, deepspeed: str | None) -> Path:
+    """An environment with what the main job needs; its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    others = folder / "requirements.txt"
+    locked = (ROOT / "requirements.lock").read_text().splitlines()
+    others.write_text("\n".join(line for line in locked if not line.startswith("torch==")))
+    _pip(python, f"torch=={torch}", "-r", str(others))
+    if deepspeed:
+        _pip(python, *NEEDED_BY_DEEPSPEED)
+        _pip(python, "--no-build-isolation", f"deepspeed=={deepspeed}", DS_BUILD_OPS="0")
+    return python
+
+
+def _pip(python: Path, *arguments: str, **extra: str) -> None:
+    command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *arguments]
+    subprocess.run(command, check=True, env=os.environ | extra)
+
+
+def run(python: Path, engine: str, folder: Path) -> list[str]:
+    """What each cell did, in a word or a message; two ranks."""
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", WORKER, answer, engine]
+    said = "hung"
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+            env=environment(PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu"),
+        )
+        said = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else "no answer"
+    except subprocess.TimeoutExpired:
+        pass
+    found: dict[str, str] = json.loads(answer.read_text()) if answer.exists() else {}
+    return [found.get(cell, f"failed: {said}") for cell in CELLS]
+
+
+def rows_of(text: str) -> dict[Row, Row]:
+    """The table's, by torch, DeepSpeed and engine."""
+    lines = text[text.index(BEGIN) : text.index(END)].splitlines()
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
+    return {row[:3]: row[3:] for row in cells[2:]}
+
+
+def written(text: str, rows: dict[Row, Row]) -> str:
+    """The document with this table, by versions."""
+    head = ["| torch | DeepSpeed | engine | even | uneven | resume | fp16 |", "|---|---|---|---|---|---|---|"]
+    body = ["| " + " | ".join((*key, *rows[key])) + " |" for key in sorted(rows, key=_by_version)]
+    return text[: text.index(BEGIN)] + "\n".join([BEGIN, *head, *body, END]) + text[text.index(END) + len(END) :]
+
+
+def _by_version(key: Row) -> tuple[object, ...]:
+    torch, deepspeed, engine = key
+    return [int(part) for part in torch.split(".")], deepspeed, engine
+
+
+def main() -> None:
+    """Installs, runs, and writes the table after each version."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", required=True, metavar="VERSION")
+    parser.add_argument("--deepspeed", nargs="*", default=[], metavar="VERSION", help="each with every torch")
+    chosen = parser.parse_args()
+    for torch in chosen.torch:
+        for deepspeed in chosen.deepspeed or [None]:
+            with tempfile.TemporaryDirectory() as folder:
+                python = install(Path(folder, "environment"), torch, deepspeed)
+                rows = rows_of(DOCUMENT.read_text())
+                for engine in STAGES if deepspeed else ENGINES:
+                    cells = [cell.replace("|", "/").split("\n")[0] for cell in run(python, engine, Path(folder))]
+                    rows[torch, deepspeed or "", engine] = tuple(cells)
+                    print(torch, deepspeed or "", engine, *cells, sep=" | ")
+                DOCUMENT.write_text(written(DOCUMENT.read_text(), rows))
+
+
+if __name__ == "__main__":
+    main()
