@@ -205,11 +205,17 @@ class Accumulator:
                 your own.
         """
         self._expect_no_window("set_global_batch_size()")
-        size = whole_number("global_batch_size", global_batch_size)
-        check_sizes(size, self._sizes["micro_batch_size"] or 1)
         if self._change is None:
             refuse("set_global_batch_size()", "where tokens= cuts the windows", "give global_batch_size= instead")
+        size, error = 0, None
+        try:
+            check_sizes(whole_number("global_batch_size", global_batch_size), self._sizes["micro_batch_size"] or 1)
+            size = int(global_batch_size)
+        except ConfigError as own:  # the other ranks are told first
+            error = own
         most, fewest = self.world.all_reduce_max_host([size, -size])
+        if error is not None:
+            raise error
         remedy = "Give every rank the same"
         require(most == -fewest, "global_batch_size", size, f"and from {-fewest} to {most} on other ranks", remedy)
         epoch, window = self.progress.epoch, self.progress.epoch_window

@@ -179,12 +179,12 @@ def create(
         remedy = "Open the process group before the Trainer is made, or start with torchrun"
         raise ConfigError("world size", world.size, problem, remedy)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_optimizers(model, optimizers)
-    if world.is_main:
-        hardware.warn(context.policy, world.device)
-    hardware.configure(context.policy, world.device)
     ownership = Ownership(model, optimizers)
     try:
+        _check_optimizers(model, optimizers)
+        if world.is_main:
+            hardware.warn(context.policy, world.device)
+        hardware.configure(context.policy, world.device)
         made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
     except BaseException:
         ownership.release()

@@ -190,6 +190,7 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float]:
         components = self._components
+        self._accumulator.use_evaluation_weights()
         found = evaluate(
             self._accumulator.engine,
             components.data,
@@ -216,6 +217,7 @@ class Loop:
         self._write_status()
 
     def _save(self) -> None:
+        self._accumulator.use_evaluation_weights()
         run = checkpoint.RunState(
             progress=self.progress,
             position=self._loader.position,

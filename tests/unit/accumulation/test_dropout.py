@@ -181,3 +181,15 @@ def test_without_keys_the_ranks_own_numbers_are_drawn() -> None:
     with KeyedRandom(torch.device("cpu")).keyed((), 0):
         first = torch.rand(1)
     assert torch.equal(torch.cat([first, torch.rand(1)]), expected)
+
+
+def test_a_gpus_generator_is_keyed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the generator of the device is seeded as the host's is, and given back."""
+    other, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    monkeypatch.setattr(torch.cuda, "default_generators", (other, own))
+    before = [generator.get_state() for generator in (other, own)]
+    with KeyedRandom(torch.device("cuda", 1)).keyed([5, 6], 1):
+        assert own.initial_seed() == torch.default_generator.initial_seed() == 6
+        assert other.initial_seed() == 1
+        torch.rand(3, generator=own)
+    assert [torch.equal(a, g.get_state()) for a, g in zip(before, (other, own), strict=True)] == [True, True]

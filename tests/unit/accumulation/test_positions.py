@@ -220,6 +220,7 @@ def test_other_data_begin_with_their_own_first_window(gloo_world: World, kind: s
     first = _run(acc, other, windows=1)
     state = acc.state_dict()
     rest = _run(acc, other)
+    assert (len(first), len(rest)) == (1, 1)
     assert sorted(_flat(first + rest)) == list(range(100, 108))
     assert acc.progress.epoch == 2
     assert len(_flat(_run(acc, data))) == 22
