@@ -13,16 +13,18 @@ from distaccum.errors import DataError
 
 REMEDY = "state it, as in DataSpec(train=stream, batch_size=lambda batch: len(batch['labels']))"
 _SCALARS = str | bytes | int | float | complex
-_FIELDS = 3  # a list of at most as many equal tensors is taken for fields, unless a batch before showed otherwise
+_FIELDS = 3  # a list of at most as many like parts is taken for fields, unless a batch before showed otherwise
 
 Path = str
 Sizes = frozenset[int]
+Vote = tuple[Path, Sizes, int | None]
+"""What a part of a batch says: its path, the sizes that it allows, and the length of a list that may be either."""
 
 
 class BatchSize:
     """Measures batches: the sizes of tensors and arrays along their first dimension, and the lengths of lists.
 
-    Every part has to agree; strings, None, and single numbers say nothing. A list of like tensors may hold fields or
+    Every part has to agree; strings, None, and single numbers say nothing. A list of like parts may hold fields or
     samples: the other parts decide, or else the first batch of ``full`` samples. What none of that decides is asked
     for.
 
@@ -61,16 +63,16 @@ class BatchSize:
             _ask(batch, f"may be a batch of {size}, or one sample: it holds single numbers beside tensors")
         return size
 
-    def _decided(self, batch: Any, possible: set[int], lists: list[tuple[int, bool]]) -> int:
+    def _decided(self, batch: Any, possible: set[int], lists: list[int]) -> int:
         """One of several ``possible`` sizes; ``lists`` are the lengths of lists that allow both readings."""
-        length, are_tensors = lists[0] if lists else (0, False)
+        length = lists[0] if lists else 0
         as_fields = possible - {length}
         if length in possible and len(as_fields) == 1:
             if self._lists_hold_samples is None and self._full in possible and length > _FIELDS:
                 self._lists_hold_samples = length == self._full
             if self._lists_hold_samples is not None:
                 return length if self._lists_hold_samples else as_fields.pop()
-            if are_tensors and length <= _FIELDS:
+            if length <= _FIELDS:
                 return as_fields.pop()
         sizes = " or ".join(map(str, sorted(possible)))
         return _ask(batch, f"may hold {sizes} samples: its lists hold fields, or samples")
@@ -88,8 +90,8 @@ def _first_dimension(batch: Any) -> int | None:
     return found if kind not in (tuple, list) or len(batch) <= _FIELDS else None  # more may be samples
 
 
-def _votes(part: Any, path: Path) -> Iterator[tuple[Path, Sizes, tuple[int, bool] | None]]:
-    """What each part of a batch says: its path, the sizes it allows, and of an ambiguous list its length and kind."""
+def _votes(part: Any, path: Path) -> Iterator[Vote]:
+    """What each part of a batch says about its size."""
     if part is None or isinstance(part, _SCALARS):
         return
     if isinstance(part, PackedSequence):
@@ -112,7 +114,7 @@ def _votes(part: Any, path: Path) -> Iterator[tuple[Path, Sizes, tuple[int, bool
             yield from _votes(value, f"{path}.{name}")
 
 
-def _votes_of_list(part: list[Any] | tuple[Any, ...], path: Path) -> Iterator[Any]:
+def _votes_of_list(part: list[Any] | tuple[Any, ...], path: Path) -> Iterator[Vote]:
     if all(value is None or isinstance(value, _SCALARS) for value in part):
         if part or not path:  # an empty list beside other parts says nothing
             yield path, frozenset({len(part)}), None
@@ -129,7 +131,7 @@ def _votes_of_list(part: list[Any] | tuple[Any, ...], path: Path) -> Iterator[An
         return
     as_fields = frozenset.intersection(*(sizes for _, sizes, _ in inner)) if inner else frozenset[int]()
     sizes = as_fields | {len(part)}
-    yield path, sizes, (len(part), isinstance(first, Tensor)) if len(sizes) > 1 else None
+    yield path, sizes, len(part) if len(sizes) > 1 else None
 
 
 def _shape(part: Any) -> tuple[int, ...] | None:
@@ -149,7 +151,7 @@ def _stated(part: Any) -> int | None:
     return None
 
 
-def _common(batch: Any, votes: list[Any]) -> tuple[set[int], list[tuple[int, bool]]]:
+def _common(batch: Any, votes: list[Vote]) -> tuple[set[int], list[int]]:
     """The sizes that every part allows, and the ambiguous lists."""
     if not votes:
         if isinstance(batch, Mapping | list | tuple) and not batch:

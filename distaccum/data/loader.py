@@ -209,6 +209,8 @@ class MapWindowLoader(WindowLoader):
 
     def _facts(self, epoch: int, start: int) -> dict[str, Any]:
         facts: dict[str, Any] = {"data": "a map-style dataset", **self.position, "epoch": epoch, "window": start}
+        if self._plan.seed is None:
+            facts["seed"] = "none, as nothing is shuffled,"
         if self._lengths is not None:
             facts["lengths"] = f"{zlib.crc32(np.ascontiguousarray(self._lengths).tobytes()):08x} (a hash)"
             facts["micro_batch_size"] = self._plan.micro_batch_size
