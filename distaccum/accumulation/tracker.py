@@ -10,7 +10,8 @@ from typing import Protocol
 from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
-from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
+from distaccum.accumulation.step import Outcome
+from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -89,15 +90,16 @@ class ProgressTracker:
         """Moves to the start of the next epoch."""
         self._progress = self.progress.next_epoch()
 
-    def mean_loss(self) -> float:
+    def mean_loss(self, counter: GlobalCounter) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device.
 
         Raises:
-            MisuseError: before the first window.
+            MisuseError: before the first window, or on some ranks only.
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        totals = all_reduce_loss_sums(self.last, self._world).tolist()
+        own = [total.item() for total in self.last.loss_sums.values()]
+        totals = counter.sum_together("mean_loss()", own)
         means = (total / count for total, count in zip(totals, self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 
