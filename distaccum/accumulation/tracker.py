@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
+from math import inf
 from typing import Protocol
 
 from distaccum.accumulation.diagnose import diagnose, explain
@@ -111,7 +112,11 @@ class ProgressTracker:
         """
         self.raise_if_nonfinite()
         if self._schedule is not None:
-            self._engine.set_lr_factor(self._schedule(self._progress.step))
+            factor = self._schedule(self._progress.step)
+            if not 0 <= factor < inf:
+                problem = f"the schedule's factor of the learning rate after {self._progress.step} updates is {factor}"
+                raise MisuseError(f"{problem}: let it end at 0, as in max(0.0, 1 - step / total_steps)")
+            self._engine.set_lr_factor(factor)
 
     def end_step(self, window: Window, outcome: Outcome, loss: Loss | None = None) -> None:
         """Notes a window that ran; with ``loss`` it can be run again to find where a NaN began."""
