@@ -32,7 +32,7 @@ from distaccum.data.plan.resized import Resize
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState
+from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
@@ -404,7 +404,7 @@ class Accumulator:
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
-        return self.tracker.mean_loss()
+        return self.tracker.mean_loss(self._counter)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that :meth:`load_state_dict` needs to continue: a copy, which later windows do not change.
@@ -426,6 +426,8 @@ class Accumulator:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
         self.tracker.raise_if_nonfinite(together=False)
+        if self.engine.state_layout is not StateLayout.FULL:
+            self._counter.sum_together("state_dict()")
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
         return {

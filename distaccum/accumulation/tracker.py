@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
+from math import inf
 from typing import Protocol
 
 from distaccum.accumulation.diagnose import diagnose, explain
@@ -12,6 +13,7 @@ from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
 from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.accumulation.untrained import UntrainedParameters
+from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -93,15 +95,16 @@ class ProgressTracker:
         """Moves to the start of the next epoch."""
         self._progress = self.progress.next_epoch()
 
-    def mean_loss(self) -> float:
+    def mean_loss(self, counter: GlobalCounter) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device.
 
         Raises:
-            MisuseError: before the first window.
+            MisuseError: before the first window, or on some ranks only.
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        totals = all_reduce_loss_sums(self.last, self._world).tolist()
+        own = [total.item() for total in self.last.loss_sums.values()]
+        totals = counter.sum_together("mean_loss()", own)
         means = (total / count for total, count in zip(totals, self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 
@@ -113,7 +116,11 @@ class ProgressTracker:
         """
         self.raise_if_nonfinite()
         if self._schedule is not None:
-            self._engine.set_lr_factor(self._schedule(self._progress.step))
+            factor = self._schedule(self._progress.step)
+            if not 0 <= factor < inf:
+                problem = f"the schedule's factor of the learning rate after {self._progress.step} updates is {factor}"
+                raise MisuseError(f"{problem}: let it end at 0, as in max(0.0, 1 - step / total_steps)")
+            self._engine.set_lr_factor(factor)
 
     def end_step(self, window: Window, outcome: Outcome, loss: Loss | None = None) -> None:
         """Notes a window that ran; with ``loss`` it can be run again to find where a NaN began."""

@@ -11,7 +11,10 @@ from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import Count, Counts, as_counts
 
-_FAILED = 2.0**32  # what a rank with an error adds to the number of those that ask to stop
+# What a rank adds to the number of those that ask to stop: one with an error, and one that is not at a window's
+# beginning, but in a collective of the user's loop.
+_FAILED = 2.0**32
+_ELSEWHERE = 2.0**42
 
 
 class GlobalCounter:
@@ -28,6 +31,7 @@ class GlobalCounter:
         self._world, self._count = world, count
         self._names: tuple[str, ...] | None = () if count is None else None
         self._stop_requested = False
+        self._width = 0  # numbers in the last all-reduce, next to the signal
         self.stopping = False
 
     def request_stop(self) -> None:
@@ -37,6 +41,24 @@ class GlobalCounter:
     def clear_stop(self) -> None:
         """Forgets every request to stop; all ranks call it."""
         self._stop_requested = self.stopping = False
+
+    def sum_together(self, what: str, numbers: Sequence[float] = ()) -> list[float]:
+        """The sums of ``numbers`` over the ranks, for a collective ``what`` that a loop calls between two windows.
+
+        It has the form of :meth:`all_reduce`, so that a rank which goes on to its next window meets it, and both say so
+        instead of waiting for each other.
+
+        Raises:
+            MisuseError: some ranks do not call it; the others raise PeerError.
+        """
+        fits = len(numbers) <= self._width
+        given = [*numbers, *[0.0] * (self._width - len(numbers))] if fits else [0.0] * self._width
+        signals, *sums = self._world.all_reduce_host([_ELSEWHERE, *given])
+        if signals != self._world.size * _ELSEWHERE:
+            problem = f"{what} was called on some ranks alone, and the others have gone on to their next window"
+            remedy = f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
+            raise_on_all(self._world, MisuseError(f"{problem}: {remedy}"), "between two windows")
+        return sums[: len(numbers)] if fits else self._world.all_reduce_host(numbers)
 
     def micro_batch(self, batch: Any) -> MicroBatch:
         """The batch with its counts."""
@@ -68,8 +90,10 @@ class GlobalCounter:
                     known = f"and the first window only {sorted(own)}: count 0 there"
                     error = error or MisuseError(f"a batch counts {name!r}, {known}")
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
+        self._width = len(own) + len(more)
         signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more])
-        if signals >= _FAILED:
-            raise_on_all(self._world, error, "while it loaded its part of a window")
+        if signals >= _FAILED:  # or elsewhere: that rank says where
+            where = "while this one began a window" if signals >= _ELSEWHERE else "while it loaded its part of a window"
+            raise_on_all(self._world, error, where)
         self.stopping = self.stopping or signals > 0
         return dict(zip(own, sums, strict=False)), sums[len(own) :]

@@ -14,7 +14,7 @@ from distaccum.engines.extra_state import from_bytes, to_bytes
 from distaccum.engines.packed_files import is_packed
 from distaccum.errors import CheckpointError, MisuseError
 
-_PREFIX, _OF_GROUPS = "state.", "groups."
+_PREFIX, _OF_GROUPS, _OWN = "state.", "groups.", "own."
 _OURS = ("params", "lr", "initial_lr")  # in groups
 _AS_BYTES = "in bytes"  # the value of what is neither a tensor nor a plain value, next to its bytes
 
@@ -45,9 +45,18 @@ def collect(
     Raises:
         MisuseError: an optimizer keeps something that cannot be read without code, or lists of shards.
     """
+    optimizers = list(optimizers)
     kept = {id(p): entries for optimizer in optimizers for p, entries in optimizer.state.items()}
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
+    for i, optimizer in enumerate(optimizers):
+        for key, value in optimizer.state.items():
+            if isinstance(key, Tensor):
+                continue
+            if not isinstance(key, str) or not isinstance(value, bool | int | float | str | None):
+                problem = f"{type(optimizer).__name__} keeps a {type(value).__name__} of no parameter ({key!r})"
+                raise MisuseError(f"{problem}: of the whole optimizer only numbers and texts are saved")
+            values[f"{_OWN}{i}.{key}"] = value
     for n, (name, parameter) in enumerate(parameters.items()):
         for key, value in kept.get(id(parameter), {}).items():
             if not isinstance(value, Tensor | bool | int | float | str | None):
@@ -81,7 +90,11 @@ def load(
     if any(map(is_packed, tensors)):
         raise ValueError("the optimizer's state is DeepSpeed's own: start from the weights alone, without it")
     kept: dict[str, dict[str, str]] = {}  # by parameter: by key: the whole name
+    own: dict[int, dict[Any, Any]] = {}  # by optimizer: what belongs to none of its parameters
     for full_name, value in values.items():
+        if full_name.startswith(_OWN):
+            number, key = full_name.removeprefix(_OWN).split(".", 1)
+            own.setdefault(int(number), {})[key] = value
         if full_name.startswith(_OF_GROUPS):
             i, j, key = full_name.removeprefix(_OF_GROUPS).split(".", 2)
             optimizers[int(i)].param_groups[int(j)][key] = value
@@ -92,16 +105,16 @@ def load(
     if unknown:
         raise KeyError(f"optimizer state of {sorted(unknown)[0]!r}, which is no trained parameter of the model")
     names = {id(parameter): name for name, parameter in parameters.items()}
-    for optimizer in optimizers:
+    for number, optimizer in enumerate(optimizers):
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {
+        state: dict[Any, Any] = {
             i: {key: _read(tensors, values, parameter, full) for key, full in kept[names[id(parameter)]].items()}
             for i, parameter in enumerate(held)
             if names.get(id(parameter)) in kept
         }
         # Torch moves each entry to where, and as what, this run's settings want it.
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": state | own.get(number, {}), "param_groups": groups})
 
 
 def _encoded(name: str, key: str, value: Any) -> Tensor:

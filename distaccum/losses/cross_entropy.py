@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distaccum.errors import MisuseError
+
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """The summed cross entropy in nats (0-dim fp32), and its number of labels (0-dim int64, on their device).
@@ -24,10 +26,22 @@ def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
 
 
 def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    if not isinstance(logits, Tensor):
+        remedy = "return the logits alone, or use the loss of distaccum.losses.transformers that fits"
+        raise MisuseError(f"the model returns a {type(logits).__name__}, and cross entropy takes logits: {remedy}")
+    if logits.shape[:-1] != labels.shape and _long(logits.shape[:-1]) != _long(labels.shape):
+        problem = f"logits of shape {list(logits.shape)} for labels of shape {list(labels.shape)}"
+        remedy = "classes are the last dimension, as logits.movedim(1, -1) makes it; labels are the numbers of classes"
+        raise MisuseError(f"{problem}: {remedy}")
     # At least fp32, whatever the forward's dtype: 16 bits are too few for a sum over thousands of tokens.
     flat = logits.flatten(0, -2)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     return F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+def _long(shape: torch.Size) -> list[int]:
+    """The dimensions of more than one element."""
+    return [size for size in shape if size != 1]
 
 
 class CrossEntropy:
@@ -56,10 +70,12 @@ class CrossEntropy:
         inputs, labels = batch
         logits = model(inputs)
         total = _cross_entropy_sum(logits, labels, self.ignore_index)
-        return {"loss": total, "accuracy": (logits.argmax(-1) == labels).sum()}
+        return {"loss": total, "accuracy": (logits.argmax(-1) == labels.reshape(logits.shape[:-1])).sum()}
 
     def predictions(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits ``(n, classes)`` and labels ``(n,)`` of the labels that are not ignored."""
         inputs, labels = batch
+        logits = model(inputs)
+        labels = labels.reshape(logits.shape[:-1])
         counted = labels != self.ignore_index
-        return model(inputs)[counted], labels[counted]
+        return logits[counted], labels[counted]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -141,6 +142,11 @@ def build_components(
         names=CONFIG_KEYS,
     )
     check_workers(data, plan, config.trainer.num_workers)
+    if data.eval_dataset is not None and not hasattr(data.eval_dataset, "__len__"):
+        problem = f"holds out a {type(data.eval_dataset).__name__} without a length"
+        raise ConfigError(
+            "data", data.description or None, problem, "Hold out a map-style dataset: list(...) makes one"
+        )
     if data.eval_dataset is not None and not len(data.eval_dataset):
         raise ConfigError("data", data.description, "holds out an empty set", "Hold out more, or nothing")
     if metrics and data.eval_dataset is not None and len(data.eval_dataset) < world_size:
@@ -151,9 +157,14 @@ def build_components(
         raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)
     if not isinstance(model, nn.Module):
         raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        problem = f"{shorten(lazy)} get their shapes in the first forward"
+        raise ConfigError("model", type(model).__name__, problem, "Run one batch through it before it is trained")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
     check_loss(loss)
+    _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)
     engine = prepare(
         model,
@@ -176,6 +187,7 @@ def build_components(
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=data.eval_dataset is not None and config.trainer.eval_every > 0)
     optimizers = optimizers or [build_optimizer(config.optim, model, device)]
+    _check_optimizers(optimizers)
     if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
         raise ConfigError(
             "optimizer", None, "every learning rate is 0, and nothing would be trained", "Give one above 0"
@@ -249,6 +261,19 @@ def check_loss(loss: Any) -> None:
             raise ConfigError("loss", shown, problem, remedy) from error
 
 
+def _check_loss_parameters(loss: Any, model: nn.Module) -> None:
+    if not isinstance(loss, nn.Module):
+        return
+    own = set(map(id, model.parameters()))
+    names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
+    if names:
+        problem = (
+            f"trains {shorten(names)}, which are not the model's: no engine would reduce and no optimizer step them"
+        )
+        remedy = "Make them a part of the model, as in nn.ModuleDict, or freeze them"
+        raise ConfigError("loss", type(loss).__name__, problem, remedy)
+
+
 def _check_metrics(metrics: Mapping[str, Any], loss: Loss, *, evaluated: bool) -> None:
     for name, metric in metrics.items():
         missing = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
@@ -262,6 +287,15 @@ def _check_metrics(metrics: Mapping[str, Any], loss: Loss, *, evaluated: bool) -
     if metrics and not evaluated:
         problem = f"{shorten(metrics)} would never be computed: the data holds nothing out"
         raise ConfigError("metrics", None, problem, "Give the data an eval_dataset, or leave metrics out")
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            shown = f"the class {optimizer.__name__}" if inspect.isclass(optimizer) else type(optimizer).__name__
+            problem = "is a scheduler" if isinstance(optimizer, LRScheduler) else "is no torch.optim.Optimizer"
+            remedy = "Give an optimizer over model.parameters(), or leave it to config; a schedule is config's"
+            raise ConfigError("optimizer", shown, problem, remedy)
 
 
 def _build_schedule(node: Node, total_steps: int) -> Schedule:

@@ -198,6 +198,7 @@ class Loop:
             self._world,
             micro_batch_size=components.plan.micro_batch_size,
             metrics=components.metrics,
+            check_sums=self._evaluation is None,
         )
         self._evaluation = (self.progress.step, found)
         self._call(lambda callback: callback.on_eval(self, found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -32,6 +33,7 @@ def find_checkpoint(
     *,
     model: nn.Module,
     world_size: int,
+    record: Mapping[str, Any] | None = None,
 ) -> SavedState | None:
     """Finds the checkpoint that ``resume`` asks for, verifies it and checks that this run can resume from it.
 
@@ -42,6 +44,7 @@ def find_checkpoint(
         position: of the plan; must be the saved one.
         model: not wrapped yet; must have the saved tensors.
         world_size: decides which optimizer state the engine can read.
+        record: the configuration that trains, as a checkpoint keeps it: names the optimizers.
 
     Returns:
         None to start from zero.
@@ -69,8 +72,26 @@ def find_checkpoint(
         key, before, value = mismatch
         remedy = f"Continue with {key}={before}, or start a new run in another hydra.run.dir"
         raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
+    if saved.run.optimizer_format == optimizer_format:
+        _check_optimizers(saved.run.config, record, path)
     weights.check(model, path, key="resume")
     return replace(saved, folder=path.resolve())
+
+
+def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any] | None, path: Path) -> None:
+    """Raises ConfigError where the saved state is another optimizer's: its entries would be ignored or misread."""
+    saved, given = _optimizers_of(before), _optimizers_of(now or {})
+    if saved and given and saved != given:
+        problem = f"and {path} has the state of {', '.join(saved)}"
+        remedy = f"Continue with the same, or begin another run from its weights with init_from={path}"
+        raise ConfigError("optimizer", ", ".join(given), problem, remedy)
+
+
+def _optimizers_of(record: Mapping[str, Any]) -> list[str]:
+    """The names of the optimizers' classes; empty where they are not known."""
+    kept = record.get("optim", {}).get("optimizer", [])
+    nodes = kept if isinstance(kept, list) else [kept]
+    return [str(node.get("_target_", "")).rpartition(".")[2] for node in nodes if node]
 
 
 def _read_named(resume: str) -> SavedState:

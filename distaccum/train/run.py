@@ -132,6 +132,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
         components.plan.position,
         model=components.model,
         world_size=environment.size,
+        record=components.record,
     )
 
 

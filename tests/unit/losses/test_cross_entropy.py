@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from distaccum.errors import MisuseError
 from distaccum.losses.base import scores
 from distaccum.losses.cross_entropy import CrossEntropy, cross_entropy
 from distaccum.testing.counters import OperationCounter
@@ -53,3 +56,25 @@ def test_cross_entropy_counts_where_the_labels_lie() -> None:
     assert count.item() == 9
     expected = nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), ignore_index=-100)
     assert total.item() == pytest.approx(9 * expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "expected"),
+    [
+        (torch.zeros(2, 5, 4, 5), torch.zeros(2, 4, 5).long(), r"\[2, 5, 4, 5\] for labels of shape \[2, 4, 5\]"),
+        (torch.zeros(3, 4), torch.zeros(3, 4), "labels are the numbers of classes"),
+        ((torch.zeros(3, 4), None), torch.zeros(3).long(), "the model returns a tuple, and cross entropy takes logits"),
+    ],
+    ids=["classes in dimension 1", "one-hot", "a tuple"],
+)
+def test_logits_that_do_not_fit_their_labels_are_refused(logits: Any, labels: Tensor, expected: str) -> None:
+    """The first, with as many classes as columns, was the loss of other pixels."""
+    with pytest.raises(MisuseError, match=expected):
+        CrossEntropy()(lambda _: logits, (torch.zeros(1), labels))  # type: ignore[arg-type]
+
+
+def test_labels_in_a_column_are_those_in_a_row() -> None:
+    logits, labels = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, -100])
+    found = [CrossEntropy().scores(lambda _: logits, (logits, y)) for y in (labels, labels[:, None])]  # type: ignore[arg-type]
+    assert found[0] == found[1]
+    assert found[0]["accuracy"].item() == (logits.argmax(-1) == labels).sum().item()

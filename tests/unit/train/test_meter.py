@@ -33,12 +33,13 @@ def test_ranks_reduce_one_format_whatever_their_own_sums_are_in(gloo_world: Worl
     assert (record["loss"], record["loss_a"], record["loss_b"], record["grad_norm"]) == (2.0, 1.5, 0.5, 7.0)
 
     model = nn.Linear(1, 1)
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), world=gloo_world)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), count=lambda _: counts, world=gloo_world)
+    accumulator._counter.all_reduce([accumulator._counter.micro_batch(None)])
     accumulator.tracker.last = outcome
     with OperationCounter() as averaged:
         assert accumulator.mean_loss() == 2.0
-    for operations in (recorded, averaged):
-        assert (operations.counts["other reductions"], operations.counts["other bytes"]) == (1, 2 * 8)
+    for operations, numbers in ((recorded, 2), (averaged, 3)):  # and where the ranks are
+        assert (operations.counts["other reductions"], operations.counts["other bytes"]) == (1, numbers * 8)
         assert operations.counts["gradient reductions"] == 0
 
 

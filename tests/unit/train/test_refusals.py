@@ -378,3 +378,124 @@ def test_a_callback_that_steps_is_refused(gloo_world: World, tmp_path: Path) -> 
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(MisuseError, match=r"step\(\)"):
         _trainer(tmp_path, model=model, optimizer=optimizer, callbacks=[StepsByHand(optimizer)]).fit()
+
+
+class MeanScores(CrossEntropy):
+    """Its accuracy is the mean of the batch; it was divided by the count of all batches."""
+
+    def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        hit = model(batch[0]).argmax(-1) == batch[1]
+        return {"loss": self(model, batch), "accuracy": hit.float().mean(), "hits": hit.sum()}
+
+
+class SumScores(MeanScores):
+    def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        hit = model(batch[0]).argmax(-1) == batch[1]
+        return {"loss": self(model, batch), "accuracy": hit.sum(), "none": 0 * hit.sum()}
+
+
+def test_a_score_that_is_a_mean_is_named_in_the_first_evaluation(gloo_world: World, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=r"scores\(\) of MeanScores gives means for accuracy, and they are divided"):
+        _trainer(tmp_path / "means", loss=MeanScores()).fit()
+    own = _trainer(tmp_path / "sums", loss=SumScores()).fit()
+    assert own["eval_accuracy"] == _trainer(tmp_path / "ours").fit()["eval_accuracy"]
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]) * self.scale, batch[1], reduction="sum")
+
+
+def test_parameters_of_a_loss_belong_to_the_model(gloo_world: World, tmp_path: Path) -> None:
+    """Nobody reduced, stepped or saved them."""
+    loss = Temperature()
+    with pytest.raises(ConfigError, match="loss=Temperature: trains scale, which are not the model's"):
+        _trainer(tmp_path, loss=loss)
+    model = nn.Linear(4, 3)
+    model.register_parameter("temperature", loss.scale)
+    _trainer(tmp_path, loss=loss, model=model).fit()
+    assert loss.scale.item() != 1.0
+
+
+def test_another_optimizer_than_the_checkpoints_is_refused(gloo_world: World, tmp_path: Path) -> None:
+    """AdamW's moments lay unused beside a momentum that began with nothing; the other way round was a KeyError."""
+    kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "SGD": lambda p: SGD(p, lr=0.01, momentum=0.9),
+        "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    }
+    for before, now in (("SGD", "AdamW"), ("AdamW", "SGD")):
+        folder = tmp_path / before
+        model = nn.Linear(4, 3)
+        _trainer(folder, model=model, optimizer=kinds[before](model.parameters())).fit()
+        config = _config(resume="auto", trainer={"max_steps": 8})
+        with pytest.raises(ConfigError, match=f"optimizer={now}: and .*step-6 has the state of {before}"):
+            _trainer(folder, model=model, optimizer=kinds[now](model.parameters()), config=config).fit()
+
+
+class Counting(SGD):
+    """Keeps a number of the whole optimizer, which decides how far a step goes."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
+        for group in self.param_groups:
+            group["lr"] /= self.state["steps"]  # type: ignore[index]
+        super().step()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_what_an_optimizer_keeps_of_no_parameter_is_saved(engine: str, gloo_world: World, tmp_path: Path) -> None:
+    """It was lost without a word: a resumed run began to count again."""
+    content = []
+    for name, parts in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in parts:
+            torch.manual_seed(0)
+            model = nn.Linear(4, 3)
+            optimizer = Counting(model.parameters(), lr=0.1)
+            config = _config(resume="auto", trainer={"max_steps": steps})
+            _trainer(tmp_path / name, model=model, optimizer=optimizer, config=config, engine=engine).fit()
+        assert optimizer.state["steps"] == 4  # type: ignore[index]
+        content.append((tmp_path / name / "checkpoints/step-4/model.safetensors").read_bytes())
+    assert content[0] == content[1]
+
+
+def test_a_schedule_that_falls_below_zero_is_stopped_there(gloo_world: World, tmp_path: Path) -> None:
+    """A negative rate ascends."""
+    node = {"_target_": "tests.unit.train.test_refusals.falling"}
+    with pytest.raises(MisuseError, match=r"factor of the learning rate after 4 updates is -0.3.*let it end at 0"):
+        _trainer(tmp_path, config=_config(schedule=node)).fit()
+    assert _rates(tmp_path)[-1] == 0.0
+
+
+def falling(*, total_steps: int) -> Callable[[int], float]:
+    """A linear decay that forgets how long the run is."""
+    return lambda step: 1 - step / 3
+
+
+GIVEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a lazy layer": ({"model": nn.Sequential(nn.LazyLinear(3))}, "0.weight, 0.bias get their shapes in the first forw"),
+    "a class": ({"optimizer": SGD}, "optimizer=the class SGD: is no torch.optim.Optimizer"),
+    "a scheduler": (
+        {"optimizer": torch.optim.lr_scheduler.StepLR(SGD([nn.Parameter(torch.ones(1))], lr=0.1), 2)},
+        "optimizer=StepLR: is a scheduler",
+    ),
+    "one callback": ({"callbacks": EarlyStopping()}, "callbacks=EarlyStopping: is no list"),
+    "a stream held out": (
+        {"data": DataSpec(train=_samples(8, 0), eval_dataset=iter([]), description="x")},  # type: ignore[arg-type]
+        "data=x: holds out a list_iterator without a length",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("case", GIVEN)
+def test_what_cannot_be_used_is_named(case: str, tmp_path: Path) -> None:
+    given, expected = GIVEN[case]
+    with pytest.raises(ConfigError, match=expected):
+        _trainer(tmp_path, **given)

@@ -1,0 +1,33 @@
+"""State of unusual kinds on two ranks, and a callback that fails on one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run, status, succeed
+
+WORKER = Path(__file__).parent / "workers" / "odd_state.py"
+
+
+HEAVY = [pytest.param(engine, marks=pytest.mark.heavy) for engine in ("zero1", "deepspeed")]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", *HEAVY])
+def test_a_resumed_run_has_it_bit_for_bit(engine: str, tmp_path: Path) -> None:
+    """Extra state was a raw error at the first save, or lost; 16-bit integers and 8-bit floats one at wrapping."""
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+        succeed(tmp_path, engine, world=2, script=WORKER, warm="deepspeed", DS_ACCELERATOR="cpu")
+    else:
+        succeed(tmp_path, engine, world=2, script=WORKER)
+
+
+def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
+    finished = run(tmp_path, "callback", world=2, script=WORKER, timeout=60)
+    assert finished.returncode == 1
+    assert "ZeroDivisionError: of the callback" in finished.stderr
+    found = status(tmp_path / "fails")
+    assert found["state"] == "failed"
+    assert "rank 1: ZeroDivisionError: of the callback" in found["reason"]
