@@ -20,7 +20,7 @@ examples:
   torchrun --nproc-per-node=2 -m distaccum.audit train.py --epochs 1 --loss my_losses:TokenLoss
   torchrun --nproc-per-node=2 -m distaccum.audit train_hf.py        (a model that returns its loss, as transformers' do)
 
-Options may stand before or after the script; whatever is none of them goes to the script.
+Options stand before the script, and whatever follows it is the script's; or after it, among the script's own.
 exit codes: 0 audited; 1 the gradient is not the global batch's, with --fail; 2 it could not be audited
 """
 
@@ -86,6 +86,10 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where the gradient is wrong")
     parser.add_argument("script", help="a Python file")
+    if arguments and arguments[0].startswith("-"):  # options first: whatever follows the script is the script's
+        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+        options = parser.parse_args(arguments)
+        return options, options.script, options.arguments
     options, others = parser.parse_known_args(arguments)
     return options, options.script, others
 

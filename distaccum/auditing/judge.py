@@ -19,6 +19,7 @@ from distaccum.data.prefetch import map_tensors
 from distaccum.errors import DataError, MisuseError, shorten
 
 FP32_TOLERANCE, LOW_TOLERANCE = 1e-4, 5e-2  # relative; a plain fp32 loop is off by about 1e-6, a bf16 one by 1e-2
+_ROUND = 1e-4  # how near a round number a norm is that was clipped to it
 _MOST_ELEMENTS = 2**27  # of all micro-batches' gradients together, in the search for causes
 
 _NOT_FINITE = Cause(
@@ -58,7 +59,7 @@ class Judge:
             DataError: the window counts nothing.
         """
         self.reference.load(window.weights)
-        loop = [self._flat(window.gradients(rank)) for rank in range(len(window.ranks))]
+        loop = [self._flat(window, rank) for rank in range(len(window.ranks))]
         truth, basis, shape, stride = self._truth(window)
         low = any(record.low_precision for record in window.ranks) or torch.get_float32_matmul_precision() != "highest"
         tolerance = self.tolerance or (LOW_TOLERANCE if low else FP32_TOLERANCE)
@@ -74,10 +75,10 @@ class Judge:
         gradient = unclipped[worst]
         factor = float(gradient @ truth / (truth @ truth))
         cosine = float(gradient @ truth / (gradient.norm() * truth.norm())) if gradient.any() else 0.0
-        right = errors[worst] <= tolerance and not clip_causes
+        wrong = not errors[worst] <= tolerance  # NaN is not less
         causes: tuple[Cause, ...] = tuple(clip_causes)
         before = self._before[1][worst] if self._before and self._before[0] == window.index - 1 else None
-        if errors[worst] > tolerance or math.isnan(errors[worst]):
+        if wrong:
             observed = Observed(
                 rank=worst,
                 gradient=gradient[::stride],
@@ -85,11 +86,17 @@ class Judge:
                 before=None if before is None else before[::stride],
                 clips=[record.clips for record in window.ranks],
                 tolerance=tolerance,
-                agreed=all(
-                    float((other - gradient).norm()) <= tolerance * float(gradient.norm()) for other in unclipped
-                ),
+                agreed=all(float((g - gradient).norm()) <= tolerance * float(gradient.norm()) for g in unclipped),
             )
-            causes += self._causes(window, shape, observed, stepped=loop[worst], gradient=gradient, truth=truth)
+            found = self._causes(window, shape, observed, gradient, truth)
+            if found[0].name == "unexplained factor":
+                hidden = _hidden_clip(gradient, truth, tolerance, shape.loss_scale)
+                if isinstance(hidden, str):
+                    wrong, found = False, ()
+                    notes.append(hidden)
+                elif hidden is not None:
+                    found = (hidden,)
+            causes += found
         self._before = (window.index, loop)
         return Finding(
             window=window.index + 1,
@@ -97,23 +104,16 @@ class Judge:
             cosine=cosine,
             error=errors[worst],
             tolerance=tolerance,
-            right=right,
+            right=not wrong and not causes,
             causes=causes,
             micro_batches=tuple(len(record.batches) for record in window.ranks),
             counts=tuple(map(sum, shape.counts)),
             notes=tuple(notes),
         )
 
-    def _flat(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        parameters = self.reference.shapes()
-        return torch.cat(
-            [
-                torch.zeros(parameters[name].numel(), dtype=torch.float64)
-                if (gradient := gradients[name]) is None
-                else gradient.to(torch.float64).flatten()
-                for name in self.names
-            ]
-        )
+    def _flat(self, window: WindowRecord, rank: int) -> Tensor:
+        gradients = window.gradients(rank)
+        return self.reference.flat({name: gradients[name] for name in self.names})
 
     def _truth(self, window: WindowRecord) -> tuple[Tensor, Tensor, Shape, int]:
         """The global batch's gradient; each micro-batch's, thinned by the stride; the counts; the stride."""
@@ -147,30 +147,17 @@ class Judge:
         return truth, torch.stack(basis), shape, stride
 
     def _causes(
-        self,
-        window: WindowRecord,
-        shape: Shape,
-        observed: Observed,
-        *,
-        stepped: Tensor,
-        gradient: Tensor,
-        truth: Tensor,
+        self, window: WindowRecord, shape: Shape, observed: Observed, gradient: Tensor, truth: Tensor
     ) -> tuple[Cause, ...]:
-        """Of a wrong gradient: as it was ``stepped`` with, and before a clip at the window's end."""
+        """Of a wrong gradient, at least one."""
         if not bool(gradient.isfinite().all()):
             return (_NOT_FINITE,)
         if not bool(gradient.any()):
             return (_NO_GRADIENT,)
         if len({record.weights_digest for record in window.ranks}) > 1:
             return (_DIVERGED,)
-        found = find_causes(shape, observed)
-        if found and found[0].name != "unexplained factor":
-            return found
-        hidden = _hidden_clip(stepped, gradient, truth, observed.tolerance, shape.loss_scale)
-        if hidden is not None:
-            return (hidden,)
         return (
-            found
+            find_causes(shape, observed)
             or self._other_loss(window, observed, gradient)
             or (self._by_parameter(gradient, truth, shape, observed),)
         )
@@ -215,8 +202,7 @@ class Judge:
     def _by_parameter(self, gradient: Tensor, truth: Tensor, shape: Shape, observed: Observed) -> Cause:
         """The fault of some parameters, or of none that is known."""
         off, start = list[str](), 0
-        for name in self.names:
-            size = self.reference.shapes()[name].numel()
+        for name, size in zip(self.names, self.reference.sizes(self.names), strict=True):
             mine, right = gradient[start : start + size], truth[start : start + size]
             start += size
             if float((mine - right).norm()) > observed.tolerance * float(right.norm() + truth.norm() * 1e-6):
@@ -284,20 +270,30 @@ def _unclip(
     return gradient, None, None
 
 
-def _hidden_clip(
-    stepped: Tensor, gradient: Tensor, truth: Tensor, tolerance: float, loss_scale: float | None
-) -> Cause | None:
-    """A gradient in the right direction whose norm is a round number: clipped where the audit does not see it."""
+def _hidden_clip(gradient: Tensor, truth: Tensor, tolerance: float, loss_scale: float | None) -> str | Cause | None:
+    """Of a gradient in the right direction whose norm is a round number: clipped where the audit does not see it.
+
+    Returns:
+        a note where the global batch's gradient would have been clipped to the same, else the cause.
+    """
     if _along(gradient, truth) > tolerance:
         return None
-    norm = float(stepped.norm())
-    for scale in {1.0, loss_scale or 1.0}:
+    norm, right = float(gradient.norm()), float(truth.norm())
+    for scale in (1.0, loss_scale or 1.0):
         rounded = float(f"{norm * scale:.2g}")
-        if rounded and abs(norm * scale - rounded) <= 1e-4 * rounded:
-            after = "" if scale == 1 else f" times the loss scale {scale:g}, which was still in it"
-            words = f"the direction is right, and the norm is {rounded:g}{after}: clipped, unseen by the audit"
-            mend = "audit again without clipping, which hides the factor"
-            return Cause("clipped", words, mend) if scale == 1 else Cause("clipped before unscaling", words, mend)
+        if not rounded or abs(norm * scale - rounded) > _ROUND * rounded:
+            continue
+        if scale != 1:
+            words = (
+                f"the norm is {rounded:g} / {scale:g}, the loss scale: clipped, unseen, while the scale was still in"
+            )
+            return Cause("clipped before unscaling", words, "scaler.unscale_(optimizer) before clip_grad_norm_")
+        if norm < right:
+            return f"clipped to norm {rounded:g}, unseen, which hides the factor: audit without clipping to see it"
+        words = (
+            f"the direction is right and the norm is {rounded:g}, more than the right gradient's {right:.3g}: clipped"
+        )
+        return Cause("clipped", f"{words}, unseen, from more", "audit again without clipping, which hides the factor")
     return None
 
 

@@ -18,7 +18,14 @@ from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
 LossOfModel = Callable[[nn.Module, Any], LossSum]
 
 # Whose hooks and replaced forwards belong to the wrapping and not to the model.
-_OF_WRAPPERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "distaccum.auditing", "distaccum.engines")
+_OF_WRAPPERS = (
+    "torch.distributed.",
+    "deepspeed.",
+    "accelerate.",
+    "lightning.",
+    "distaccum.auditing.",
+    "distaccum.engines.",
+)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NO_GRADIENT = "a loss without a gradient"
 
@@ -101,13 +108,21 @@ class Reference:
             if not total.requires_grad:
                 raise MisuseError(_NO_GRADIENT)
             found = torch.autograd.grad(total, wanted, allow_unused=True)
-        flat = [
-            torch.zeros(parameter.numel(), dtype=torch.float64)
-            if gradient is None
-            else gradient.detach().to("cpu", torch.float64).flatten()
-            for gradient, parameter in zip(found, wanted, strict=True)
-        ]
-        return torch.cat(flat)
+        return self.flat(dict(zip(names, found, strict=True)))
+
+    def flat(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """Gradients in their order, one after the other: fp64, on the host; zeros where there is none."""
+        parameters = self.shapes()
+        parts = []
+        for name, gradient in gradients.items():
+            found = torch.zeros_like(parameters[name]) if gradient is None else gradient
+            parts.append((torch.view_as_real(found) if found.is_complex() else found).detach().flatten())
+        return torch.cat([part.to("cpu", torch.float64) for part in parts])
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """How many elements each gradient has in :meth:`flat`; a complex number has two."""
+        parameters = self.shapes()
+        return [parameters[name].numel() * (2 if parameters[name].is_complex() else 1) for name in names]
 
     def _explained(self, function: str, batch: Any) -> _Explained:
         return _Explained(function, batch)
@@ -186,7 +201,7 @@ def _replaced(function: Any) -> bool:
     inner = getattr(function, "func", function)
     owner = getattr(inner, "__self__", None)
     homes = (getattr(inner, "__module__", None) or "", type(owner).__module__ if owner is not None else "")
-    return any(home.startswith(_OF_WRAPPERS) for home in homes)
+    return any(f"{home}.".startswith(_OF_WRAPPERS) for home in homes)
 
 
 def _wide(tensor: Tensor) -> Tensor:

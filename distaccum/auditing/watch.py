@@ -84,6 +84,8 @@ class Watch:
 
     def open(self) -> None:
         """Begins to record."""
+        # Compiled code does not call hooks that were added after compilation.
+        self._opened.enter_context(torch.compiler.set_stance("force_eager"))
         self._opened.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._replace(DataLoader, "__iter__", lambda original: lambda loader: self.pool.watch(original(loader)))
         self._replace(torch.amp.GradScaler, "scale", self._noting_scale)
@@ -245,7 +247,9 @@ class Watch:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         wanted = held & self._stepped if self._stepped else held
         named = [] if self.model is None else list(self.model.named_parameters())
-        return {clean(name): parameter for name, parameter in named if id(parameter) in wanted}
+        return {
+            clean(name): parameter for name, parameter in named if parameter.requires_grad and id(parameter) in wanted
+        }
 
     def _before_engine_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
