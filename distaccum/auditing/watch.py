@@ -162,9 +162,12 @@ class Watch:
             return
         if not self._pending:
             self.training = {name: part.training for name, part in module.named_modules()}
-        batch, source = self.pool.choose(module, args, kwargs)
+        batch, source, key = self.pool.choose(module, args, kwargs)
+        last = self._pending[-1] if self._pending else None
+        if last is not None and key is not None and last.key is key and not last.used:
+            return  # another forward on the same batch, before its backward: two towers, or two views
         reduces = None if self._replicated is None else bool(self._replicated.require_backward_grad_sync)
-        self._pending.append(MicroBatch(batch, source, reduces=reduces))
+        self._pending.append(MicroBatch(batch, source, reduces=reduces, key=key))
         kinds = {parameter.device.type for parameter in module.parameters()}
         self._low_precision |= any(torch.is_autocast_enabled(kind) for kind in kinds)
 
@@ -183,6 +186,7 @@ class Watch:
         if not micro.used and bool(gradient.any()):  # host read: an audit is no training
             micro.used = True
             self._backwards += 1
+            self.pool.forget()
 
     # ------------------------------------------------------------------------------------------ scale and clipping
 
