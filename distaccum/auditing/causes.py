@@ -19,6 +19,7 @@ from torch import Tensor
 from distaccum.auditing.records import Clip
 
 _SPREAD = 1e-3  # of a factor beside the number that explains it, in fp32
+_MANY, _MUCH = 100, 3  # elements, and times nearer, from which on a direction is no chance
 _PLAIN = 0.1  # factors from here on are written with two decimals
 
 
@@ -119,6 +120,23 @@ def find_causes(shape: Shape, observed: Observed) -> tuple[Cause, ...]:
         if factor > 0 and left <= observed.tolerance * float(target.norm()):
             return _named(candidate, factor, shape, observed)
     return ()
+
+
+def nearer(shape: Shape, observed: Observed) -> tuple[Cause, ...]:
+    """A way of averaging that is much nearer to a gradient, in few bits, than the global batch's mean is.
+
+    Rounding points nowhere: it does not bring a gradient nearer to another way's.
+    """
+    if len(observed.gradient) < _MANY:
+        return ()
+    left = {}
+    for base, weights in _bases(shape).items():
+        sums = torch.tensor(weights, dtype=torch.float64) @ observed.basis
+        across = float(sums @ observed.gradient) / float(sums @ sums)
+        left[base] = float((observed.gradient - across * sums).norm())
+    best = min(left, key=lambda base: left[base])  # the first of those alike
+    found = _averaging(best, shape) if left[best] * _MUCH < left["global"] else None
+    return () if found is None else (found,)
 
 
 def explained(factor: float, tolerance: float) -> bool:

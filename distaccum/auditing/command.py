@@ -6,7 +6,6 @@ import argparse
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,20 +45,20 @@ def _main(arguments: list[str]) -> int:
         ) as report:
             shown.append(report)
             sys.argv = [script, *its_arguments]
-            with suppress(_Enough):
+            try:
                 runpy.run_path(script, run_name="__main__")
+            except SystemExit as ended:
+                if ended.code not in (None, 0):
+                    raise
     except DistaccumError as error:
         print(f"distaccum-audit: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return int(options.fail and not shown[0].right)
 
 
-class _Enough(SystemExit):
-    """Ends the script, through its ``finally`` blocks."""
-
-
 def _stop() -> None:
-    raise _Enough(0)
+    """Ends the script, through its ``finally`` blocks."""
+    raise SystemExit(0)
 
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distaccum.auditing.causes import Cause, Observed, Shape, find_causes
+from distaccum.auditing.causes import Cause, Observed, Shape, find_causes, nearer
 from distaccum.auditing.records import Clip, WindowRecord, tensors_of
 from distaccum.auditing.reference import Reference
 from distaccum.auditing.report import Finding
@@ -34,6 +34,11 @@ _DIVERGED = Cause(
     "ranks diverged",
     "the ranks' weights differ, so that their gradients have no common one",
     "mend the window before; ranks that start alike and step with the same gradient stay alike",
+)
+_RANDOM = Cause(
+    "random forward",
+    "the forward draws random numbers, other ones the second time: no two gradients of it can be compared",
+    "switch it off for the audit: noise, masks, and dropout whose probability stands as a number in a forward",
 )
 
 
@@ -78,16 +83,20 @@ class Judge:
         wrong = not errors[worst] <= tolerance  # NaN is not less
         causes: tuple[Cause, ...] = tuple(clip_causes)
         before = self._before[1][worst] if self._before and self._before[0] == window.index - 1 else None
+        observed = Observed(
+            rank=worst,
+            gradient=gradient[::stride],
+            basis=basis,
+            before=None if before is None else before[::stride],
+            clips=[record.clips for record in window.ranks],
+            tolerance=tolerance,
+            agreed=all(float((g - gradient).norm()) <= tolerance * float(gradient.norm()) for g in unclipped),
+        )
+        if (
+            not wrong and low and errors[worst] > FP32_TOLERANCE
+        ):  # what rounding hides may still be told by its direction
+            causes += nearer(shape, observed)
         if wrong:
-            observed = Observed(
-                rank=worst,
-                gradient=gradient[::stride],
-                basis=basis,
-                before=None if before is None else before[::stride],
-                clips=[record.clips for record in window.ranks],
-                tolerance=tolerance,
-                agreed=all(float((g - gradient).norm()) <= tolerance * float(gradient.norm()) for g in unclipped),
-            )
             found = self._causes(window, shape, observed, gradient, truth)
             if found[0].name == "unexplained factor":
                 hidden = _hidden_clip(gradient, truth, tolerance, shape.loss_scale)
@@ -156,8 +165,11 @@ class Judge:
             return (_NO_GRADIENT,)
         if len({record.weights_digest for record in window.ranks}) > 1:
             return (_DIVERGED,)
+        found = find_causes(shape, observed)
+        if not found and self.reference.draws:
+            return (_RANDOM,)
         return (
-            find_causes(shape, observed)
+            found
             or self._other_loss(window, observed, gradient)
             or (self._by_parameter(gradient, truth, shape, observed),)
         )

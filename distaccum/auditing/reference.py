@@ -56,6 +56,7 @@ class Reference:
         for name, module in self._model.named_modules():
             module.training = training.get(name, module.training)
         self._loss_sum, self._count = loss_sum, count
+        self.draws = False  # whether a forward has drawn random numbers, dropout being off
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Takes the weights of another window."""
@@ -101,7 +102,10 @@ class Reference:
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
         with self._explained("loss_sum", batch), torch.enable_grad():
+            before = _generators(self.device)
             sums = as_loss_sums(self._loss_sum(self._model, map_tensors(batch, moved)))
+            now = _generators(self.device)
+            self.draws |= not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
             if sums.keys() != per_item.keys():
                 raise MisuseError(f"the losses are {sorted(sums)}, and what was counted is {sorted(per_item)}")
             total = torch.stack([part.sum() * per_item[name] for name, part in sums.items()]).sum()
@@ -204,6 +208,11 @@ def _replaced(function: Any) -> bool:
     owner = getattr(inner, "__self__", None)
     homes = (getattr(inner, "__module__", None) or "", type(owner).__module__ if owner is not None else "")
     return any(f"{home}.".startswith(_OF_WRAPPERS) for home in homes)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a forward may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _wide(tensor: Tensor) -> Tensor:

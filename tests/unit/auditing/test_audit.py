@@ -186,6 +186,34 @@ def test_sixteen_bits_have_their_own_tolerance() -> None:
     assert "audit in fp32" in str(report)
 
 
+def test_what_rounding_hides_is_told_by_its_direction() -> None:
+    """In bf16 a mean of means over nearly equal micro-batches is within the tolerance, and still named."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = [(torch.randn(n, WIDTH), torch.randn(n, 1) + n) for n in (30, 34, 38)]
+    with audit(model, loss_sum=loss_sum, count=count, batches=batches, show=_silent) as report:
+        for batch in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_sum(model, batch) / len(batch[0]) / len(batches)
+            loss.backward()
+        optimizer.step()
+    assert report.findings[0].error < report.findings[0].tolerance
+    assert [cause.name for cause in report.causes] == ["mean of means over micro-batches"]
+
+
+def test_a_forward_that_draws_random_numbers_is_named() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    model = Noisy(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with audit(model, loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
+        _train(model, optimizer)
+    assert [cause.name for cause in report.causes] == ["random forward"]
+
+
 def test_two_forwards_on_one_batch_are_one_micro_batch() -> None:
     model = nn.Linear(WIDTH, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
