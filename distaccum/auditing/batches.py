@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.auditing.records import tensors_of
-from distaccum.data.prefetch import map_tensors
+from distaccum.data.batches import map_tensors
 
 _REMEMBERED = 64  # batches of loaders, which may fetch ahead
 _OF_THE_LOOP = ("num_items_in_batch",)  # arguments that transformers' Trainer adds to the batch
@@ -62,7 +62,11 @@ class BatchPool:
 
 def to_host(batch: Any) -> Any:
     """A copy on the host, which in-place changes of the loop do not reach."""
-    return map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+    def opened(value: Any) -> Any:  # transformers' BatchEncoding, which has a method to move itself
+        return {key: to_host(part) for key, part in value.items()} if isinstance(value, Mapping) else value
+
+    return map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True), opened)
 
 
 def _tells(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from distaccum.auditing.causes import Cause, Observed, Shape, find_causes, neare
 from distaccum.auditing.records import Clip, WindowRecord, tensors_of
 from distaccum.auditing.reference import Reference
 from distaccum.auditing.report import Finding
-from distaccum.data.prefetch import map_tensors
+from distaccum.data.batches import map_tensors
 from distaccum.errors import DataError, MisuseError, shorten
 
 FP32_TOLERANCE, LOW_TOLERANCE = 1e-4, 5e-2  # relative; a plain fp32 loop is off by about 1e-6, a bf16 one by 1e-2
@@ -73,15 +73,13 @@ class Judge:
         for rank, record in enumerate(window.ranks):
             raw, note, cause = _unclip(loop[rank], record.clips, len(record.batches), shape.loss_scale)
             unclipped.append(raw)
-            notes += [note] * (note is not None and note not in notes)  # type: ignore[list-item]
-            clip_causes += [cause] * (cause is not None and cause not in clip_causes)  # type: ignore[list-item]
+            notes += [note] if note and note not in notes else []
+            clip_causes += [cause] if cause and cause not in clip_causes else []
         errors = [float((gradient - truth).norm() / truth.norm()) for gradient in unclipped]
         worst = max(range(len(errors)), key=lambda rank: _order(errors[rank]))
         gradient = unclipped[worst]
         factor = float(gradient @ truth / (truth @ truth))
         cosine = float(gradient @ truth / (gradient.norm() * truth.norm())) if gradient.any() else 0.0
-        wrong = not errors[worst] <= tolerance  # NaN is not less
-        causes: tuple[Cause, ...] = tuple(clip_causes)
         before = self._before[1][worst] if self._before and self._before[0] == window.index - 1 else None
         observed = Observed(
             rank=worst,
@@ -92,20 +90,13 @@ class Judge:
             tolerance=tolerance,
             agreed=all(float((g - gradient).norm()) <= tolerance * float(gradient.norm()) for g in unclipped),
         )
-        if (
-            not wrong and low and errors[worst] > FP32_TOLERANCE
-        ):  # what rounding hides may still be told by its direction
-            causes += nearer(shape, observed)
-        if wrong:
-            found = self._causes(window, shape, observed, gradient, truth)
-            if found[0].name == "unexplained factor":
-                hidden = _hidden_clip(gradient, truth, tolerance, shape.loss_scale)
-                if isinstance(hidden, str):
-                    wrong, found = False, ()
-                    notes.append(hidden)
-                elif hidden is not None:
-                    found = (hidden,)
+        causes = tuple(clip_causes)
+        if not errors[worst] <= tolerance:  # NaN is not less
+            found, note = self._causes(window, shape, observed, gradient, truth)
             causes += found
+            notes += [note] if note else []
+        elif low and errors[worst] > FP32_TOLERANCE:  # what rounding hides may still be told by its direction
+            causes += nearer(shape, observed)
         self._before = (window.index, loop)
         return Finding(
             window=window.index + 1,
@@ -113,7 +104,7 @@ class Judge:
             cosine=cosine,
             error=errors[worst],
             tolerance=tolerance,
-            right=not wrong and not causes,
+            right=not causes,
             causes=causes,
             micro_batches=tuple(len(record.batches) for record in window.ranks),
             counts=tuple(map(sum, shape.counts)),
@@ -157,22 +148,26 @@ class Judge:
 
     def _causes(
         self, window: WindowRecord, shape: Shape, observed: Observed, gradient: Tensor, truth: Tensor
-    ) -> tuple[Cause, ...]:
-        """Of a wrong gradient, at least one."""
-        if not bool(gradient.isfinite().all()):
-            return (_NOT_FINITE,)
-        if not bool(gradient.any()):
-            return (_NO_GRADIENT,)
-        if len({record.weights_digest for record in window.ranks}) > 1:
-            return (_DIVERGED,)
-        found = find_causes(shape, observed)
-        if not found and self.reference.draws:
-            return (_RANDOM,)
-        return (
-            found
-            or self._other_loss(window, observed, gradient)
-            or (self._by_parameter(gradient, truth, shape, observed),)
+    ) -> tuple[tuple[Cause, ...], str | None]:
+        """Of a gradient that is not the right one: why; or nothing, and a note that says why it is right after all."""
+        broken = (
+            (_NOT_FINITE, not bool(gradient.isfinite().all())),
+            (_NO_GRADIENT, not bool(gradient.any())),
+            (_DIVERGED, len({record.weights_digest for record in window.ranks}) > 1),
         )
+        for cause, seen in broken:
+            if seen:
+                return (cause,), None
+        found = find_causes(shape, observed)
+        if found and found[0].name == "unexplained factor":
+            hidden = _hidden_clip(gradient, truth, observed.tolerance, shape.loss_scale)
+            if isinstance(hidden, str):
+                return (), hidden
+            found = (hidden,) if hidden else found
+        elif not found and self.reference.draws:
+            found = (_RANDOM,)
+        found = found or self._other_loss(window, observed, gradient)
+        return found or (self._by_parameter(gradient, truth, shape, observed),), None
 
     def _other_loss(self, window: WindowRecord, observed: Observed, gradient: Tensor) -> tuple[Cause, ...]:
         """Whether the loop trains on something near the stated loss: labels shifted once more, or means of samples."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum.data.prefetch import map_tensors
+from distaccum.data.batches import map_tensors
 from distaccum.engines.modules import clean
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
