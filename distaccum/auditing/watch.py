@@ -150,6 +150,9 @@ class Watch:
             model = inner
         self.model = model
         self.training = {name: module.training for name, module in model.named_modules()}
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._opened.callback(module.register_forward_hook(self._noting_precision).remove)
         self.without_dropout, restore = switch_off(model)
         self._opened.callback(restore)
         self._opened.callback(model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
@@ -168,8 +171,6 @@ class Watch:
             return  # another forward on the same batch, before its backward: two towers, or two views
         reduces = None if self._replicated is None else bool(self._replicated.require_backward_grad_sync)
         self._pending.append(MicroBatch(batch, source, reduces=reduces, key=key))
-        kinds = {parameter.device.type for parameter in module.parameters()}
-        self._low_precision |= any(torch.is_autocast_enabled(kind) for kind in kinds)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or not self._pending:
@@ -178,8 +179,12 @@ class Watch:
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         micro.used = not outputs  # an output of unknown kind: taken for used
         for tensor in outputs:
-            self._low_precision |= tensor.dtype in (torch.float16, torch.bfloat16)
             tensor.register_hook(partial(self._used, micro))  # type: ignore[no-untyped-call]
+
+    def _noting_precision(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Layers compute in few bits where autocast is on inside of the model, or sharding casts."""
+        kinds = (torch.float16, torch.bfloat16)
+        self._low_precision = self._low_precision or any(tensor.dtype in kinds for tensor in tensors_of(output))
 
     def _used(self, micro: MicroBatch, gradient: Tensor) -> None:
         """Notes that a gradient came back; that of a forward "for nothing" is zero everywhere."""
