@@ -92,6 +92,8 @@ ELSEWHERE = {
     "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$FIRST_NODE:29400 launch/train.py": (
         "cluster/two_hosts/test_two_hosts.py::test_two_hosts_train_bitwise_as_one_does"
     ),
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.audit launch/examples/handwritten_ddp.py "
+    "--loss distaccum:CrossEntropy": "distributed/test_audit.py::test_the_command_of_the_page",
     "python launch/bench": "distributed/test_bench.py::test_a_window_costs_what_a_hand_written_one_does",
     "python launch/bench boundary=true": (
         "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.auditing.records import tensors_of
-from distaccum.data.prefetch import map_tensors
+from distaccum.data.batches import map_tensors
 
 _REMEMBERED = 64  # batches of loaders, which may fetch ahead
 _OF_THE_LOOP = ("num_items_in_batch",)  # arguments that transformers' Trainer adds to the batch
@@ -28,11 +28,11 @@ class BatchPool:
     def __init__(self, given: Iterable[Any] | None) -> None:
         self._given = None if given is None else [to_host(batch) for batch in given]
         self._loaded: deque[Any] = deque(maxlen=_REMEMBERED)
-        self._announced: Any = None
+        self._announced: list[Any] = []
 
     def announce(self, batch: Any) -> None:
-        """The next forward takes ``batch``."""
-        self._announced = (to_host(batch),)
+        """The forwards up to the next backward take ``batch``."""
+        self._announced = [to_host(batch)]
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Remembers what a loader yields."""
@@ -41,22 +41,32 @@ class BatchPool:
                 self._loaded.append(batch)
             yield batch
 
-    def choose(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        """The batch, on the host, and where it is from."""
-        if self._announced is not None:
-            (batch,), self._announced = self._announced, None
-            return batch, GIVEN
+    def choose(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str, object | None]:
+        """The batch, on the host; where it is from; and what is the same for all forwards on one batch, if anything."""
+        if self._announced:
+            return self._announced[0], GIVEN, self._announced
         inputs = [tensor.detach().cpu() for tensor in tensors_of([args, kwargs]) if _tells(tensor)]
         pool = list(self._loaded if self._given is None else self._given)
         held = [sum(any(_equal(one, seen) for one in tensors_of(batch)) for seen in inputs) for batch in pool]
         if any(held):
-            return to_host(pool[held.index(max(held))]), LOADER if self._given is None else GIVEN
-        return to_host(_as_batch(module, args, kwargs)), FORWARD
+            found = pool[held.index(max(held))]
+            return to_host(found), LOADER if self._given is None else GIVEN, found
+        return to_host(_as_batch(module, args, kwargs)), FORWARD, None
+
+    def forget(self) -> None:
+        """A backward has begun: what was announced is used."""
+        self._announced = []
 
 
 def to_host(batch: Any) -> Any:
     """A copy on the host, which in-place changes of the loop do not reach."""
-    return map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+    def opened(value: Any) -> Any:  # transformers' BatchEncoding, which has a method to move itself
+        return {key: to_host(part) for key, part in value.items()} if isinstance(value, Mapping) else value
+
+    return map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True), opened)
 
 
 def _tells(tensor: Tensor) -> bool:

@@ -6,7 +6,6 @@ import argparse
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ examples:
   torchrun --nproc-per-node=2 -m distaccum.audit train.py --epochs 1 --loss my_losses:TokenLoss
   torchrun --nproc-per-node=2 -m distaccum.audit train_hf.py        (a model that returns its loss, as transformers' do)
 
-Options may stand before or after the script; whatever is none of them goes to the script.
+Options stand before the script, and whatever follows it is the script's; or after it, among the script's own.
 exit codes: 0 audited; 1 the gradient is not the global batch's, with --fail; 2 it could not be audited
 """
 
@@ -46,20 +45,20 @@ def _main(arguments: list[str]) -> int:
         ) as report:
             shown.append(report)
             sys.argv = [script, *its_arguments]
-            with suppress(_Enough):
+            try:
                 runpy.run_path(script, run_name="__main__")
+            except SystemExit as ended:
+                if ended.code not in (None, 0):
+                    raise
     except DistaccumError as error:
         print(f"distaccum-audit: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return int(options.fail and not shown[0].right)
 
 
-class _Enough(SystemExit):
-    """Ends the script, through its ``finally`` blocks."""
-
-
 def _stop() -> None:
-    raise _Enough(0)
+    """Ends the script, through its ``finally`` blocks."""
+    raise SystemExit(0)
 
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
@@ -86,6 +85,10 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where the gradient is wrong")
     parser.add_argument("script", help="a Python file")
+    if arguments and arguments[0].startswith("-"):  # options first: whatever follows the script is the script's
+        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+        options = parser.parse_args(arguments)
+        return options, options.script, options.arguments
     options, others = parser.parse_known_args(arguments)
     return options, options.script, others
 

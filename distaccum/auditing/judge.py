@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distaccum.auditing.causes import Cause, Observed, Shape, find_causes
+from distaccum.auditing.causes import Cause, Observed, Shape, find_causes, nearer
 from distaccum.auditing.records import Clip, WindowRecord, tensors_of
 from distaccum.auditing.reference import Reference
 from distaccum.auditing.report import Finding
-from distaccum.data.prefetch import map_tensors
+from distaccum.data.batches import map_tensors
 from distaccum.errors import DataError, MisuseError, shorten
 
 FP32_TOLERANCE, LOW_TOLERANCE = 1e-4, 5e-2  # relative; a plain fp32 loop is off by about 1e-6, a bf16 one by 1e-2
+_ROUND = 1e-4  # how near a round number a norm is that was clipped to it
 _MOST_ELEMENTS = 2**27  # of all micro-batches' gradients together, in the search for causes
 
 _NOT_FINITE = Cause(
@@ -33,6 +34,11 @@ _DIVERGED = Cause(
     "ranks diverged",
     "the ranks' weights differ, so that their gradients have no common one",
     "mend the window before; ranks that start alike and step with the same gradient stay alike",
+)
+_RANDOM = Cause(
+    "random forward",
+    "the forward draws random numbers, other ones the second time: no two gradients of it can be compared",
+    "switch it off for the audit: noise, masks, and dropout whose probability stands as a number in a forward",
 )
 
 
@@ -58,7 +64,7 @@ class Judge:
             DataError: the window counts nothing.
         """
         self.reference.load(window.weights)
-        loop = [self._flat(window.gradients(rank)) for rank in range(len(window.ranks))]
+        loop = [self._flat(window, rank) for rank in range(len(window.ranks))]
         truth, basis, shape, stride = self._truth(window)
         low = any(record.low_precision for record in window.ranks) or torch.get_float32_matmul_precision() != "highest"
         tolerance = self.tolerance or (LOW_TOLERANCE if low else FP32_TOLERANCE)
@@ -67,29 +73,30 @@ class Judge:
         for rank, record in enumerate(window.ranks):
             raw, note, cause = _unclip(loop[rank], record.clips, len(record.batches), shape.loss_scale)
             unclipped.append(raw)
-            notes += [note] * (note is not None and note not in notes)  # type: ignore[list-item]
-            clip_causes += [cause] * (cause is not None and cause not in clip_causes)  # type: ignore[list-item]
+            notes += [note] if note and note not in notes else []
+            clip_causes += [cause] if cause and cause not in clip_causes else []
         errors = [float((gradient - truth).norm() / truth.norm()) for gradient in unclipped]
         worst = max(range(len(errors)), key=lambda rank: _order(errors[rank]))
         gradient = unclipped[worst]
         factor = float(gradient @ truth / (truth @ truth))
         cosine = float(gradient @ truth / (gradient.norm() * truth.norm())) if gradient.any() else 0.0
-        right = errors[worst] <= tolerance and not clip_causes
-        causes: tuple[Cause, ...] = tuple(clip_causes)
         before = self._before[1][worst] if self._before and self._before[0] == window.index - 1 else None
-        if errors[worst] > tolerance or math.isnan(errors[worst]):
-            observed = Observed(
-                rank=worst,
-                gradient=gradient[::stride],
-                basis=basis,
-                before=None if before is None else before[::stride],
-                clips=[record.clips for record in window.ranks],
-                tolerance=tolerance,
-                agreed=all(
-                    float((other - gradient).norm()) <= tolerance * float(gradient.norm()) for other in unclipped
-                ),
-            )
-            causes += self._causes(window, shape, observed, stepped=loop[worst], gradient=gradient, truth=truth)
+        observed = Observed(
+            rank=worst,
+            gradient=gradient[::stride],
+            basis=basis,
+            before=None if before is None else before[::stride],
+            clips=[record.clips for record in window.ranks],
+            tolerance=tolerance,
+            agreed=all(float((g - gradient).norm()) <= tolerance * float(gradient.norm()) for g in unclipped),
+        )
+        causes = tuple(clip_causes)
+        if not errors[worst] <= tolerance:  # NaN is not less
+            found, note = self._causes(window, shape, observed, gradient, truth)
+            causes += found
+            notes += [note] if note else []
+        elif low and errors[worst] > FP32_TOLERANCE:  # what rounding hides may still be told by its direction
+            causes += nearer(shape, observed)
         self._before = (window.index, loop)
         return Finding(
             window=window.index + 1,
@@ -97,23 +104,16 @@ class Judge:
             cosine=cosine,
             error=errors[worst],
             tolerance=tolerance,
-            right=right,
+            right=not causes,
             causes=causes,
             micro_batches=tuple(len(record.batches) for record in window.ranks),
             counts=tuple(map(sum, shape.counts)),
             notes=tuple(notes),
         )
 
-    def _flat(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        parameters = self.reference.shapes()
-        return torch.cat(
-            [
-                torch.zeros(parameters[name].numel(), dtype=torch.float64)
-                if (gradient := gradients[name]) is None
-                else gradient.to(torch.float64).flatten()
-                for name in self.names
-            ]
-        )
+    def _flat(self, window: WindowRecord, rank: int) -> Tensor:
+        gradients = window.gradients(rank)
+        return self.reference.flat({name: gradients[name] for name in self.names})
 
     def _truth(self, window: WindowRecord) -> tuple[Tensor, Tensor, Shape, int]:
         """The global batch's gradient; each micro-batch's, thinned by the stride; the counts; the stride."""
@@ -147,33 +147,27 @@ class Judge:
         return truth, torch.stack(basis), shape, stride
 
     def _causes(
-        self,
-        window: WindowRecord,
-        shape: Shape,
-        observed: Observed,
-        *,
-        stepped: Tensor,
-        gradient: Tensor,
-        truth: Tensor,
-    ) -> tuple[Cause, ...]:
-        """Of a wrong gradient: as it was ``stepped`` with, and before a clip at the window's end."""
-        if not bool(gradient.isfinite().all()):
-            return (_NOT_FINITE,)
-        if not bool(gradient.any()):
-            return (_NO_GRADIENT,)
-        if len({record.weights_digest for record in window.ranks}) > 1:
-            return (_DIVERGED,)
-        found = find_causes(shape, observed)
-        if found and found[0].name != "unexplained factor":
-            return found
-        hidden = _hidden_clip(stepped, gradient, truth, observed.tolerance, shape.loss_scale)
-        if hidden is not None:
-            return (hidden,)
-        return (
-            found
-            or self._other_loss(window, observed, gradient)
-            or (self._by_parameter(gradient, truth, shape, observed),)
+        self, window: WindowRecord, shape: Shape, observed: Observed, gradient: Tensor, truth: Tensor
+    ) -> tuple[tuple[Cause, ...], str | None]:
+        """Of a gradient that is not the right one: why; or nothing, and a note that says why it is right after all."""
+        broken = (
+            (_NOT_FINITE, not bool(gradient.isfinite().all())),
+            (_NO_GRADIENT, not bool(gradient.any())),
+            (_DIVERGED, len({record.weights_digest for record in window.ranks}) > 1),
         )
+        for cause, seen in broken:
+            if seen:
+                return (cause,), None
+        found = find_causes(shape, observed)
+        if found and found[0].name == "unexplained factor":
+            hidden = _hidden_clip(gradient, truth, observed.tolerance, shape.loss_scale)
+            if isinstance(hidden, str):
+                return (), hidden
+            found = (hidden,) if hidden else found
+        elif not found and self.reference.draws:
+            found = (_RANDOM,)
+        found = found or self._other_loss(window, observed, gradient)
+        return found or (self._by_parameter(gradient, truth, shape, observed),), None
 
     def _other_loss(self, window: WindowRecord, observed: Observed, gradient: Tensor) -> tuple[Cause, ...]:
         """Whether the loop trains on something near the stated loss: labels shifted once more, or means of samples."""
@@ -215,8 +209,7 @@ class Judge:
     def _by_parameter(self, gradient: Tensor, truth: Tensor, shape: Shape, observed: Observed) -> Cause:
         """The fault of some parameters, or of none that is known."""
         off, start = list[str](), 0
-        for name in self.names:
-            size = self.reference.shapes()[name].numel()
+        for name, size in zip(self.names, self.reference.sizes(self.names), strict=True):
             mine, right = gradient[start : start + size], truth[start : start + size]
             start += size
             if float((mine - right).norm()) > observed.tolerance * float(right.norm() + truth.norm() * 1e-6):
@@ -284,20 +277,30 @@ def _unclip(
     return gradient, None, None
 
 
-def _hidden_clip(
-    stepped: Tensor, gradient: Tensor, truth: Tensor, tolerance: float, loss_scale: float | None
-) -> Cause | None:
-    """A gradient in the right direction whose norm is a round number: clipped where the audit does not see it."""
+def _hidden_clip(gradient: Tensor, truth: Tensor, tolerance: float, loss_scale: float | None) -> str | Cause | None:
+    """Of a gradient in the right direction whose norm is a round number: clipped where the audit does not see it.
+
+    Returns:
+        a note where the global batch's gradient would have been clipped to the same, else the cause.
+    """
     if _along(gradient, truth) > tolerance:
         return None
-    norm = float(stepped.norm())
-    for scale in {1.0, loss_scale or 1.0}:
+    norm, right = float(gradient.norm()), float(truth.norm())
+    for scale in (1.0, loss_scale or 1.0):
         rounded = float(f"{norm * scale:.2g}")
-        if rounded and abs(norm * scale - rounded) <= 1e-4 * rounded:
-            after = "" if scale == 1 else f" times the loss scale {scale:g}, which was still in it"
-            words = f"the direction is right, and the norm is {rounded:g}{after}: clipped, unseen by the audit"
-            mend = "audit again without clipping, which hides the factor"
-            return Cause("clipped", words, mend) if scale == 1 else Cause("clipped before unscaling", words, mend)
+        if not rounded or abs(norm * scale - rounded) > _ROUND * rounded:
+            continue
+        if scale != 1:
+            words = (
+                f"the norm is {rounded:g} / {scale:g}, the loss scale: clipped, unseen, while the scale was still in"
+            )
+            return Cause("clipped before unscaling", words, "scaler.unscale_(optimizer) before clip_grad_norm_")
+        if norm < right:
+            return f"clipped to norm {rounded:g}, unseen, which hides the factor: audit without clipping to see it"
+        words = (
+            f"the direction is right and the norm is {rounded:g}, more than the right gradient's {right:.3g}: clipped"
+        )
+        return Cause("clipped", f"{words}, unseen, from more", "audit again without clipping, which hides the factor")
     return None
 
 

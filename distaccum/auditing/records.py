@@ -11,16 +11,18 @@ from torch import Tensor
 
 @dataclass
 class MicroBatch:
-    """One training forward.
+    """The training forwards on one batch.
 
-    ``batch`` is on the host. ``source`` says where it is from. ``used``: a gradient that is not zero came back to the
-    forward's output. ``reduces``: what DistributedDataParallel has noted for its backward; None without it.
+    ``batch`` is on the host. ``source`` says where it is from. ``used``: a gradient that is not zero came back to a
+    forward's output. ``reduces``: what DistributedDataParallel has noted for its backward; None without it. ``key``:
+    what forwards on the same batch have alike.
     """
 
     batch: Any
     source: str
     used: bool = False
     reduces: bool | None = None
+    key: object | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum.data.prefetch import map_tensors
+from distaccum.data.batches import map_tensors
 from distaccum.engines.modules import clean
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
@@ -18,7 +18,14 @@ from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
 LossOfModel = Callable[[nn.Module, Any], LossSum]
 
 # Whose hooks and replaced forwards belong to the wrapping and not to the model.
-_OF_WRAPPERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "distaccum.auditing", "distaccum.engines")
+_OF_WRAPPERS = (
+    "torch.distributed.",
+    "deepspeed.",
+    "accelerate.",
+    "lightning.",
+    "distaccum.auditing.",
+    "distaccum.engines.",
+)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NO_GRADIENT = "a loss without a gradient"
 
@@ -49,6 +56,7 @@ class Reference:
         for name, module in self._model.named_modules():
             module.training = training.get(name, module.training)
         self._loss_sum, self._count = loss_sum, count
+        self.draws = False  # whether a forward has drawn random numbers, dropout being off
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Takes the weights of another window."""
@@ -94,20 +102,33 @@ class Reference:
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
         with self._explained("loss_sum", batch), torch.enable_grad():
+            before = _generators(self.device)
             sums = as_loss_sums(self._loss_sum(self._model, map_tensors(batch, moved)))
+            now = _generators(self.device)
+            self.draws |= not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
             if sums.keys() != per_item.keys():
                 raise MisuseError(f"the losses are {sorted(sums)}, and what was counted is {sorted(per_item)}")
             total = torch.stack([part.sum() * per_item[name] for name, part in sums.items()]).sum()
             if not total.requires_grad:
                 raise MisuseError(_NO_GRADIENT)
-            found = torch.autograd.grad(total, wanted, allow_unused=True)
-        flat = [
-            torch.zeros(parameter.numel(), dtype=torch.float64)
-            if gradient is None
-            else gradient.detach().to("cpu", torch.float64).flatten()
-            for gradient, parameter in zip(found, wanted, strict=True)
-        ]
-        return torch.cat(flat)
+            self._model.zero_grad()
+            total.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
+            found = [parameter.grad for parameter in wanted]
+        return self.flat(dict(zip(names, found, strict=True)))
+
+    def flat(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """Gradients in their order, one after the other: fp64, on the host; zeros where there is none."""
+        parameters = self.shapes()
+        parts = []
+        for name, gradient in gradients.items():
+            found = torch.zeros_like(parameters[name]) if gradient is None else gradient
+            parts.append((torch.view_as_real(found) if found.is_complex() else found).detach().flatten())
+        return torch.cat([part.to("cpu", torch.float64) for part in parts])
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """How many elements each gradient has in :meth:`flat`; a complex number has two."""
+        parameters = self.shapes()
+        return [parameters[name].numel() * (2 if parameters[name].is_complex() else 1) for name in names]
 
     def _explained(self, function: str, batch: Any) -> _Explained:
         return _Explained(function, batch)
@@ -186,7 +207,12 @@ def _replaced(function: Any) -> bool:
     inner = getattr(function, "func", function)
     owner = getattr(inner, "__self__", None)
     homes = (getattr(inner, "__module__", None) or "", type(owner).__module__ if owner is not None else "")
-    return any(home.startswith(_OF_WRAPPERS) for home in homes)
+    return any(f"{home}.".startswith(_OF_WRAPPERS) for home in homes)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a forward may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _wide(tensor: Tensor) -> Tensor:

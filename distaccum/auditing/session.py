@@ -67,6 +67,8 @@ class audit:  # noqa: N801  a context manager is called like a function
     ) -> None:
         if (loss_sum is None) != (count is None):
             raise MisuseError("give both loss_sum and count, or neither: one is divided by the other")
+        if windows < 1:
+            raise MisuseError(f"windows={windows}: audit at least 1")
         self._own = OwnLoss() if loss_sum is None else None
         self._loss_sum = loss_sum or self._own
         self._count = count or (self._own.count if self._own else None)
@@ -112,6 +114,10 @@ class audit:  # noqa: N801  a context manager is called like a function
                 outcome = self._judged([record for record in records if record is not None])
             except DistaccumError as error:
                 outcome = error
+            except Exception as error:  # the other ranks wait for an answer
+                outcome = MisuseError(
+                    f"the global batch's gradient cannot be computed: {type(error).__name__}: {error}"
+                )
         outcome = gather.all_gather(world, outcome)[0]
         if isinstance(outcome, DistaccumError):
             raise outcome

@@ -84,6 +84,8 @@ class Watch:
 
     def open(self) -> None:
         """Begins to record."""
+        # Compiled code does not call hooks that were added after compilation.
+        self._opened.enter_context(torch.compiler.set_stance("force_eager"))
         self._opened.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._replace(DataLoader, "__iter__", lambda original: lambda loader: self.pool.watch(original(loader)))
         self._replace(torch.amp.GradScaler, "scale", self._noting_scale)
@@ -148,6 +150,9 @@ class Watch:
             model = inner
         self.model = model
         self.training = {name: module.training for name, module in model.named_modules()}
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._opened.callback(module.register_forward_hook(self._noting_precision).remove)
         self.without_dropout, restore = switch_off(model)
         self._opened.callback(restore)
         self._opened.callback(model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
@@ -160,11 +165,12 @@ class Watch:
             return
         if not self._pending:
             self.training = {name: part.training for name, part in module.named_modules()}
-        batch, source = self.pool.choose(module, args, kwargs)
+        batch, source, key = self.pool.choose(module, args, kwargs)
+        last = self._pending[-1] if self._pending else None
+        if last is not None and key is not None and last.key is key and not last.used:
+            return  # another forward on the same batch, before its backward: two towers, or two views
         reduces = None if self._replicated is None else bool(self._replicated.require_backward_grad_sync)
-        self._pending.append(MicroBatch(batch, source, reduces=reduces))
-        kinds = {parameter.device.type for parameter in module.parameters()}
-        self._low_precision |= any(torch.is_autocast_enabled(kind) for kind in kinds)
+        self._pending.append(MicroBatch(batch, source, reduces=reduces, key=key))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or not self._pending:
@@ -173,14 +179,19 @@ class Watch:
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         micro.used = not outputs  # an output of unknown kind: taken for used
         for tensor in outputs:
-            self._low_precision |= tensor.dtype in (torch.float16, torch.bfloat16)
             tensor.register_hook(partial(self._used, micro))  # type: ignore[no-untyped-call]
+
+    def _noting_precision(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Layers compute in few bits where autocast is on inside of the model, or sharding casts."""
+        kinds = (torch.float16, torch.bfloat16)
+        self._low_precision = self._low_precision or any(tensor.dtype in kinds for tensor in tensors_of(output))
 
     def _used(self, micro: MicroBatch, gradient: Tensor) -> None:
         """Notes that a gradient came back; that of a forward "for nothing" is zero everywhere."""
         if not micro.used and bool(gradient.any()):  # host read: an audit is no training
             micro.used = True
             self._backwards += 1
+            self.pool.forget()
 
     # ------------------------------------------------------------------------------------------ scale and clipping
 
@@ -245,7 +256,9 @@ class Watch:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         wanted = held & self._stepped if self._stepped else held
         named = [] if self.model is None else list(self.model.named_parameters())
-        return {clean(name): parameter for name, parameter in named if id(parameter) in wanted}
+        return {
+            clean(name): parameter for name, parameter in named if parameter.requires_grad and id(parameter) in wanted
+        }
 
     def _before_engine_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -63,9 +63,7 @@ def test_there_are_twelve_faults_and_more() -> None:
 
 
 def _peers(folder: Path, *names: str) -> dict[str, Any]:
-    succeed(
-        folder / "peers.json", *names, script=WORKERS / "audit_peers.py", world=2, warm="torch", PYTHONPATH=str(ROOT)
-    )
+    succeed(folder / "peers.json", *names, script=WORKERS / "audit_peers.py", world=2, PYTHONPATH=str(ROOT))
     found: dict[str, Any] = json.loads((folder / "peers.json").read_text())
     return found
 
@@ -140,6 +138,54 @@ def test_the_command_runs_a_script_to_its_end() -> None:
     assert finished.returncode == 1
     assert "window 10: WRONG" in finished.stdout
     assert "loss of the last micro-batch" in finished.stdout
+
+
+TRAINER = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, attention_dropout=0.1,
+))
+ids, lengths = torch.randint(0, 31, (64, 12)), torch.randint(3, 12, (64, 1))
+labels = torch.where(torch.arange(12) < lengths, ids, -100)
+
+class OldTrainer(Trainer):  # that was written before there was num_items_in_batch
+    def compute_loss(self, model, inputs, **kwargs):
+        return model(**inputs).loss
+
+kind = OldTrainer if sys.argv[1] == "old" else Trainer
+arguments = TrainingArguments(
+    output_dir=sys.argv[2], use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=4,
+    num_train_epochs=1, max_grad_norm=1.0, save_strategy="no", report_to="none", disable_tqdm=True,
+    average_tokens_across_devices=sys.argv[1] != "local", ddp_find_unused_parameters=False,
+)
+data = [{"input_ids": i, "labels": l} for i, l in zip(ids, labels)]
+kind(model=model, args=arguments, train_dataset=data).train()
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("kind", "causes"),
+    [
+        ("new", []),
+        ("local", ["each rank divides by its own count"]),
+        ("old", ["each micro-batch is divided by its own count", "4.00x = 4 micro-batches"]),
+    ],
+)
+def test_transformers_trainer_in_a_script(tmp_path: Path, kind: str, causes: list[str]) -> None:
+    """huggingface/transformers#34242 and #34191: with and without the count over devices, and without any."""
+    pytest.importorskip("transformers")
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    printed = succeed(script, kind, tmp_path / "out", script=COMMAND, world=2, timeout=280).stdout
+    assert ("this loop's gradient is the global batch's" in printed) == (not causes)
+    assert all(cause in printed for cause in causes)
+    assert "the loss is the model's own" in printed
 
 
 OWN_LOSS = """
