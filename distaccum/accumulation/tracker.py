@@ -11,7 +11,7 @@ from typing import Protocol
 from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
-from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
+from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.untrained import UntrainedParameters
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import Window

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import EngineConfig
 from distaccum.config.schema import RunConfig
+from distaccum.data.batches import to_device
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.data.loader import WindowLoader
-from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.losses.base import Loss
