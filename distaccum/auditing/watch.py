@@ -131,14 +131,15 @@ class Watch:
     def _attach(self, outer: nn.Module) -> None:
         model = outer
         while True:
-            homes = [f"{kind.__module__}." for kind in type(model).__mro__]  # a wrapper may have been derived from
+            # Of the class itself: models derive from what lives beside wrappers, as LightningModule does.
+            home = f"{type(model).__module__}."
             inner = getattr(model, "_orig_mod", None)
-            if any(home.startswith(_SHARDS_FLAT) for home in homes):
+            if home.startswith(_SHARDS_FLAT):
                 raise MisuseError(
                     "the model is in FullyShardedDataParallel, whose flat parameters have lost their names: "
                     "audit the loop under DistributedDataParallel, or shard with fully_shard (FSDP2)"
                 )
-            if inner is None and any(home.startswith(_WRAPPERS) for home in homes):
+            if inner is None and (home.startswith(_WRAPPERS) or isinstance(model, nn.parallel.DistributedDataParallel)):
                 inner = getattr(model, "module", next(model.children(), None))
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 self._replicated = model
@@ -235,7 +236,27 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------ the step
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook on every optimizer's step. A closure computes the gradient within the step: it is looked at after."""
+        given = [value for value in (*args[1:], kwargs.get("closure")) if callable(value)]
+        if not given:
+            self._look_at_gradients(optimizer)
+            return None
+        looked = False
+
+        def closure() -> Any:
+            nonlocal looked
+            result = given[0]()
+            if looked:
+                self._begin_window()  # LBFGS calls it again, at other weights
+            else:
+                looked = True
+                self._look_at_gradients(optimizer)
+            return result
+
+        return (args[0], closure), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
         if self._engine is not None or self.model is None:
             return
         found = self._covered(optimizer)

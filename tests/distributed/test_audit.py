@@ -188,6 +188,48 @@ def test_transformers_trainer_in_a_script(tmp_path: Path, kind: str, causes: lis
     assert "the loss is the model's own" in printed
 
 
+LIGHTNING = """
+import lightning
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(13, 6), torch.nn.Linear(6, 13)
+    def forward(self, x):
+        return self.head(self.embedding(x))
+    def training_step(self, batch, index):
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+torch.manual_seed(0)
+ids, lengths = torch.randint(0, 13, (42, 9)), torch.randint(1, 9, (42, 1))
+labels = torch.where(torch.arange(9) < lengths, ids.roll(-1, 1), -100)
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", accumulate_grad_batches=4, max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False,
+)
+trainer.fit(Model(), DataLoader(list(zip(ids, labels)), batch_size=3))
+"""
+
+
+@pytest.mark.heavy
+def test_lightnings_trainer_in_a_script(tmp_path: Path) -> None:
+    """Its backwards run within the optimizer's step; 7 micro-batches a rank are windows of 4 and 3."""
+    pytest.importorskip("lightning")
+    script = tmp_path / "train.py"
+    script.write_text(LIGHTNING)
+    printed = succeed(
+        script, "--loss", "distaccum:CrossEntropy", "--to-the-end", script=COMMAND, world=2, timeout=280
+    ).stdout
+    assert "window 2: WRONG" in printed
+    assert "mean of means: each micro-batch is divided by its own count" in printed
+    assert "short window: 3 micro-batches divided by 4" in printed
+
+
 OWN_LOSS = """
 import sys
 import torch

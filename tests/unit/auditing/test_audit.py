@@ -167,6 +167,28 @@ def test_a_scaled_loss_is_unscaled(fused: bool) -> None:
     assert report.right, str(report)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_computes_the_gradient_within_the_step(kind: type[torch.optim.Optimizer]) -> None:
+    """As in Lightning's loop; and LBFGS, whose first evaluation is that of the weights before the step."""
+    model = nn.Linear(WIDTH, 1)
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+
+    def closure_on(batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_sum(model, batch) / len(batch[0])
+            loss.backward()
+            return loss
+
+        return closure
+
+    with audit(loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
+        for batch in _batches():
+            optimizer.step(closure_on(batch))  # type: ignore[arg-type]
+    assert report.right, str(report)
+    assert [finding.micro_batches for finding in report.findings] == [(1,), (1,), (1,)]
+
+
 def test_two_optimizers_step_together() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
