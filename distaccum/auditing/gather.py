@@ -16,8 +16,14 @@ from distaccum.engines.dtensor import full_tensor
 
 
 def open_world_or_none() -> World | None:
-    """The program's process group, seen with a group for the host; None where it has opened none."""
-    return World.join() if dist.is_available() and dist.is_initialized() else None
+    """The program's process group, seen with a group for the host; None where it has opened none.
+
+    Not by the launcher's variables, which a framework may have taken back by now.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = None if "cpu" in dist.get_backend_config() else dist.new_group(backend="gloo")
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"), host_group=group)
 
 
 def all_gather(world: World | None, value: Any) -> list[Any]:
