@@ -78,8 +78,6 @@ class Judge:
         errors = [float((gradient - truth).norm() / truth.norm()) for gradient in unclipped]
         worst = max(range(len(errors)), key=lambda rank: _order(errors[rank]))
         gradient = unclipped[worst]
-        factor = float(gradient @ truth / (truth @ truth))
-        cosine = float(gradient @ truth / (gradient.norm() * truth.norm())) if gradient.any() else 0.0
         before = self._before[1][worst] if self._before and self._before[0] == window.index - 1 else None
         observed = Observed(
             rank=worst,
@@ -94,15 +92,19 @@ class Judge:
         if not errors[worst] <= tolerance:  # NaN is not less
             found, note = self._causes(window, shape, observed, gradient, truth)
             causes += found
-            notes += [note] if note else []
+            if note is not None:  # clipped alike
+                notes.append(note)
+                truth = truth * (gradient.norm() / truth.norm())
         elif low and errors[worst] > FP32_TOLERANCE:  # what rounding hides may still be told by its direction
             causes += nearer(shape, observed)
         self._before = (window.index, loop)
+        factor = float(gradient @ truth / (truth @ truth))
+        cosine = float(gradient @ truth / (gradient.norm() * truth.norm())) if gradient.any() else 0.0
         return Finding(
             window=window.index + 1,
             factor=factor,
             cosine=cosine,
-            error=errors[worst],
+            error=float((gradient - truth).norm() / truth.norm()),
             tolerance=tolerance,
             right=not causes,
             causes=causes,
@@ -296,7 +298,9 @@ def _hidden_clip(gradient: Tensor, truth: Tensor, tolerance: float, loss_scale: 
             )
             return Cause("clipped before unscaling", words, "scaler.unscale_(optimizer) before clip_grad_norm_")
         if norm < right:
-            return f"clipped to norm {rounded:g}, unseen, which hides the factor: audit without clipping to see it"
+            return (
+                f"clipped to norm {rounded:g}, unseen, as the right gradient would be; audit without, to see the factor"
+            )
         words = (
             f"the direction is right and the norm is {rounded:g}, more than the right gradient's {right:.3g}: clipped"
         )

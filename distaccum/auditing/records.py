@@ -77,10 +77,12 @@ class WindowRecord:
     weights: dict[str, Tensor] = field(repr=False)
 
     def gradients(self, rank: int) -> Mapping[str, Tensor | None]:
-        """What ``rank`` was about to step with."""
-        record = self.ranks[rank]
-        found = self.ranks[record.same_as].gradients if record.gradients is None else record.gradients
-        assert found is not None
+        """What ``rank`` was about to step with; of parameters that other ranks step on (ZeRO 1), what those were."""
+        found: dict[str, Tensor | None] = {}
+        for other in (self.ranks[rank], *self.ranks):
+            held = self.ranks[other.same_as].gradients if other.gradients is None else other.gradients
+            assert held is not None
+            found = {**held, **found}
         return found
 
 
