@@ -15,7 +15,7 @@ from distaccum.auditing.reference import LossOfModel, Reference
 from distaccum.auditing.report import Finding, Report
 from distaccum.auditing.watch import Watch
 from distaccum.distributed.world import World
-from distaccum.errors import DistaccumError, MisuseError
+from distaccum.errors import DistaccumError, MisuseError, shorten
 from distaccum.losses.normalize import Count
 
 
@@ -73,6 +73,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         self._loss_sum = loss_sum or self._own
         self._count = count or (self._own.count if self._own else None)
         self._tolerance = tolerance
+        self._chosen = optimizer is not None
         self._steps = accumulation_steps or 0
         self._show = show or _print
         self._done = False
@@ -135,7 +136,8 @@ class audit:  # noqa: N801  a context manager is called like a function
         if self._own is not None:
             self._own.learn(model)
         reference = Reference(model, records[0].weights, self._watch.training, self._loss_sum, self._count)
-        judge = Judge(reference, sorted(records[0].gradients(0)), self._tolerance, self._steps)
+        names = sorted(records[0].gradients(0))
+        judge = Judge(reference, names, self._tolerance, self._steps)
         findings: tuple[Finding, ...] = tuple(map(judge.judge, records))
         sources = sorted({source for record in records for rank in record.ranks for source in rank.sources})
         notes = [f"the batches are {' and '.join(sources)}"] if sources else []
@@ -143,6 +145,9 @@ class audit:  # noqa: N801  a context manager is called like a function
             notes.append("the loss is the model's own: its mean times the labels that are not -100" + self._own.shift)
         if str(reference.dtype) != "torch.float64":
             notes.append("computed in fp32: the model makes fp32 tensors by itself")
+        left_out = [name for name, p in reference.shapes().items() if p.requires_grad and name not in names]
+        if left_out and not self._chosen:
+            notes.append(f"no optimizer steps on {shorten(left_out)}, which need a gradient")
         if self._watch.without_dropout:
             notes.append(
                 f"dropout was off in {len(self._watch.without_dropout)} modules during the audit, on both sides"

@@ -140,6 +140,36 @@ def test_the_command_runs_a_script_to_its_end() -> None:
     assert "loss of the last micro-batch" in finished.stdout
 
 
+ENGINES = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from distaccum import Accumulator, CrossEntropy
+from tests.support.audit_loops import TokenModel, micro_batches
+
+torch.manual_seed(0)
+loss, model = CrossEntropy(), TokenModel()
+data = [(i, l) for b in micro_batches(1, 20, even=False) for i, l in zip(b["input_ids"], b["labels"])]
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+acc = Accumulator(model, optimizer, global_batch_size=26, micro_batch_size=5, count=loss.count, engine=sys.argv[1])
+for batch in acc.batches(DataLoader(data, batch_size=5)):
+    with acc.accumulate():
+        acc.backward(loss(acc.model, batch))
+"""
+
+
+@pytest.mark.parametrize("engine", ["zero1", "fsdp2", pytest.param("deepspeed", marks=pytest.mark.heavy)])
+def test_distaccums_engines_in_a_script(tmp_path: Path, engine: str) -> None:
+    """Ranks that each step on a part of the parameters, on shards of all, and within DeepSpeed's engine."""
+    script = tmp_path / "train.py"
+    script.write_text(ENGINES)
+    arguments = (script, engine, "--loss", "distaccum:CrossEntropy", "--to-the-end")
+    warm = "deepspeed" if engine == "deepspeed" else "distaccum"
+    printed = succeed(*arguments, script=COMMAND, world=2, warm=warm, PYTHONPATH=str(ROOT)).stdout
+    assert "this loop's gradient is the global batch's (2 ranks)" in printed
+    assert printed.count(": right") == 3
+
+
 TRAINER = """
 import sys
 import torch

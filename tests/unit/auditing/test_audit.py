@@ -198,6 +198,15 @@ def test_two_optimizers_step_together() -> None:
     assert len(report.findings) == WINDOWS
 
 
+def test_parameters_that_no_optimizer_steps_on_are_noted() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    with audit(loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
+        _train(model, optimizer)
+    assert report.right, str(report)
+    assert "no optimizer steps on 1.weight, 1.bias" in str(report)
+
+
 def test_sixteen_bits_have_their_own_tolerance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
