@@ -83,7 +83,18 @@ class Watch:
         self._depth = 0
 
     def open(self) -> None:
-        """Begins to record."""
+        """Begins to record.
+
+        Raises:
+            MisuseError: the model is wrapped in what hides its parameters.
+        """
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
         # Compiled code does not call hooks that were added after compilation.
         self._opened.enter_context(torch.compiler.set_stance("force_eager"))
         self._opened.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -229,7 +240,9 @@ class Watch:
 
     def _shutting_down(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            self._before_shutdown()
+            failing = sys.exc_info()[1]  # a clean-up after an error: the other ranks may be gone
+            if failing is None or isinstance(failing, SystemExit):
+                self._before_shutdown()
             return original(*args, **kwargs)
 
         return destroy_process_group

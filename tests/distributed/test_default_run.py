@@ -113,6 +113,7 @@ def test_the_wheel_elsewhere_trains_forecasts_and_exports(tmp_path: Path) -> Non
         assert json.loads((run_dir / "plan.json").read_text())["total_steps"] == 3
     call("distaccum-plan", "cluster.micro_step_ms=1", "hydra.run.dir=forecast")
     assert json.loads((tmp_path / "forecast" / "plan.json").read_text())["cluster"]["micro_step_ms"] == 1
+    call("distaccum-audit", "--help")
     call("distaccum-export", "one/checkpoints/step-3", "weights.safetensors")
     weights = tmp_path / "one" / "checkpoints" / "step-3" / "model.safetensors"
     assert load_file(tmp_path / "weights.safetensors").keys() == load_file(weights).keys()

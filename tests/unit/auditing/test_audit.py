@@ -308,6 +308,34 @@ def test_distaccum_is_right(clip_norm: float | None) -> None:
         assert ("as the right gradient would be" in str(report)) == (clip_norm is not None)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, about FSDP on a CPU
+def test_flat_shards_are_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  a second of imports
+
+    destroy = torch.distributed.destroy_process_group
+    with single_process_world():
+        model = FullyShardedDataParallel(nn.Linear(WIDTH, 1), device_id=torch.device("cpu"))
+        with (
+            pytest.raises(MisuseError, match="shard with fully_shard"),
+            audit(model, loss_sum=loss_sum, count=count),
+        ):
+            pass
+        with pytest.raises(MisuseError, match="audit at least 1"):
+            audit(model, windows=0)
+        assert torch.distributed.destroy_process_group is destroy
+
+
+def test_a_clean_up_after_an_error_asks_nobody() -> None:
+    """The error comes out, not what the audit would say of a loop that has not stepped."""
+
+    def failing() -> None:
+        with single_process_world():  # which closes the process group on its way out
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), audit(loss_sum=loss_sum, count=count):
+        failing()
+
+
 def test_misuse_is_said_and_everything_restored() -> None:
     call, clip = nn.Module.__call__, torch.nn.utils.clip_grad_norm_
     model = nn.Linear(WIDTH, 1)
