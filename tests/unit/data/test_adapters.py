@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
@@ -110,6 +111,20 @@ def test_a_generator_decides_the_order_with_the_seed(gloo_world: World, where: s
     assert order(1) != order(2)
     assert order(1) != order(1, seed=8)
     assert order(0) == order(None)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+def test_a_loader_with_a_state_is_planned_like_any_other(gloo_world: World) -> None:
+    seen = _seen(StatefulDataLoader(DATA, batch_size=2, shuffle=True), gloo_world)
+    assert sorted(seen) == list(range(10))
+    assert seen == _seen(DataLoader(DATA, batch_size=2, shuffle=True), gloo_world)
+
+
+@pytest.mark.parametrize("empty", [[], [(torch.ones(0, 1),)]])
+def test_an_epoch_of_nothing_is_an_error_on_every_level(gloo_world: World, empty: list[Any]) -> None:
+    loader = as_loader(iter(empty), gloo_world, **SIZES)
+    with pytest.raises(DataError, match="epoch 0: the streams of all 1 ranks are empty"):
+        list(loader.windows(0, 0, GlobalCounter(gloo_world, len)))
 
 
 class Own(DataLoader[Any]):
