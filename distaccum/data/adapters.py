@@ -182,8 +182,9 @@ def _shuffles(sampler: Any, size: int, world_size: int | None) -> bool:
         if world_size is not None and sampler.num_replicas != world_size:
             value, problem = f"DistributedSampler(num_replicas={sampler.num_replicas})", f"there are {world_size} ranks"
             raise ConfigError("loader", value, problem, "Leave the sampler out: the plan divides the samples")
-        if len(sampler.dataset) != size:
-            raise _unplannable(sampler, f"draws from {len(sampler.dataset)} of {size} samples")
+        drawn = len(cast(Any, sampler.dataset))
+        if drawn != size:
+            raise _unplannable(sampler, f"draws from {drawn} of {size} samples")
         return sampler.shuffle
     if len(sampler) != size:
         raise _unplannable(sampler, f"draws {len(sampler)} of {size} samples")
