@@ -114,7 +114,7 @@ def is_hugging_face(data: Any) -> bool:
 
 
 def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
-    if type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__module__.split(".")[0] != "torchdata":
+    if not _iterates_as(DataLoader, loader):
         remedy = "Give its dataset, or iterate over it in a class of your own, as a stream of this rank's micro-batches"
         raise ConfigError("loader", type(loader).__name__, "iterates in a way of its own", remedy)
     if not is_map_style(loader.dataset):
@@ -127,7 +127,7 @@ def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
     if batches is None:
         remedy = "State the samples of a micro-batch; if each item of the dataset is one, give a stream of them"
         raise ConfigError("loader", "batch_size=None", "makes no batches", remedy)
-    if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
+    if not _iterates_as(BatchSampler, batches):
         raise _unplannable(batches, "makes batches of its own")
     if batches.drop_last:
         raise ConfigError("loader", "drop_last=True", "leaves samples out", "Drop it: ragged windows are exact")
@@ -154,6 +154,17 @@ def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
     )
 
 
+def _is_stateful(sampler: Any) -> bool:
+    """Whether it is the sampler of torchdata's ``StatefulDataLoader(shuffle=True)``, which is none of torch's."""
+    return type(sampler).__name__ == "RandomSampler" and type(sampler).__module__.split(".")[0] == "torchdata"
+
+
+def _iterates_as(kind: Any, value: Any) -> bool:
+    """Whether ``value`` is a ``kind`` that gives the same items in the same order: no subclass that does otherwise."""
+    is_torchs = type(value).__module__.split(".")[0] == "torchdata"  # the same, with a state
+    return isinstance(value, kind) and (is_torchs or type(value).__iter__ is kind.__iter__)
+
+
 def _stream_description(loader: DataLoader[Any]) -> str:
     return f"{type(loader.dataset).__name__}, a stream of micro-batches"
 
@@ -161,8 +172,8 @@ def _stream_description(loader: DataLoader[Any]) -> str:
 def _shuffles(sampler: Any, size: int, world_size: int | None) -> bool:
     """Whether a sampler that gives every sample once shuffles them."""
     kinds = (DistributedSampler, RandomSampler, SequentialSampler)
-    known = next((kind for kind in kinds if isinstance(sampler, kind)), None)
-    if known is None or type(sampler).__iter__ is not known.__iter__ or getattr(sampler, "replacement", False):
+    known = _is_stateful(sampler) or any(_iterates_as(kind, sampler) for kind in kinds)
+    if not known or getattr(sampler, "replacement", False):
         raise _unplannable(sampler, "draws samples in an order that cannot be planned")
     if isinstance(sampler, DistributedSampler):  # the plan divides the samples in its place, and pads nothing
         if sampler.drop_last:
@@ -171,19 +182,22 @@ def _shuffles(sampler: Any, size: int, world_size: int | None) -> bool:
         if world_size is not None and sampler.num_replicas != world_size:
             value, problem = f"DistributedSampler(num_replicas={sampler.num_replicas})", f"there are {world_size} ranks"
             raise ConfigError("loader", value, problem, "Leave the sampler out: the plan divides the samples")
-        if len(sampler.dataset) != size:
-            raise _unplannable(sampler, f"draws from {len(sampler.dataset)} of {size} samples")
+        drawn = len(cast(Any, sampler.dataset))
+        if drawn != size:
+            raise _unplannable(sampler, f"draws from {drawn} of {size} samples")
         return sampler.shuffle
     if len(sampler) != size:
         raise _unplannable(sampler, f"draws {len(sampler)} of {size} samples")
-    return isinstance(sampler, RandomSampler)
+    return isinstance(sampler, RandomSampler) or _is_stateful(sampler)
 
 
 def _seed_of(sampler: Any, generator: torch.Generator | None) -> int:
     """What the loader's own seeds add to the run's: the same ones give the same order again, other ones another."""
     if isinstance(sampler, DistributedSampler):
         return int(sampler.seed)
-    own = getattr(sampler, "generator", None) or (generator if isinstance(sampler, RandomSampler) else None)
+    shuffles = isinstance(sampler, RandomSampler) or _is_stateful(sampler)
+    own = None if _is_stateful(sampler) else getattr(sampler, "generator", None)  # torchdata makes one from any seed
+    own = own or (generator if shuffles else None)
     return 0 if own is None else int(own.initial_seed())
 
 

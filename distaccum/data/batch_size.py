@@ -173,12 +173,15 @@ def _common(batch: Any, votes: list[Vote]) -> tuple[set[int], list[int]]:
 def _looks_like_a_sample(batch: Any) -> bool:
     """Whether single numbers stand beside tensors, as a label does beside an image that nobody collated."""
     if isinstance(batch, Mapping):
-        parts, single = list(batch.values()), Tensor
+        parts: list[Any] = list(batch.values())
+        numbers: list[Any] = [
+            part for part in parts if isinstance(part, Tensor) and not part.ndim
+        ]  # others may be metadata
     elif isinstance(batch, list | tuple):
-        parts, single = list(batch), Tensor | int | float
+        parts = list(batch)
+        numbers = [part for part in parts if isinstance(part, Tensor | int | float) and not getattr(part, "ndim", 0)]
     else:
         return False
-    numbers = [part for part in parts if isinstance(part, single) and not getattr(part, "ndim", 0)]
     return bool(numbers) and len(numbers) < len(parts)
 
 

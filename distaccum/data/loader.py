@@ -219,7 +219,7 @@ class MapWindowLoader(WindowLoader):
     def _sketch_of_next(self, batches: Iterator[Any]) -> Sketch | None:
         """The next batch's numbers; None where it cannot be loaded alone. The model's random numbers are left alone."""
         generators = RNGState.capture()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # of the host alone
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002  what users' code draws from
         try:

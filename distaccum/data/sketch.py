@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from distaccum.data.batches import members
 
-_NUMBERS = 8  # of each tensor or array
+_NUMBERS, _MOST_READ = 8, 2**16  # of each tensor or array: in a sketch, and for its mean
+_MOST_PARTS = 64
 _ALIKE = 0.02  # of the largest: decoders and processors differ by less, two samples by more
 _TELLING = 4  # distinct numbers
 
@@ -24,7 +26,7 @@ Sketch = tuple[Leaf, ...]
 
 def sketch(item: Any) -> Sketch | None:
     """The parts of an item that can be compared, in order; None where there is none."""
-    found = tuple(_leaves(item, ""))
+    found = tuple(islice(_leaves(item, ""), _MOST_PARTS))
     return found or None
 
 
@@ -85,7 +87,8 @@ def _numbers(tensor: Tensor, path: str) -> Iterator[Leaf]:
         return
     name = f"{tensor.dtype}".removeprefix("torch.") + f" {tuple(tensor.shape)}"
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = values.detach().reshape(-1).to(torch.float64)
+    flat = values.detach().reshape(-1)
+    flat = flat[:: max(1, len(flat) // _MOST_READ)].to(torch.float64)
     few = flat[torch.linspace(0, len(flat) - 1, min(_NUMBERS, len(flat))).long()] if len(flat) else flat
     numbers = (float(flat.mean()), *few.tolist()) if len(flat) else ()
     yield path, name, tuple(0.0 if number != number else number for number in numbers)  # noqa: PLR0124  NaN is no number

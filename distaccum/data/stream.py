@@ -95,8 +95,8 @@ class IterableWindowLoader(WindowLoader):
 
         Raises:
             ConfigError: the ranks have other plans or positions; the same message on every rank.
-            DataError: the ranks' streams are the same; an iterator that has ended is to begin again; nothing but empty
-                batches.
+            DataError: the ranks' streams are the same, or hold nothing but empty batches or nothing at all; an iterator
+                that has begun is to begin again.
             PeerError: another rank could not load its part of a window, and raises why.
         """
         index = start
@@ -106,6 +106,7 @@ class IterableWindowLoader(WindowLoader):
         if self._items is None or self._next != (epoch, index):
             self._to_open = epoch
             self._ended = [False] * self._world.size if self._resumed is None else list(self._resumed["ended"])
+        gave = index > 0
         while not all(self._ended):
             began = perf_counter()
             micro_batches: list[MicroBatch] = []
@@ -124,6 +125,7 @@ class IterableWindowLoader(WindowLoader):
                     raise DataError(f"the streams yielded nothing but empty batches {_MOST_EMPTY} times in a row")
             index += 1
             self._next = (epoch, index)
+            gave = gave or samples > 0
             if samples:
                 waited = perf_counter() - began
                 window = Window(
@@ -142,6 +144,8 @@ class IterableWindowLoader(WindowLoader):
         if self._to_open is not None:  # the state was saved at the end of an epoch
             self._open()
         self._items, self._taken, self._ended = None, 0, [False] * self._world.size
+        if not gave:
+            raise DataError(f"epoch {epoch}: the streams of all {self._world.size} ranks are empty")
 
     def _round(
         self, wanted: int, counter: GlobalCounter, epoch: int, turn: int

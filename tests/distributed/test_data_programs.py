@@ -34,6 +34,12 @@ REFUSED: dict[str, tuple[str, str, int]] = {
     "bad stream: bare datasets": (f"data=IterableDataset: {BARE}", f"data=IterableDataset: {BARE}", 0),
     "bad stream: datasets not split": ("not split over the 2 ranks", "split_dataset_by_node", 0),
     "bad map: rank 1 fails": ("PeerError: rank 1: OSError: the disk of rank 1 is gone", "OSError: the disk", 0),
+    "bad map: rank 1 stalls": (
+        "PeerError: rank 1: RuntimeError: DataLoader timed out after 1",
+        "DataLoader timed out",
+        0,
+    ),
+    "bad map: unsorted listing": (ORDER, ORDER, 0),
     "bad map: collate gives None": ("PeerError: rank 1: DataError: the collate", "the collate function gave None", 0),
     "bad map: other lengths": ("samples: differs between the ranks: 44 on rank 0, 43 on rank 1",) * 2 + (0,),
     "bad map: other orders": (ORDER, ORDER, 0),
@@ -48,6 +54,7 @@ REFUSED: dict[str, tuple[str, str, int]] = {
     ),
     "bad: another global batch": ("batch.global_size: differs between the ranks: 16 on rank 0, 8",) * 2 + (0,),
     "bad: another seed": ("seed: differs between the ranks: 0 on rank 0, 1 on rank 1",) * 2 + (0,),
+    "bad: resumed on rank 1 alone": ("window: differs between the ranks: 0 on rank 0, 1 on rank 1",) * 2 + (0,),
     "two epochs: an iterator": (BEGUN, BEGUN, 3),
     "two epochs: growing": (GROWN, GROWN, 3),
     "two epochs: grows on rank 1": (f"PeerError: rank 1: DataError: {GROWN}", f"DataError: {GROWN}", 3),
@@ -90,10 +97,6 @@ def test_what_cannot_be_exact_is_one_message_on_every_rank(results: dict[str, An
         assert str(message) in said
     assert len(results[name]["windows"]) == ran
     assert results[name]["off"] <= 1e-6  # the windows before were exact, and none came after
-
-
-def test_a_stream_whose_class_never_asks_for_its_worker_is_warned_of(results: dict[str, Any]) -> None:
-    assert not any(results["stream: two workers"]["warned"])  # it asks
 
 
 def test_no_program_is_left_out() -> None:

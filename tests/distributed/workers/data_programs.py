@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import sys
+import time
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -28,12 +29,12 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Subset,
-    TensorDataset,
     get_worker_info,
     random_split,
 )
 
 from distaccum import Accumulator, DataSpec, World
+from distaccum.accumulation.progress import Progress
 
 SAMPLES, GLOBAL, MICRO, WIDTH = 44, 16, 4, 3  # 44: the last window, and on two ranks the last micro-batch, are ragged
 X = torch.randn(1000, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -197,6 +198,47 @@ class Dropped(Rows):
         return row(index) | {"noise": torch.rand(5)}
 
 
+class Lazy(Rows):
+    """Opens its file in a loading process, as for HDF5: a sample loaded before would be read through one handle."""
+
+    def __getitem__(self, index: int) -> Any:
+        assert get_worker_info() is not None
+        return row(index)
+
+
+class Decoded(Rows):
+    """By another version of a decoder on each rank: floats and bytes are rounded differently."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def __getitem__(self, index: int) -> Any:
+        image = (torch.arange(100) + index + self.rank).to(torch.uint8)
+        return row(index) | {"sound": X[index] * (1 + 1e-4 * self.rank), "image": image}
+
+
+class Timed(Rows):
+    """Each sample says when it was loaded."""
+
+    def __getitem__(self, index: int) -> Any:
+        return row(index) | {"loaded": time.time_ns()}
+
+
+class Stalls(Rows):
+    """Stops answering on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.left = rank, 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if self.rank == 1 and not self.left:
+            time.sleep(30)
+        return row(index)
+
+
 class FailsOnce(Rows):
     """Raises on rank 1 alone, in the second window."""
 
@@ -301,9 +343,10 @@ PROGRAMS: dict[str, Program] = {
     "map: datasets": lambda world: loader(world, hugging_face(), shuffle=True),
     "map: flipped": lambda world: loader(world, Flipped(world.rank)),
     "map: flipped by workers": lambda world: loader(world, Dropped(), num_workers=1),
-    "map: split with a seed": lambda world: random_split(
-        TensorDataset(X, torch.arange(1000)), [SAMPLES, 956], torch.Generator().manual_seed(1)
-    )[0],
+    "map: lazy": lambda world: loader(world, Lazy(), num_workers=1),
+    "map: decoded": lambda world: loader(world, Decoded(world.rank)),
+    "map: timed": lambda world: Timed(),
+    "map: split with a seed": lambda world: random_split(Rows(), [SAMPLES, 0], torch.Generator().manual_seed(1))[0],
     "map: loader in a DataSpec": lambda world: DataSpec(train=loader(world, shuffle=True)),
     # What is refused, by every rank
     "bad stream: parts disagree": lambda world: Again(partial(disagreeing, world)),
@@ -319,6 +362,8 @@ PROGRAMS: dict[str, Program] = {
     "bad stream: bare datasets": lambda world: hugging_face_stream(world, split=True),
     "bad stream: datasets not split": lambda world: loader(world, hugging_face_stream(world, split=False)),
     "bad map: rank 1 fails": lambda world: FailsOnce(world.rank),
+    "bad map: rank 1 stalls": lambda world: loader(world, Stalls(world.rank), num_workers=1, timeout=1),
+    "bad map: unsorted listing": lambda world: Rows(random.Random(world.rank).sample(range(SAMPLES), SAMPLES)),  # noqa: S311
     "bad map: collate gives None": lambda world: loader(world, collate_fn=partial(nothing_on_rank_1, rank=world.rank)),
     "bad map: other lengths": lambda world: Rows(range(SAMPLES - world.rank)),
     "bad map: other orders": lambda world: Subset(
@@ -333,6 +378,7 @@ PROGRAMS: dict[str, Program] = {
     "bad: cannot be planned on rank 1": lambda world: loader(world, drop_last=bool(world.rank)),
     "bad: another global batch": lambda world: Rows(),
     "bad: another seed": lambda world: Rows(),
+    "bad: resumed on rank 1 alone": lambda world: Rows(),
     "two epochs: an iterator": lambda world: map(_as_dict, batches(world)),
     "two epochs: growing": lambda world: Growing(),
     "two epochs: grows on rank 1": lambda world: Growing(),
@@ -381,6 +427,8 @@ def train(name: str, world: World) -> dict[str, Any]:
         count=lambda batch: len(read(batch)[1]),
         world=world,
     )
+    if rank_1 and name == "bad: resumed on rank 1 alone":
+        acc.restore(Progress(window=1, step=1, epoch_window=1), {}, None)
     data = PROGRAMS[name](world)
     found: dict[str, Any] = {"seen": [], "samples": [], "counts": [], "error": "", "warned": []}
     with warnings.catch_warnings(record=True) as warned:
