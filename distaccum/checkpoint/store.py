@@ -152,7 +152,7 @@ def _seal(folder: Path) -> None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    digests = {}
+    digests: dict[str, str] = {}
     for parent, folders, files in retried(lambda: list(os.walk(folder, onerror=_raise))):
         digests |= {f"{Path(parent, name).relative_to(folder).as_posix()}/": "" for name in folders}
         for name in files:

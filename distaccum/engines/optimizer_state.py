@@ -101,8 +101,8 @@ def load(
     own: dict[int, dict[Any, Any]] = {}  # by optimizer: what belongs to none of its parameters
     for full_name, value in values.items():
         if full_name.startswith(_OWN):
-            number, key = full_name.removeprefix(_OWN).split(".", 1)
-            own.setdefault(int(number), {})[key] = value
+            n, key = full_name.removeprefix(_OWN).split(".", 1)
+            own.setdefault(int(n), {})[key] = value
         if full_name.startswith(_OF_GROUPS):
             i, j, key = full_name.removeprefix(_OF_GROUPS).split(".", 2)
             optimizers[int(i)].param_groups[int(j)][key] = value
