@@ -36,7 +36,7 @@ def as_counts(count: float | Counts) -> Counts:
         kind = type(value)
         if kind is not int and kind is not float:
             given: Any = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
-            if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given < inf:
+            if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= float(given) < inf:
                 raise MisuseError(_not_a_count(name, value))
             plain = False
         elif not 0 <= value < inf:
