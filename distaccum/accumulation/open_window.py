@@ -137,7 +137,7 @@ class OpenWindow:
         self._end_autocast()
         counts = self._known_counts(count) if self.counts else self._provisional_counts(count)
         own_counts = self._current.counts if self.counts and self._current else None
-        if own_counts is None and not isinstance(count, Tensor):  # one on a device is not read
+        if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
             own_counts = as_counts(count)
         factor = self._engine.gradient_divide_factor
         self._engine.backward(normalize_loss(loss, counts, factor, own_counts=own_counts))

@@ -45,7 +45,7 @@ class TensorFiles(Mapping[str, Tensor]):
     """The tensors of a folder's ``KIND*.safetensors``, or of one file; each is read when it is asked for.
 
     Raises:
-        CheckpointError: a file is missing or no safetensors file.
+        CheckpointError: a file is missing or no safetensors file, or two have the same tensor.
     """
 
     def __init__(self, path: Path, kind: str = "model") -> None:
@@ -59,6 +59,9 @@ class TensorFiles(Mapping[str, Tensor]):
                 handle = self._opened.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: cannot be read as safetensors ({error})") from error
+            twice = self._homes.keys() & set(handle.keys())
+            if twice:
+                raise CheckpointError(f"{file} has {min(twice)}, which another file of the folder has too")
             self._homes |= dict.fromkeys(handle.keys(), handle)
             self._notes |= json.loads((handle.metadata() or {}).get(_NOTES, "{}"))
 

@@ -84,9 +84,16 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
     for group in ties:
         stored = [name for name in group if name in files]
         for name in stored[1:]:
-            if not torch.equal(files[name].nan_to_num(), files[stored[0]].nan_to_num()):
+            if not _same(files[name], files[stored[0]]):
                 problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
                 raise ConfigError(key, path, problem, "Untie them in the model, or use weights that were tied")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether they are the same bit for bit, NaN included."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def check_storable(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from distaccum.engines.packed_files import is_packed
 from distaccum.errors import CheckpointError, MisuseError
 
 _PREFIX, _OF_GROUPS, _OWN = "state.", "groups.", "own."
+_KIND = "kind."  # of an optimizer: its class
 _OURS = ("params", "lr", "initial_lr")  # in groups
 _AS_BYTES = "in bytes"  # the value of what is neither a tensor nor a plain value, next to its bytes
 
@@ -50,6 +51,7 @@ def collect(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for i, optimizer in enumerate(optimizers):
+        values[f"{_KIND}{i}"] = type(optimizer).__name__
         for key, value in optimizer.state.items():
             if isinstance(key, Tensor):
                 continue
@@ -83,18 +85,24 @@ def load(
     A parameter that the saved run had never used has no state, and starts without.
 
     Raises:
+        MisuseError: it is the state of optimizers of other classes.
         KeyError: something was kept of a parameter that the model has not.
         ValueError: a tensor has another shape than its sharded parameter, or is a file of DeepSpeed's.
     """
     optimizers = list(optimizers)
     if any(map(is_packed, tensors)):
         raise ValueError("the optimizer's state is DeepSpeed's own: start from the weights alone, without it")
+    before = [str(value) for name, value in sorted(values.items()) if name.startswith(_KIND)]
+    now = [type(optimizer).__name__ for optimizer in optimizers]
+    if before and before != now:
+        problem = f"the state is that of {', '.join(before)}, and it would be loaded into {', '.join(now)}"
+        raise MisuseError(f"{problem}: continue with the same optimizers, or load the model's weights alone")
     kept: dict[str, dict[str, str]] = {}  # by parameter: by key: the whole name
     own: dict[int, dict[Any, Any]] = {}  # by optimizer: what belongs to none of its parameters
     for full_name, value in values.items():
         if full_name.startswith(_OWN):
-            number, key = full_name.removeprefix(_OWN).split(".", 1)
-            own.setdefault(int(number), {})[key] = value
+            n, key = full_name.removeprefix(_OWN).split(".", 1)
+            own.setdefault(int(n), {})[key] = value
         if full_name.startswith(_OF_GROUPS):
             i, j, key = full_name.removeprefix(_OF_GROUPS).split(".", 2)
             optimizers[int(i)].param_groups[int(j)][key] = value

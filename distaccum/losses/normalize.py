@@ -7,6 +7,7 @@ from math import inf, log2
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,16 +35,18 @@ def as_counts(count: float | Counts) -> Counts:
     for name, value in counts.items():
         kind = type(value)
         if kind is not int and kind is not float:
-            if kind is bool or not isinstance(value, Real):
+            given: Any = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+            if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= float(given) < inf:
                 raise MisuseError(_not_a_count(name, value))
             plain = False
-        if not 0 <= value < inf:
+        elif not 0 <= value < inf:
             raise MisuseError(_not_a_count(name, value))
     return counts if plain else {name: _as_python(value) for name, value in counts.items()}
 
 
-def _as_python(value: Real | float) -> float:
-    return int(value) if isinstance(value, Integral) else float(value)
+def _as_python(value: Any) -> float:
+    number = value.item() if isinstance(value, np.ndarray) else value
+    return int(number) if isinstance(number, Integral) else float(number)
 
 
 def _not_a_count(name: str, value: object) -> str:

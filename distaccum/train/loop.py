@@ -91,7 +91,7 @@ class Loop:
 
     def stop(self, reason: str) -> None:
         """For callbacks: see ``distaccum.train.callbacks.Run``."""
-        self._reason = reason
+        self._reason = reason or "a callback asked to stop"
 
     def preempt(self, reason: str) -> None:
         """Asks all ranks to save and leave before the next window; may be called by a signal's handler."""

@@ -207,6 +207,7 @@ def train(
         print_summary(
             components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
         )
+    accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
 

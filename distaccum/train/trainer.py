@@ -104,7 +104,7 @@ class Trainer:
         if run_dir is None and config.resume == "auto":
             problem = "is not given, and resume=auto looks for its run there"
             raise ConfigError("run_dir", None, problem, "Give the folder")
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", type(callbacks).__name__, "is no list", "Give them as a list")
         spec = to_data_spec(data, self._environment.size)

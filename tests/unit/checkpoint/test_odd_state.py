@@ -260,3 +260,21 @@ def test_native_types_stay_readable_for_others(gloo_world: World, tmp_path: Path
     assert found["int16"].dtype is torch.int16
     assert found["float8_e4m3fn"].dtype is torch.float8_e4m3fn
     assert TensorFiles(path)["complex128"].dtype is torch.complex128
+
+
+def test_a_tensor_in_two_files_of_a_folder_is_refused(tmp_path: Path) -> None:
+    """The file that was read last used to win."""
+    for number, file in enumerate(("model.safetensors", "model-00001-of-00001.safetensors")):
+        save_file({"weight": torch.full((2, 2), float(number)), "bias": torch.zeros(2)}, tmp_path / file)
+    with pytest.raises(ConfigError, match=r"has bias, which another file of the folder has too"):
+        weights.check(nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_state_of_another_optimizer_is_refused(name: str, gloo_world: World) -> None:
+    """Its entries lay unused beside those that began anew."""
+    first = _engine(gloo_world, nn.Linear(3, 2), name, torch.optim.AdamW)
+    saved = whole_state(first, gloo_world)
+    _engine(gloo_world, nn.Linear(3, 2), name, torch.optim.AdamW).load_state(saved)
+    with pytest.raises(MisuseError, match=r"the state is that of AdamW, and it would be loaded into SGD"):
+        _engine(gloo_world, nn.Linear(3, 2), name).load_state(saved)

@@ -155,6 +155,8 @@ BAD_COUNTS: dict[str, Any] = {
     "NumPy's NaN": np.float32("nan"),
     "NumPy's half that overflowed": np.float16("inf"),
     "an array": np.ones(2),
+    "an array's NaN": np.array(math.nan),
+    "an array's truth value": np.array(True),
     "text": "3",
     "complex": 3j,
     "a list": [1, 2],
@@ -185,7 +187,9 @@ def test_so_is_one_that_is_given_with_the_loss(count: Any, reduction: str, world
     assert "count" in message or "shape [2]" in message
 
 
-@pytest.mark.parametrize("count", [np.int64(2), np.float32(2.0), np.uint8(2), 2, 2.0], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize(
+    "count", [np.int64(2), np.float32(2.0), np.uint8(2), np.array(2.0), 2, 2.0], ids=lambda c: type(c).__name__
+)
 def test_numpys_numbers_count_as_pythons(count: Any, world: World) -> None:
     assert as_counts(count) == {"loss": 2}
     assert type(as_counts(count)["loss"]) in (int, float)

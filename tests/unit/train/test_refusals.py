@@ -499,3 +499,15 @@ def test_what_cannot_be_used_is_named(case: str, tmp_path: Path) -> None:
     given, expected = GIVEN[case]
     with pytest.raises(ConfigError, match=expected):
         _trainer(tmp_path, **given)
+
+
+class StopsWithoutAWord(Callback):
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        run.stop("")
+
+
+def test_a_callback_that_stops_without_a_reason_stops(gloo_world: World, tmp_path: Path) -> None:
+    """The run went on."""
+    _trainer(tmp_path, callbacks=[StopsWithoutAWord()]).fit()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["step"], status["reason"]) == (1, "a callback asked to stop")
