@@ -82,7 +82,7 @@ def plan_windows(
         ConfigError: sizes that cannot work.
     """
     given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
-    sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
+    sizes: Any = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
     seed = whole_number("seed", seed)
     require_seed("seed", seed)
     loader = as_loader(data, world, **sizes, seed=seed)

@@ -390,7 +390,7 @@ class Accumulator:
         """Gives model, optimizer and scheduler back, which are then as any others: local, and final.
 
         A window that is open is dropped. The weights stay where the engine has put them: on the device, and sharded
-        where it shards.
+        where it shards. An engine that shards the optimizer's state gives the model back only: make a new optimizer.
         """
         if self._closed:
             return

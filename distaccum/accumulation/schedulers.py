@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from functools import cache
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -84,13 +84,11 @@ class _Owned:
         raise MisuseError(f"scheduler.step() was called by hand: {remedy}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = type(self).__mro__[2]
-        made = own.__reduce_ex__(self, protocol)
-        function, arguments, *state = made
+        own: Any = type(self).__mro__[2]
+        function, arguments, *state = own.__reduce_ex__(self, protocol)
         return (function, tuple(own if part is type(self) else part for part in arguments), *state)
 
 
-@cache
 def _owned(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (_Owned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
@@ -101,7 +99,7 @@ def settings_of_groups(optimizers: Iterable[Optimizer]) -> list[list[dict[str, A
     Torch's chainable schedulers compute the next rate from the current one and do not save it, and a rate may have been
     set by hand.
     """
-    plain = bool | int | float | str | None | Tensor | tuple | list
+    plain = (bool, int, float, str, NoneType, Tensor, tuple, list)
     return [
         [
             {key: deepcopy(value) for key, value in group.items() if _is_setting(key) and isinstance(value, plain)}

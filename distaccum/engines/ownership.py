@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distaccum.errors import MisuseError
 
-_owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()
 
 
 class Ownership:
@@ -31,11 +31,15 @@ class Ownership:
             *((optimizer, f"optimizer {type(optimizer).__name__}") for optimizer in optimizers),
             *((parameter, f"model {type(model).__name__}") for parameter in parameters),
         ):
+            if thing in _owners and _owners[thing].spent:
+                problem = f"the {what} was in another Accumulator (engine), which left each rank a share of its state"
+                raise MisuseError(f"{problem}: make a new one over model.parameters()")
             if thing in _owners:
                 problem = f"the {what} is in another Accumulator (engine) that is not closed"
                 raise MisuseError(
                     f"{problem}: for another global batch call its set_global_batch_size(n), else its close() first"
                 )
+        self.spent = False
         self.add([*optimizers, *parameters])
 
     def add(self, things: Iterable[object]) -> None:
@@ -43,7 +47,13 @@ class Ownership:
         for thing in things:
             _owners[thing] = self
 
-    def release(self) -> None:
-        """Gives up the claim; later calls do nothing."""
+    def release(self, *, keeps_optimizers: bool = False) -> None:
+        """Gives up the claim; later calls do nothing.
+
+        Args:
+            keeps_optimizers: where a rank is left with a share of their state, nobody can go on with them.
+        """
+        self.spent = keeps_optimizers
         for thing in [thing for thing, owner in _owners.items() if owner is self]:
-            del _owners[thing]
+            if not (keeps_optimizers and isinstance(thing, Optimizer)):
+                del _owners[thing]

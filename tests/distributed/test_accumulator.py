@@ -45,6 +45,13 @@ def test_what_would_train_wrongly_is_refused(found: Any, engine: str, what: str)
     assert message.startswith(REFUSED[what])
 
 
+def test_an_optimizer_whose_state_was_sharded_is_not_used_again(found: Any) -> None:
+    assert (
+        "the optimizer SGD was in another Accumulator (engine), which left each rank"
+        in found["zero1"]["used optimizer"]
+    )
+
+
 @pytest.mark.heavy
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_another_global_batch_on_deepspeed(tmp_path: Path) -> None:
