@@ -26,6 +26,7 @@ from distaccum import Accumulator
 from distaccum import functional as da
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
+from tests.support.schedule_free import ScheduleFree
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
 Schedulers = Callable[[torch.optim.Optimizer], Any]
@@ -235,42 +236,6 @@ def test_a_second_accumulator_over_the_same_is_refused(gloo_world: World, engine
     stranger = ExponentialLR(torch.optim.SGD(nn.Linear(2, 1).parameters()), 0.9)
     with pytest.raises(ConfigError, match="scheduler=ExponentialLR: it sets the learning rate of an optimizer that is"):
         Accumulator(third, torch.optim.SGD(third.parameters()), **sizes, scheduler=stranger, world=gloo_world)
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """The schedule-free SGD of the paper, with the modes of its authors' package."""
-
-    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
-
-    @torch.no_grad()
-    def _move(self, weight: float) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight)
-
-    def train(self) -> None:
-        if not self.param_groups[0]["train_mode"]:
-            self._move(1 - self.param_groups[0]["beta"])
-        self.param_groups[0]["train_mode"] = True
-
-    def eval(self) -> None:
-        if self.param_groups[0]["train_mode"]:
-            self._move(1 - 1 / self.param_groups[0]["beta"])
-        self.param_groups[0]["train_mode"] = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        (group,) = self.param_groups
-        assert group["train_mode"], "not in train mode"
-        group["k"] += 1
-        for p in group["params"]:
-            z = self.state[p].setdefault("z", p.detach().clone())
-            x = p.lerp(z, 1 - 1 / group["beta"])
-            z.sub_(group["lr"] * p.grad)
-            x.lerp_(z, 1 / group["k"])
-            p.copy_(x.lerp(z, 1 - group["beta"]))
 
 
 def _averages(windows: int) -> Tensor:
