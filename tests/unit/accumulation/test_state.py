@@ -42,11 +42,13 @@ def _make(
     scheduler: Schedulers | None = None,
     optimizer: Any = torch.optim.AdamW,
     lr: float = 0.1,
+    weight_decay: float = 0.01,
     **options: Any,
 ) -> tuple[Accumulator, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
-    made = optimizer(model.parameters(), lr=lr)
+    more = {"weight_decay": weight_decay} if optimizer is torch.optim.AdamW else {}
+    made = optimizer(model.parameters(), lr=lr, **more)
     schedulers = scheduler(made) if scheduler else None
     sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "count": len}
     acc = Accumulator(model, made, scheduler=schedulers, world=world, **(sizes | options))
@@ -123,6 +125,19 @@ def test_a_learning_rate_set_by_hand_is_saved(gloo_world: World, schedule: str) 
     assert torch.equal(_weights(whole), _weights(resumed))
 
 
+def test_a_setting_that_was_not_changed_is_the_programs(gloo_world: World) -> None:
+    first, optimizer, _ = _make(gloo_world, weight_decay=0.0)
+    state = first.state_dict()
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    changed = first.state_dict()
+    first.load_state_dict(state)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    second, optimizer, _ = _make(gloo_world, lr=0.2, weight_decay=0.5)
+    second.load_state_dict(_through_a_file(changed))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.5, (0.5, 0.5))
+
+
 def test_a_plateau_takes_the_metric(gloo_world: World) -> None:
     def plateau(optimizer: Any) -> Any:
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
@@ -185,6 +200,7 @@ def test_an_older_state_is_read(gloo_world: World) -> None:
     rate = acc.state_dict()["groups"][0][0]["lr"]
     (scheduler,) = state["schedulers"]
     old = {key: value for key, value in state.items() if key not in ("groups", "batch")}
+    assert state["groups"] == [[{"lr": rate}]]  # what has changed, and no more
     resumed, optimizer, _ = _make(gloo_world, lambda optimizer: ExponentialLR(optimizer, 0.5))
     resumed.load_state_dict(old | {"schedulers": [{"scheduler": scheduler, "groups": state["groups"][0]}]})
     assert optimizer.param_groups[0]["lr"] == rate == 0.025
