@@ -25,6 +25,9 @@ class Ownership:
         MisuseError: another engine has one of them.
     """
 
+    spent: bool = False
+    """Whether the optimizers are left with a share of their state, after :meth:`release`."""
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for thing, what in (
@@ -39,7 +42,6 @@ class Ownership:
                 raise MisuseError(
                     f"{problem}: for another global batch call its set_global_batch_size(n), else its close() first"
                 )
-        self.spent = False
         self.add([*optimizers, *parameters])
 
     def add(self, things: Iterable[object]) -> None:
