@@ -17,7 +17,7 @@ from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers, restore_groups, settings_of_groups
+from distaccum.accumulation.schedulers import GroupSettings, OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_seed, whole_number
@@ -143,13 +143,15 @@ class Accumulator:
         )
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         check_schedulers(schedulers, self._optimizers)
+        self._evaluation_weights = EvaluationWeights(self._optimizers)
         self.engine: Engine = create(prepared, model, optimizer, self.world)
         try:
-            self._evaluation_weights = EvaluationWeights(self._optimizers, self.engine)
+            self._evaluation_weights.attach(self.engine)
         except ConfigError:
             self.engine.close()
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
+        self._groups = GroupSettings(self._optimizers)
         self.tracker = ProgressTracker(
             self.engine,
             self.world,
@@ -390,7 +392,7 @@ class Accumulator:
         """Gives model, optimizer and scheduler back, which are then as any others: local, and final.
 
         A window that is open is dropped. The weights stay where the engine has put them: on the device, and sharded
-        where it shards.
+        where it shards. An engine that shards the optimizer's state gives the model back only: make a new optimizer.
         """
         if self._closed:
             return
@@ -432,7 +434,7 @@ class Accumulator:
         state = whole_state(self.engine, self.world)
         return {
             **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
-            "groups": settings_of_groups(self._optimizers),
+            "groups": self._groups.changed(),
             "progress": asdict(self.progress),
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -443,8 +445,9 @@ class Accumulator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` gave; :meth:`windows` then continues with the window that came next.
 
-        A global batch that was set is restored with it, and so are the settings of the optimizer's groups, learning
-        rates among them. The state is copied, and can be loaded again.
+        A global batch that was set is restored with it, and so are the settings of the optimizer's groups that had
+        changed since the start, learning rates among them; the others stay those of this program. The state is copied,
+        and can be loaded again.
         """
         self._expect_no_window("load_state_dict()")
         self._evaluation_weights.eval()
@@ -452,7 +455,7 @@ class Accumulator:
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         if "groups" in state:
-            restore_groups(self._optimizers, state["groups"])
+            self._groups.restore(state["groups"])
         self._items_per_sample = state["per_sample"]
         self._restore_batch(state.get("batch"))
         self.restore(Progress(**state["progress"]), state["position"], state["data"])

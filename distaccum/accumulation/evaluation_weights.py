@@ -22,25 +22,29 @@ class EvaluationWeights:
     A forward outside of a window switches by itself, if the model is in evaluation mode or without gradients.
 
     Args:
-        optimizers: of one run.
-        engine: of their model.
-
-    Raises:
-        ConfigError: such an optimizer, and an engine of which a rank holds a share only: a switch would not reach all
-            weights.
+        optimizers: of one run; they are switched to the weights to evaluate.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         switches = ("train", "eval")
         self._optimizers: list[Any] = [
             one for one in optimizers if all(callable(getattr(one, name, None)) for name in switches)
         ]
-        self._engine = engine
+        self.eval()
+
+    def attach(self, engine: Engine) -> None:
+        """Watches the forwards of the engine's model.
+
+        Raises:
+            ConfigError: there is such an optimizer, and the engine leaves a rank a share only: a switch would not reach
+                all weights.
+        """
         if not self._optimizers:
             return
         if engine.state_layout is not StateLayout.FULL:
             problem = "its train() and eval() replace the weights, of which this engine gives a rank a share only"
             raise ConfigError("optimizer", type(self._optimizers[0]).__name__, problem, "Use engine=ddp")
+        self._engine = engine
         self._hook = engine.unwrapped_model.register_forward_pre_hook(self._before_forward)
 
     def train(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import cache
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -46,7 +46,8 @@ class OwnedScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` gave, or what 0.1 did: with the settings of the optimizer's groups."""
         if state.keys() == {"scheduler", "groups"}:
-            restore_groups([self._scheduler.optimizer], [state["groups"]])
+            for group, settings in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
+                _set(group, settings)
             state = state["scheduler"]
         self._scheduler.load_state_dict(deepcopy(state))
 
@@ -84,46 +85,72 @@ class _Owned:
         raise MisuseError(f"scheduler.step() was called by hand: {remedy}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own = type(self).__mro__[2]
-        made = own.__reduce_ex__(self, protocol)
-        function, arguments, *state = made
+        own: Any = type(self).__mro__[2]
+        function, arguments, *state = own.__reduce_ex__(self, protocol)
         return (function, tuple(own if part is type(self) else part for part in arguments), *state)
 
 
-@cache
 def _owned(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (_Owned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def settings_of_groups(optimizers: Iterable[Optimizer]) -> list[list[dict[str, Any]]]:
-    """The settings of the optimizers' groups as they are now, learning rates among them: copies of plain values.
+class GroupSettings:
+    """The settings of the optimizers' groups, learning rates among them: what has changed since the start is state.
 
     Torch's chainable schedulers compute the next rate from the current one and do not save it, and a rate may have been
-    set by hand.
+    set by hand. What has not changed is a setting of the program, which another run may have otherwise.
+
+    Args:
+        optimizers: of one run, before its first window.
     """
-    plain = bool | int | float | str | None | Tensor | tuple | list
-    return [
-        [
-            {key: deepcopy(value) for key, value in group.items() if _is_setting(key) and isinstance(value, plain)}
-            for group in optimizer.param_groups
-        ]
-        for optimizer in optimizers
-    ]
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._first = self._now()
+
+    def _now(self) -> list[list[dict[str, Any]]]:
+        return [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+
+    def changed(self) -> list[list[dict[str, Any]]]:
+        """The settings that differ from the first ones, by optimizer and group: copies."""
+        pairs = zip(self._first, self._now(), strict=True)
+        return [[_difference(*groups) for groups in zip(first, now, strict=True)] for first, now in pairs]
+
+    def restore(self, changed: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Restores :meth:`changed`; the other settings are the first ones again.
+
+        Raises:
+            ValueError: there are other optimizers or groups.
+        """
+        for optimizer, first, saved in zip(self._optimizers, self._first, changed, strict=True):
+            for group, settings, more in zip(optimizer.param_groups, first, saved, strict=True):
+                for key in _settings(group).keys() - settings.keys():
+                    del group[key]  # has come since
+                _set(group, settings | dict(more))
 
 
-def restore_groups(optimizers: Sequence[Optimizer], saved: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Restores :func:`settings_of_groups`; what is a tensor stays the same one.
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    plain = (bool, int, float, str, NoneType, Tensor, tuple, list)
+    return {key: deepcopy(value) for key, value in group.items() if _is_setting(key) and isinstance(value, plain)}
 
-    Raises:
-        ValueError: there are other optimizers or groups.
-    """
-    for optimizer, groups in zip(optimizers, saved, strict=True):
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in settings.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(torch.as_tensor(value))
-                else:
-                    group[key] = deepcopy(value)
+
+def _difference(first: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in now.items() if key not in first or not _same(first[key], value)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    return bool(one == other)
+
+
+def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Sets a group's settings; what is a tensor stays the same one, as compiled steps have it."""
+    for key, value in settings.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].copy_(torch.as_tensor(value))
+        else:
+            group[key] = deepcopy(value)
 
 
 def _is_setting(key: str) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from distaccum.data.loader import WindowLoader
+from distaccum.data.spec import DataSpec
 from distaccum.errors import CheckpointError
 
 
@@ -88,4 +91,6 @@ class DataCursor:
 
 def _dataset(data: Any) -> Any:
     """What a ``DataLoader`` or a ``DataSpec`` holds; anything else is itself."""
-    return getattr(data, "dataset", getattr(data, "train", data))
+    if isinstance(data, DataLoader):
+        return data.dataset
+    return data.train if isinstance(data, DataSpec) else data

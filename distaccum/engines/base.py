@@ -271,7 +271,7 @@ class Engine(ABC):
         self._closed = True
         self._close_window()
         if self.ownership is not None:
-            self.ownership.release()
+            self.ownership.release(keeps_optimizers=self.state_layout is not StateLayout.FULL)
 
 
 def forward_past_engine() -> MisuseError:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distaccum.errors import MisuseError
 
-_owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()
 
 
 class Ownership:
@@ -25,12 +25,18 @@ class Ownership:
         MisuseError: another engine has one of them.
     """
 
+    spent: bool = False
+    """Whether the optimizers are left with a share of their state, after :meth:`release`."""
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for thing, what in (
             *((optimizer, f"optimizer {type(optimizer).__name__}") for optimizer in optimizers),
             *((parameter, f"model {type(model).__name__}") for parameter in parameters),
         ):
+            if thing in _owners and _owners[thing].spent:
+                problem = f"the {what} was in another Accumulator (engine), which left each rank a share of its state"
+                raise MisuseError(f"{problem}: make a new one over model.parameters()")
             if thing in _owners:
                 problem = f"the {what} is in another Accumulator (engine) that is not closed"
                 raise MisuseError(
@@ -43,7 +49,13 @@ class Ownership:
         for thing in things:
             _owners[thing] = self
 
-    def release(self) -> None:
-        """Gives up the claim; later calls do nothing."""
+    def release(self, *, keeps_optimizers: bool = False) -> None:
+        """Gives up the claim; later calls do nothing.
+
+        Args:
+            keeps_optimizers: where a rank is left with a share of their state, nobody can go on with them.
+        """
+        self.spent = keeps_optimizers
         for thing in [thing for thing, owner in _owners.items() if owner is self]:
-            del _owners[thing]
+            if not (keeps_optimizers and isinstance(thing, Optimizer)):
+                del _owners[thing]

@@ -167,6 +167,7 @@ def train(
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
     console = _console() if world.is_main else None
     with ExitStack() as closing:
+        closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
         loggers: list[Logger] = []
         if console is not None:
             rewind_jsonl(run_dir.metrics, accumulator.progress.window)

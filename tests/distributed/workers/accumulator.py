@@ -91,6 +91,12 @@ def run(name: str, world: World) -> dict[str, Any]:
     resumed.load_state_dict(state)
     train(resumed, 2, len(SIZES))
     found["resumed"] = weights(resumed)
+    model = resumed.engine.unwrapped_model
+    used = resumed._optimizers[0]
+    resumed.close()
+    if name == "zero1":
+        found["used optimizer"] = refusal(lambda: Accumulator(model, used, **second))
+        make(engine, world, model)[0].close()  # the model with a new one
     return found
 
 

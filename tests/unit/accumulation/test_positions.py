@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from distaccum import Accumulator
 from distaccum.data.counter import GlobalCounter
@@ -227,6 +227,12 @@ def test_other_data_begin_with_their_own_first_window(gloo_world: World, kind: s
     resumed = _make(gloo_world)
     resumed.load_state_dict(state)
     assert _run(resumed, other if kind == "map-style" else DataLoader(stream, 2)) == rest
+
+
+def test_other_parts_of_a_dataset_are_other_data(gloo_world: World) -> None:
+    acc, parts = _make(gloo_world), [Subset(DATA, range(i, i + 8)) for i in (0, 8)]
+    _run(acc, parts[0], windows=1)
+    assert sorted(_flat(_run(acc, parts[1]))) == list(range(8, 16))
 
 
 def test_another_loader_of_the_same_samples_goes_on(gloo_world: World) -> None:

@@ -26,6 +26,7 @@ from distaccum import Accumulator
 from distaccum import functional as da
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
+from tests.support.schedule_free import ScheduleFree
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
 Schedulers = Callable[[torch.optim.Optimizer], Any]
@@ -41,11 +42,13 @@ def _make(
     scheduler: Schedulers | None = None,
     optimizer: Any = torch.optim.AdamW,
     lr: float = 0.1,
+    weight_decay: float = 0.01,
     **options: Any,
 ) -> tuple[Accumulator, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
-    made = optimizer(model.parameters(), lr=lr)
+    more = {"weight_decay": weight_decay} if optimizer is torch.optim.AdamW else {}
+    made = optimizer(model.parameters(), lr=lr, **more)
     schedulers = scheduler(made) if scheduler else None
     sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "count": len}
     acc = Accumulator(model, made, scheduler=schedulers, world=world, **(sizes | options))
@@ -122,6 +125,19 @@ def test_a_learning_rate_set_by_hand_is_saved(gloo_world: World, schedule: str) 
     assert torch.equal(_weights(whole), _weights(resumed))
 
 
+def test_a_setting_that_was_not_changed_is_the_programs(gloo_world: World) -> None:
+    first, optimizer, _ = _make(gloo_world, weight_decay=0.0)
+    state = first.state_dict()
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    changed = first.state_dict()
+    first.load_state_dict(state)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    second, optimizer, _ = _make(gloo_world, lr=0.2, weight_decay=0.5)
+    second.load_state_dict(_through_a_file(changed))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.5, (0.5, 0.5))
+
+
 def test_a_plateau_takes_the_metric(gloo_world: World) -> None:
     def plateau(optimizer: Any) -> Any:
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
@@ -184,6 +200,7 @@ def test_an_older_state_is_read(gloo_world: World) -> None:
     rate = acc.state_dict()["groups"][0][0]["lr"]
     (scheduler,) = state["schedulers"]
     old = {key: value for key, value in state.items() if key not in ("groups", "batch")}
+    assert state["groups"] == [[{"lr": rate}]]  # what has changed, and no more
     resumed, optimizer, _ = _make(gloo_world, lambda optimizer: ExponentialLR(optimizer, 0.5))
     resumed.load_state_dict(old | {"schedulers": [{"scheduler": scheduler, "groups": state["groups"][0]}]})
     assert optimizer.param_groups[0]["lr"] == rate == 0.025
@@ -235,42 +252,6 @@ def test_a_second_accumulator_over_the_same_is_refused(gloo_world: World, engine
     stranger = ExponentialLR(torch.optim.SGD(nn.Linear(2, 1).parameters()), 0.9)
     with pytest.raises(ConfigError, match="scheduler=ExponentialLR: it sets the learning rate of an optimizer that is"):
         Accumulator(third, torch.optim.SGD(third.parameters()), **sizes, scheduler=stranger, world=gloo_world)
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """The schedule-free SGD of the paper, with the modes of its authors' package."""
-
-    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
-
-    @torch.no_grad()
-    def _move(self, weight: float) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight)
-
-    def train(self) -> None:
-        if not self.param_groups[0]["train_mode"]:
-            self._move(1 - self.param_groups[0]["beta"])
-        self.param_groups[0]["train_mode"] = True
-
-    def eval(self) -> None:
-        if self.param_groups[0]["train_mode"]:
-            self._move(1 - 1 / self.param_groups[0]["beta"])
-        self.param_groups[0]["train_mode"] = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        (group,) = self.param_groups
-        assert group["train_mode"], "not in train mode"
-        group["k"] += 1
-        for p in group["params"]:
-            z = self.state[p].setdefault("z", p.detach().clone())
-            x = p.lerp(z, 1 - 1 / group["beta"])
-            z.sub_(group["lr"] * p.grad)
-            x.lerp_(z, 1 / group["k"])
-            p.copy_(x.lerp(z, 1 - group["beta"]))
 
 
 def _averages(windows: int) -> Tensor:

@@ -1,0 +1,46 @@
+"""A schedule-free optimizer: A. Defazio et al., "The Road Less Scheduled" (2024)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """The schedule-free SGD of the paper, with the modes of its authors' package."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+    def train(self) -> None:
+        """From the averages to the weights that train."""
+        if not self.param_groups[0]["train_mode"]:
+            self._move(1 - self.param_groups[0]["beta"])
+        self.param_groups[0]["train_mode"] = True
+
+    def eval(self) -> None:
+        """And back."""
+        if self.param_groups[0]["train_mode"]:
+            self._move(1 - 1 / self.param_groups[0]["beta"])
+        self.param_groups[0]["train_mode"] = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Only in the mode that trains."""
+        (group,) = self.param_groups
+        assert group["train_mode"], "not in train mode"
+        group["k"] += 1
+        for p in group["params"]:
+            z = self.state[p].setdefault("z", p.detach().clone())
+            x = p.lerp(z, 1 - 1 / group["beta"])
+            z.sub_(group["lr"] * p.grad)
+            x.lerp_(z, 1 / group["k"])
+            p.copy_(x.lerp(z, 1 - group["beta"]))
