@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
@@ -221,6 +222,32 @@ def test_a_layer_frozen_after_wrapping_is_refused() -> None:
         return _train(acc, list(DATA))
 
     _refused(run_ranks(2, program), r"freeze second\.weight, second\.bias before the model is wrapped")
+
+
+class Checkpointed(Plain):
+    """One block twice, both times in a checkpoint."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for _ in range(2):
+            y = checkpoint(self.second, y.tanh(), use_reentrant=self.reentrant)
+        return self.head(y)
+
+
+class NotReentrant(Checkpointed):
+    reentrant = False
+
+
+def test_a_block_in_two_reentrant_checkpoints_is_refused_and_exact_without() -> None:
+    program = partial(_trained, Checkpointed)
+    _refused(run_ranks(2, program), r"reached a parameter twice, .*: give torch\.utils\.checkpoint use_reentrant=False")
+    _agree(run_ranks(2, partial(_trained, NotReentrant)), _expected(NotReentrant(), list(DATA), ORDER))
+
+
+def _trained(kind: type[Plain], world: World) -> Weights:
+    return _train(_accumulator(kind(), world), list(DATA))
 
 
 def test_a_loss_without_a_gradient_adds_nothing_or_is_refused() -> None:
