@@ -168,12 +168,15 @@ def test_a_parameter_that_the_boundary_leaves_unused_is_refused_on_all_ranks_ali
 
 @pytest.mark.parametrize("config", ENGINES)
 def test_unused_parameters_are_exact_with_the_setting(config: type[DDPConfig]) -> None:
-    """Also where a whole window uses none of a branch: decay must not move it."""
+    """Also where a whole window uses none of a branch, and a probe before it does: decay must not move it."""
     data = _data(lambda i: i % 3 == 0 and i not in ORDER[1])
-    results = run_ranks(
-        2, lambda world: _train(_accumulator(Branches(), world, config(find_unused_parameters=True)), data)
-    )
-    _agree(results, _expected(Branches(), data, ORDER))
+
+    def program(world: World) -> Weights:
+        model = Branches()
+        acc = _accumulator(model, world, config(find_unused_parameters=True))
+        return _train(acc, data, lambda: acc.model(DATA[:1].abs()).sum().backward())
+
+    _agree(run_ranks(2, program), _expected(Branches(), data, ORDER))
 
 
 def test_the_last_window_of_a_run_tells_of_its_fault() -> None:
@@ -377,6 +380,43 @@ def test_a_window_that_is_abandoned_at_its_boundary_leaves_the_next_one_exact(af
             if last:
                 break
         acc.abandon()
+        return _train(acc, list(DATA))
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in the backward, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: list[bool]) -> Tensor:  # type: ignore[override]
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.breaks[0]:
+            raise KeyError
+        return gradient, None
+
+
+def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next_window_exact() -> None:
+    """On one rank before it reached a parameter, on the other one half-way."""
+
+    def program(world: World) -> Weights:
+        model, breaks = Plain(), [False]
+        where = model.first if world.rank else model.head
+        where.register_forward_hook(lambda _, __, y: Breaks.apply(y, breaks))
+        acc = _accumulator(model, world)
+        window = next(iter(acc.windows(list(DATA))))
+        for i, micro in enumerate(window):
+            breaks[0] = i == len(window) - 1
+            with suppress(KeyError), acc.accumulate():
+                acc.backward(acc.model(micro.batch).square().sum())
+            if breaks[0]:
+                break
+        acc.abandon()
+        breaks[0] = False
         return _train(acc, list(DATA))
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
