@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
+from distaccum.engines import ddp_internals
 from distaccum.engines.factory import create_engine
 from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError
 from distaccum.functional import finish_step, plan_windows
@@ -504,6 +505,33 @@ def test_a_model_that_is_wrapped_already_is_refused(
     for engine in ("ddp", "zero1", "fsdp2", "deepspeed"):
         with pytest.raises(ConfigError, match=rf"{part} is in {name} already, and gradients would be reduced twice"):
             create_engine(model, optimizer, gloo_world, engine=engine)
+
+
+def test_a_model_with_sharded_parameters_is_refused(gloo_world: World) -> None:
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate, distribute_tensor  # noqa: PLC0415
+
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+    for engine in ("ddp", "zero1", "fsdp2"):
+        with pytest.raises(ConfigError, match=r"its parameters weight are sharded over ranks already \(DTensor\)"):
+            create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("_NAMES", ("prepare_for_lunch",), "has no prepare_for_lunch"),
+        ("_UNREACHED", re.compile("nothing like it"), "does not say which parameters its reduction waits for"),
+    ],
+)
+def test_another_torch_is_refused_when_the_engine_is_made(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch, name: str, value: object, problem: str
+) -> None:
+    monkeypatch.setattr(ddp_internals, name, value)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=rf"torch={re.escape(torch.__version__)}: .*{problem}\. Use a torch from"):
+        create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
 
 
 def test_what_cannot_be_trained_is_refused(gloo_world: World) -> None:
