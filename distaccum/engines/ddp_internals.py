@@ -173,12 +173,12 @@ class _Constant(torch.autograd.Function):
     """Passes ``total`` on, with a constant gradient for every element of a parameter; does not read the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, parameter: Tensor, value: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, total: Tensor, parameter: Tensor, value: float) -> Tensor:
         ctx.gradient = torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, ctx.gradient, None
 
 

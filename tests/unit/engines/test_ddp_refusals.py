@@ -48,7 +48,7 @@ class Branches(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.first(x).tanh()
         y = self.second(y).tanh() if bool(x[0, 0] > 0) else y
         return self.head(y)
@@ -57,7 +57,7 @@ class Branches(nn.Module):
 class Plain(Branches):
     """Uses everything."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.second(self.first(x).tanh()).tanh())
 
 
@@ -194,7 +194,7 @@ class Fades(nn.Module):
         self.head, self.bonus = nn.Linear(4, 3), nn.Linear(4, 3)
         self.forwards = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.forwards += 1
         return self.head(x) + (self.bonus(x) if self.forwards < 9 else 0.0)
 
@@ -233,7 +233,7 @@ class Checkpointed(Plain):
 
     reentrant = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.first(x)
         for _ in range(2):
             y = checkpoint(self.second, y.tanh(), use_reentrant=self.reentrant)
@@ -257,7 +257,7 @@ def _trained(kind: type[Plain], world: World) -> Weights:
 def test_a_loss_without_a_gradient_adds_nothing_or_is_refused() -> None:
     """A micro-batch may give a constant, except at the boundary: there nobody knows what was used."""
 
-    def program(world: World, skipped: set[int], **config: bool) -> Weights:
+    def program(world: World, skipped: set[int], **config: Any) -> Weights:
         model = Plain()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
         engine = create_engine(model, optimizer, world, engine=DDPConfig(**config))
@@ -329,12 +329,12 @@ def test_two_accumulators_of_a_gan_are_exact() -> None:
             generator.head.bias.zero_()
         return generator, critic
 
-    def critic_loss(critic: Any, generator: Any, batch: Tensor) -> Tensor:
+    def critic_loss(critic: Any, generator: Any, batch: Tensor) -> Any:
         with torch.no_grad():
             fake = generator(batch[:, 1])
         return (critic(batch[:, 0]) - 1).square().sum() + critic(fake).square().sum()
 
-    def generator_loss(critic: Any, generator: Any, batch: Tensor) -> Tensor:
+    def generator_loss(critic: Any, generator: Any, batch: Tensor) -> Any:
         return (critic(generator(batch[:, 1])) - 1).square().sum()
 
     def program(world: World) -> Weights:
@@ -390,12 +390,12 @@ class Breaks(torch.autograd.Function):
     """Raises in the backward, where it is told to."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, breaks: list[bool]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, breaks: list[bool]) -> Tensor:
         ctx.breaks = breaks
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if ctx.breaks[0]:
             raise KeyError
         return gradient, None
@@ -407,7 +407,8 @@ def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next
     def program(world: World) -> Weights:
         model, breaks = Plain(), [False]
         where = model.first if world.rank else model.head
-        where.register_forward_hook(lambda _, __, y: Breaks.apply(y, breaks))
+        breaking: Any = Breaks
+        where.register_forward_hook(lambda _, __, y: breaking.apply(y, breaks))
         acc = _accumulator(model, world)
         window = next(iter(acc.windows(list(DATA))))
         for i, micro in enumerate(window):
@@ -554,11 +555,13 @@ class Odd(nn.Module):
         self.table.weight.data = torch.randn(13, 4, generator=values).double()
         self.phase = nn.Parameter(torch.randn(4, generator=values).to(torch.complex128))
         self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.steps: Tensor
+        self.short: Tensor
         self.register_buffer("steps", torch.arange(4).to(torch.int16))
         self.register_buffer("short", torch.tensor(3, dtype=torch.int16))
         self.frozen = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
 
-    def forward(self, number: Tensor) -> Tensor:
+    def forward(self, number: Tensor) -> Any:
         return self.table(number) * (self.phase * self.phase.conj() + self.phase).real * self.scale
 
 
