@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from math import nan
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from distaccum.precision.policy import PrecisionPolicy
 # DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
 _renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
+_NOTHING = nullcontext()
 
 
 class DDPEngine(Engine):
@@ -97,7 +100,7 @@ class DDPEngine(Engine):
         self._reduction = Reduction(self._ddp, self._parameters)
         self._reduction.place_gradients()
         self._views = [p.grad for p in self._parameters]
-        self._watch = GradientWatch(lambda: [p.grad for p in self._parameters])
+        self._watch = GradientWatch(partial(map, attrgetter("grad"), self._parameters))
         self._watch.note()
         self._optimizer_step = OptimizerStep(
             optimizers,
@@ -175,16 +178,17 @@ class DDPEngine(Engine):
         Raises:
             MisuseError: the window is reduced already.
         """
-        self._open_window()
+        if not self._window_open:
+            self._open_window()
         if self._synchronized and self._micro_steps is None and (communicating := self._communicating()):
             self._compare_micro_steps(communicating)
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         self._body.called = False
+        if not self._ran and not self._communicates and self._world.size > 1:
+            self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
-        if not self._communicates and self._world.size > 1:
-            self._collectives.note()
-        return nullcontext()
+        return _NOTHING
 
     def backward(self, loss: Tensor) -> None:
         """Plain autograd, of the scaled loss in fp16: DDP reduces in its hooks where the micro-step syncs.
@@ -199,7 +203,7 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
-        if not self._communicates and self._collectives.called:  # on all ranks that have this micro-step
+        if self._collectives.watching and self._collectives.called():  # on all ranks that have this micro-step
             self._communicates = True
             self._compare_micro_steps(self._communicating())
         scaled = loss if self._scaler is None else self._scaler.scale(loss)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, MisuseError
 
 _NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
+_TWICE = "mark a variable ready only once"
 _UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
@@ -72,7 +73,13 @@ class Reduction:
         """The backward of ``loss``, which reduces; :meth:`unreached` tells whether it has reduced everything."""
         self._reducer.prepare_for_backward([loss])
         self.running = True
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if _TWICE not in str(error):
+                raise
+            problem = "a backward reached a parameter twice, as of one that several reentrant checkpoints share"
+            raise MisuseError(f"{problem}: give torch.utils.checkpoint use_reentrant=False") from error
 
     def unreached(self) -> list[int]:
         """The parameters that keep the reduction from its end, by number; empty if it has ended.
@@ -137,15 +144,15 @@ class Collectives:
     def __init__(self, device: torch.device) -> None:
         self._backends = list(_backends({torch.device("cpu"), torch.device(device.type)}))
         self._before: list[int] | None = None
+        self.watching = False
 
     def note(self) -> None:
         """Begins to watch."""
-        self._before = self._numbers()
+        self._before, self.watching = self._numbers(), True
 
-    @property
     def called(self) -> bool:
-        """Whether there was one; False where the group does not count."""
-        before, self._before = self._before, None
+        """Whether there was one; False where the group does not count. Ends the watching."""
+        before, self._before, self.watching = self._before, None, False
         return before is not None and before != self._numbers()
 
     def _numbers(self) -> list[int] | None:
@@ -166,12 +173,12 @@ class _Constant(torch.autograd.Function):
     """Passes ``total`` on, with a constant gradient for every element of a parameter; does not read the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, parameter: Tensor, value: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, total: Tensor, parameter: Tensor, value: float) -> Tensor:
         ctx.gradient = torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, ctx.gradient, None
 
 

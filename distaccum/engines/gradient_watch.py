@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import is_
+from operator import attrgetter, is_
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ CHANGED_BY_HAND = (
     "zeroing or writing .grad), which makes the window's gradient another one: delete the line. Clip with "
     "clip_norm= or clip_value=; run other backwards between two windows, or as torch.autograd.grad(...)"
 )
+
+_VERSION = attrgetter("_version")  # mapped: a Python call a gradient would cost more than the comparison
 
 
 class GradientWatch:
@@ -35,14 +37,21 @@ class GradientWatch:
     def note(self) -> None:
         """Called by the engine after it has changed gradients."""
         self._left = list(self._gradients())
-        self._versions = _versions(self._left)
+        try:
+            self._versions = list(map(_VERSION, self._left))
+        except AttributeError:  # of None
+            self._versions = _versions(self._left)
 
     @property
     def unchanged(self) -> bool:
         """Whether nobody has changed a gradient since :meth:`note`."""
         now = list(self._gradients())
-        same = len(now) == len(self._left) and all(map(is_, now, self._left))
-        return same and _versions(now) == self._versions
+        if len(now) != len(self._left) or not all(map(is_, now, self._left)):
+            return False
+        try:
+            return list(map(_VERSION, now)) == self._versions
+        except AttributeError:  # of None
+            return _versions(now) == self._versions
 
     def check(self) -> None:
         """Called by the engine in an open window before it changes gradients itself.

@@ -38,7 +38,8 @@ class StepGuard:
         self._window_open = window_open
         self._locks = [_OptimizerLock.of(optimizer) for optimizer in optimizers]
         self._modules = [_ModuleLock.of(module) for module in modules]
-        for lock in (*self._locks, *self._modules):
+        locks: tuple[_OptimizerLock | _ModuleLock, ...] = (*self._locks, *self._modules)
+        for lock in locks:
             lock.owners.append(window_open)
 
     def __enter__(self) -> None:
@@ -51,7 +52,8 @@ class StepGuard:
 
     def release(self) -> None:
         """Removes the guard; what another engine guards too stays guarded by that one."""
-        for lock in (*self._locks, *self._modules):
+        locks: tuple[_OptimizerLock | _ModuleLock, ...] = (*self._locks, *self._modules)
+        for lock in locks:
             lock.disown(self._window_open)
         self._locks, self._modules = [], []
 

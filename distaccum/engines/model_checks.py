@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
-from distaccum.errors import ConfigError
+from distaccum.engines.dtensor import is_sharded
+from distaccum.errors import ConfigError, shorten
 
 # By name, since their modules take long to import: where each class's module begins, and what to do.
 _UNWRAP = "delete the line that wraps it, or give what is inside (.module): the engine wraps it"
@@ -26,7 +27,7 @@ def check_wrappers(model: nn.Module) -> None:
     """A model that reduces or shards its own gradients would do so twice.
 
     Raises:
-        ConfigError: it or a module in it is torch's or DeepSpeed's wrapper.
+        ConfigError: it or a module in it is torch's or DeepSpeed's wrapper, or a parameter of it is sharded.
     """
     for name, module in model.named_modules():
         for base in type(module).__mro__:
@@ -35,6 +36,11 @@ def check_wrappers(model: nn.Module) -> None:
                 part = f"its {name}" if name else "it"
                 problem = f"{part} is in {base.__name__} already, and gradients would be reduced twice"
                 raise ConfigError("model", type(model).__name__, problem, remedy[0].upper() + remedy[1:])
+    sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    if sharded:
+        problem = f"its parameters {shorten(sharded)} are sharded over ranks already (DTensor)"
+        remedy = "Delete what shards them: engine=fsdp2 does. Tensor parallelism is not supported"
+        raise ConfigError("model", type(model).__name__, problem, remedy)
 
 
 def check_dtypes(model: nn.Module) -> None:

@@ -18,12 +18,11 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        (loss if self._scaler is None else self._scaler.scale(loss)).backward()",
+                "            self.shadow_micro_step()\n        self._watch.note()\n",
                 (
-                    "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n"
-                    "        scaled.backward()\n"
+                    "            self.shadow_micro_step()\n        self._watch.note()\n"
                     "        if self._scaler:\n"
-                    "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())"
+                    "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())\n"
                 ),
             ),
             ("engines/fused_update.py", "            scaler.advance(1.0 - applied)", "            pass"),
@@ -61,6 +60,8 @@ MUTANTS = (
                     "        self._apply("
                 ),
             ),
+            # Ranks that decide differently would wait for each other here.
+            ("accumulation/tracker.py", "self._world.all_gather_names(own) if together else own", "own"),
         ),
     ),
     Mutant(

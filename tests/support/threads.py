@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from distaccum.distributed.world import World
 
 Result = TypeVar("Result")
+_pg: Any = multi_threaded_pg  # torch does not annotate it
+_dist: Any = dist
 _TIMEOUT_S, _GRACE_S = 20, 5
 
 
@@ -23,8 +25,8 @@ def run_ranks(size: int, function: Callable[[World], Result]) -> list[Result | B
     """
     results: list[Result | BaseException] = [TimeoutError("the rank hangs")] * size
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    multi_threaded_pg._install_threaded_pg()
-    store = dist.HashStore()
+    _pg._install_threaded_pg()
+    store = _dist.HashStore()
 
     def rank(number: int) -> None:
         dist.init_process_group(backend="threaded", rank=number, world_size=size, store=store)
@@ -38,7 +40,7 @@ def run_ranks(size: int, function: Callable[[World], Result]) -> list[Result | B
             dist.destroy_process_group()
 
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
-    multi_threaded_pg.ProcessLocalGroup.reset()
+    _pg.ProcessLocalGroup.reset()
     try:
         for thread in threads:
             thread.start()
@@ -46,10 +48,10 @@ def run_ranks(size: int, function: Callable[[World], Result]) -> list[Result | B
         for thread in threads:
             thread.join(_GRACE_S)
         if any(thread.is_alive() for thread in threads):
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(TimeoutError())
+            _pg.ProcessLocalGroup.exception_handle(TimeoutError())
             for thread in threads:
                 thread.join(_GRACE_S)
     finally:
-        multi_threaded_pg._uninstall_threaded_pg()
+        _pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     return results

@@ -18,7 +18,8 @@ def _loss(model: Any, batch: Tensor) -> Tensor:
     y = model(batch)
     others = [torch.empty_like(y) for _ in range(dist.get_world_size())]
     dist.all_gather(others, y.detach())
-    return (y - torch.cat(others).mean()).square().sum()
+    total: Tensor = (y - torch.cat(others).mean()).square().sum()
+    return total
 
 
 def main() -> None:

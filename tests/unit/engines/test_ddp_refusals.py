@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
+from distaccum.engines import ddp_internals
 from distaccum.engines.factory import create_engine
 from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError
 from distaccum.functional import finish_step, plan_windows
@@ -46,7 +48,7 @@ class Branches(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.first(x).tanh()
         y = self.second(y).tanh() if bool(x[0, 0] > 0) else y
         return self.head(y)
@@ -55,7 +57,7 @@ class Branches(nn.Module):
 class Plain(Branches):
     """Uses everything."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.second(self.first(x).tanh()).tanh())
 
 
@@ -167,12 +169,15 @@ def test_a_parameter_that_the_boundary_leaves_unused_is_refused_on_all_ranks_ali
 
 @pytest.mark.parametrize("config", ENGINES)
 def test_unused_parameters_are_exact_with_the_setting(config: type[DDPConfig]) -> None:
-    """Also where a whole window uses none of a branch: decay must not move it."""
+    """Also where a whole window uses none of a branch, and a probe before it does: decay must not move it."""
     data = _data(lambda i: i % 3 == 0 and i not in ORDER[1])
-    results = run_ranks(
-        2, lambda world: _train(_accumulator(Branches(), world, config(find_unused_parameters=True)), data)
-    )
-    _agree(results, _expected(Branches(), data, ORDER))
+
+    def program(world: World) -> Weights:
+        model = Branches()
+        acc = _accumulator(model, world, config(find_unused_parameters=True))
+        return _train(acc, data, lambda: acc.model(DATA[:1].abs()).sum().backward())
+
+    _agree(run_ranks(2, program), _expected(Branches(), data, ORDER))
 
 
 def test_the_last_window_of_a_run_tells_of_its_fault() -> None:
@@ -189,7 +194,7 @@ class Fades(nn.Module):
         self.head, self.bonus = nn.Linear(4, 3), nn.Linear(4, 3)
         self.forwards = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.forwards += 1
         return self.head(x) + (self.bonus(x) if self.forwards < 9 else 0.0)
 
@@ -223,10 +228,36 @@ def test_a_layer_frozen_after_wrapping_is_refused() -> None:
     _refused(run_ranks(2, program), r"freeze second\.weight, second\.bias before the model is wrapped")
 
 
+class Checkpointed(Plain):
+    """One block twice, both times in a checkpoint."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.first(x)
+        for _ in range(2):
+            y = checkpoint(self.second, y.tanh(), use_reentrant=self.reentrant)
+        return self.head(y)
+
+
+class NotReentrant(Checkpointed):
+    reentrant = False
+
+
+def test_a_block_in_two_reentrant_checkpoints_is_refused_and_exact_without() -> None:
+    program = partial(_trained, Checkpointed)
+    _refused(run_ranks(2, program), r"reached a parameter twice, .*: give torch\.utils\.checkpoint use_reentrant=False")
+    _agree(run_ranks(2, partial(_trained, NotReentrant)), _expected(NotReentrant(), list(DATA), ORDER))
+
+
+def _trained(kind: type[Plain], world: World) -> Weights:
+    return _train(_accumulator(kind(), world), list(DATA))
+
+
 def test_a_loss_without_a_gradient_adds_nothing_or_is_refused() -> None:
     """A micro-batch may give a constant, except at the boundary: there nobody knows what was used."""
 
-    def program(world: World, skipped: set[int], **config: bool) -> Weights:
+    def program(world: World, skipped: set[int], **config: Any) -> Weights:
         model = Plain()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
         engine = create_engine(model, optimizer, world, engine=DDPConfig(**config))
@@ -298,12 +329,12 @@ def test_two_accumulators_of_a_gan_are_exact() -> None:
             generator.head.bias.zero_()
         return generator, critic
 
-    def critic_loss(critic: Any, generator: Any, batch: Tensor) -> Tensor:
+    def critic_loss(critic: Any, generator: Any, batch: Tensor) -> Any:
         with torch.no_grad():
             fake = generator(batch[:, 1])
         return (critic(batch[:, 0]) - 1).square().sum() + critic(fake).square().sum()
 
-    def generator_loss(critic: Any, generator: Any, batch: Tensor) -> Tensor:
+    def generator_loss(critic: Any, generator: Any, batch: Tensor) -> Any:
         return (critic(generator(batch[:, 1])) - 1).square().sum()
 
     def program(world: World) -> Weights:
@@ -350,6 +381,44 @@ def test_a_window_that_is_abandoned_at_its_boundary_leaves_the_next_one_exact(af
             if last:
                 break
         acc.abandon()
+        return _train(acc, list(DATA))
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in the backward, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: list[bool]) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.breaks[0]:
+            raise KeyError
+        return gradient, None
+
+
+def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next_window_exact() -> None:
+    """On one rank before it reached a parameter, on the other one half-way."""
+
+    def program(world: World) -> Weights:
+        model, breaks = Plain(), [False]
+        where = model.first if world.rank else model.head
+        breaking: Any = Breaks
+        where.register_forward_hook(lambda _, __, y: breaking.apply(y, breaks))
+        acc = _accumulator(model, world)
+        window = next(iter(acc.windows(list(DATA))))
+        for i, micro in enumerate(window):
+            breaks[0] = i == len(window) - 1
+            with suppress(KeyError), acc.accumulate():
+                acc.backward(acc.model(micro.batch).square().sum())
+            if breaks[0]:
+                break
+        acc.abandon()
+        breaks[0] = False
         return _train(acc, list(DATA))
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
@@ -439,6 +508,33 @@ def test_a_model_that_is_wrapped_already_is_refused(
             create_engine(model, optimizer, gloo_world, engine=engine)
 
 
+def test_a_model_with_sharded_parameters_is_refused(gloo_world: World) -> None:
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate, distribute_tensor  # noqa: PLC0415
+
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+    for engine in ("ddp", "zero1", "fsdp2"):
+        with pytest.raises(ConfigError, match=r"its parameters weight are sharded over ranks already \(DTensor\)"):
+            create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("_NAMES", ("prepare_for_lunch",), "has no prepare_for_lunch"),
+        ("_UNREACHED", re.compile("nothing like it"), "does not say which parameters its reduction waits for"),
+    ],
+)
+def test_another_torch_is_refused_when_the_engine_is_made(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch, name: str, value: object, problem: str
+) -> None:
+    monkeypatch.setattr(ddp_internals, name, value)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=rf"torch={re.escape(torch.__version__)}: .*{problem}\. Use a torch from"):
+        create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
+
+
 def test_what_cannot_be_trained_is_refused(gloo_world: World) -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
@@ -459,11 +555,13 @@ class Odd(nn.Module):
         self.table.weight.data = torch.randn(13, 4, generator=values).double()
         self.phase = nn.Parameter(torch.randn(4, generator=values).to(torch.complex128))
         self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.steps: Tensor
+        self.short: Tensor
         self.register_buffer("steps", torch.arange(4).to(torch.int16))
         self.register_buffer("short", torch.tensor(3, dtype=torch.int16))
         self.frozen = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
 
-    def forward(self, number: Tensor) -> Tensor:
+    def forward(self, number: Tensor) -> Any:
         return self.table(number) * (self.phase * self.phase.conj() + self.phase).real * self.scale
 
 
