@@ -41,7 +41,11 @@ REFUSED: dict[str, tuple[str, str, int]] = {
     "bad map: other shuffling": ("seed: differs between the ranks: none, as nothing is shuffled,",) * 2 + (0,),
     "bad map: other generators": ("seed: differs between the ranks: 0 on rank 0, 1 on rank 1",) * 2 + (0,),
     "bad: a stream on rank 1": ("a map-style dataset on rank 0, a stream on rank 1",) * 2 + (0,),
-    "bad: cannot be planned on rank 1": ("PeerError: rank 1: ConfigError: loader=drop_last", "loader=drop_last=True", 0),
+    "bad: cannot be planned on rank 1": (
+        "PeerError: rank 1: ConfigError: loader=drop_last",
+        "loader=drop_last=True",
+        0,
+    ),
     "bad: another global batch": ("batch.global_size: differs between the ranks: 16 on rank 0, 8",) * 2 + (0,),
     "bad: another seed": ("seed: differs between the ranks: 0 on rank 0, 1 on rank 1",) * 2 + (0,),
     "two epochs: an iterator": (BEGUN, BEGUN, 3),
