@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
@@ -38,8 +37,8 @@ class StepOutput:
             not sampled.
         fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
             where it gave none. Other ranks do not know.
-        changed: ``[whether this rank's gradient was changed by hand, and made NaN for it]``, on its way to the host,
-            where only the device can tell.
+        late_faults: more of these, that only the device can tell: whether, as ``[0.0 or 1.0]`` on its way to the host,
+            and why.
     """
 
     grad_norm: Tensor
@@ -48,12 +47,12 @@ class StepOutput:
     norms: Tensor
     underflow: Tensor | None = None
     fault: str = ""
-    changed: HostCopy | None = None
+    late_faults: Sequence[tuple[HostCopy, str]] = ()
 
     @property
     def complaint(self) -> str:
-        """:attr:`fault`, or what the device has found out; waits as :attr:`applied` does. For a step not applied."""
-        return self.fault or (CHANGED_BY_HAND if self.changed is not None and self.changed.read()[0] else "")
+        """:attr:`fault`, or a late one; waits as :attr:`applied` does. For a step that was not applied."""
+        return self.fault or next((why for copy, why in self.late_faults if copy.read()[0]), "")
 
     @property
     def applied(self) -> bool:

@@ -108,6 +108,7 @@ class UnevenInputs:
         self._forgets = False  # what was recorded, at the next window
         self.left = 0  # micro-steps of the current window that other ranks may wait in; 0 where all have as many
         self.replays = False
+        self.differentiates = False  # a backward runs, of the loss or for nothing
         _ALL.add(self)
         # The first of all hooks: others wait for ranks that wait for what this one tells.
         self._hooks = [
@@ -150,7 +151,8 @@ class UnevenInputs:
         self._events.append(self._backward)
         self._nodes.clear()
         self._unfinished = True
-        yield
+        with self._differentiating():
+            yield
         self._unfinished, self._backward = False, None
         self._outputs = [{} for _ in self._outputs]
 
@@ -354,6 +356,14 @@ class UnevenInputs:
                 for buffer, value in buffers:
                     buffer.copy_(value)
 
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        self.differentiates = True
+        try:
+            yield
+        finally:
+            self.differentiates = False
+
     def _run(
         self, events: Iterable[_Event], outputs: _Outputs, autocast: Callable[[], AbstractContextManager[Any]]
     ) -> list[_Event]:
@@ -364,8 +374,9 @@ class UnevenInputs:
             if isinstance(event, _Backward):
                 used = [outputs[number][i] for number, i in sorted(event.reached) if i in outputs[number]]
                 again = not isinstance(events, Sequence) or _Backward in map(type, events[len(done) :])
-                if used:
-                    torch.autograd.backward(used, [torch.zeros_like(output) for output in used], retain_graph=again)
+                with self._differentiating():
+                    if used:
+                        torch.autograd.backward(used, [torch.zeros_like(output) for output in used], retain_graph=again)
                 continue
             assert isinstance(event, _Forward)
             call = event.mapped(_leaf)

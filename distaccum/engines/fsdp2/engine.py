@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ from distaccum.engines.fsdp2.optimizers import rebind_optimizers
 from distaccum.engines.fsdp2.shard_watch import ShardWatch
 from distaccum.engines.fused_update import StepOptions
 from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
@@ -40,6 +42,12 @@ from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
+
+_ORDERS = 2**16 - 15  # checksums of the order of blocks; a prime
+_OTHER_BLOCKS = (
+    "ranks ran different blocks in a forward, or in another order, so that one block's weights were gathered into "
+    "another's: every rank must run every block alike on this engine (fsdp2), or use ddp with find_unused_parameters"
+)
 
 
 class FSDP2Engine(Engine):
@@ -106,10 +114,16 @@ class FSDP2Engine(Engine):
         self._sync = self._backward_frees = False
         self._toggled: tuple[bool, bool] | None = None
         self._gathered = False  # by a forward, and not freed by a backward since
-        self._in_backward = False
         self._checkpointed: dict[nn.Module, int] = {}  # recomputed so often, by block that ran without gradients
         self._hooks = [model.register_forward_pre_hook(self._note_forward)]
-        self._hooks += [unit.register_forward_pre_hook(self._note_block) for unit in self._units if unit is not model]
+        self._order = 0  # in which the window's forwards ran the blocks, as a checksum
+        self._compares_order = False
+        self._late_faults: list[tuple[HostCopy, str]] = []
+        self._hooks += [
+            unit.register_forward_pre_hook(partial(self._note_block, number))
+            for number, unit in enumerate(self._units)
+            if unit is not model
+        ]
         self._window_begun = False
 
     def _shard(self, model: nn.Module, config: FSDP2Config, seed: int) -> None:
@@ -147,9 +161,22 @@ class FSDP2Engine(Engine):
                 )
 
     def _all_reduce_shards(self, tensor: Tensor) -> Tensor:
-        """Over the ranks that share a model: those of other replicas hold the same gradient."""
-        dist.all_reduce(tensor, group=self._mesh.get_group("shard"))
-        return tensor
+        """Over the ranks that share a model: those of other replicas hold the same gradient.
+
+        With the norms of a step travels the order in which this rank's forwards ran the blocks, and its square: where
+        ranks differ they have gathered one block's shards into another's, and the norms become NaN.
+        """
+        if not self._compares_order:
+            dist.all_reduce(tensor, group=self._mesh.get_group("shard"))
+            return tensor
+        self._compares_order = False
+        order = torch.full((1,), float(self._order), dtype=tensor.dtype, device=tensor.device)
+        sums = torch.cat((tensor, order, order.square()))
+        dist.all_reduce(sums, group=self._mesh.get_group("shard"))
+        total, squares = sums[-2], sums[-1]  # of whole numbers below 2**53
+        differ = (squares * self._mesh["shard"].size() != total.square()).reshape(1)
+        self._late_faults.append((HostCopy(differ.float()), _OTHER_BLOCKS))
+        return sums[:-2] + torch.where(differ, torch.nan, 0.0).to(tensor.dtype)
 
     @property
     def model(self) -> nn.Module:
@@ -202,6 +229,7 @@ class FSDP2Engine(Engine):
         """Also frees what an evaluation has gathered: a rank that replays must gather where the others do."""
         self._free_gathered()
         self._drop_gradients()
+        self._order = 0
         hooks.check_shards(self._parameters)
 
     def _drop_gradients(self) -> None:
@@ -213,24 +241,29 @@ class FSDP2Engine(Engine):
 
     def _note_forward(self, *_: object) -> None:
         self._gathered = True
-        if not self._in_backward:
+        if not self._uneven_inputs.differentiates:
             self._checkpointed.clear()
 
-    def _note_block(self, block: nn.Module, _: object) -> None:
-        """Counts how often a reentrant checkpoint computes a block again: a forward without gradients, then one with.
+    def _note_block(self, number: int, block: nn.Module, _: object) -> None:
+        """Notes the order of blocks, and how often a reentrant checkpoint computes one again.
+
+        That is a forward without gradients, then one with gradients in the backward.
 
         Raises:
-            MisuseError: twice for one forward of the model. FSDP2 reduces after the first, and the second is lost.
+            MisuseError: twice in one backward. FSDP2 reduces after the first, and the second is lost.
         """
+        if not self._uneven_inputs.differentiates:
+            self._order = (self._order * 31 + number + 1) % _ORDERS
         if not torch.is_grad_enabled():
             self._checkpointed[block] = 0
-        elif self._in_backward and block in self._checkpointed:
+        elif self._uneven_inputs.differentiates and block in self._checkpointed:
             self._checkpointed[block] += 1
             if self._checkpointed[block] > 1:
-                problem = f"a block ({type(block).__name__}) is used twice in a forward, under a reentrant checkpoint"
-                raise MisuseError(
-                    f"{problem}, and FSDP2 loses a gradient of it: use checkpoint(..., use_reentrant=False)"
+                problem = (
+                    f"a reentrant checkpoint computes a block ({type(block).__name__}) again twice in one backward"
                 )
+                remedy = "FSDP2 loses a gradient of it: use checkpoint(..., use_reentrant=False)"
+                raise MisuseError(f"{problem}, for two places or two forwards. {remedy}")
 
     def _free_gathered(self) -> None:
         """Frees what a forward without a backward after it has left gathered, so that no step leaves it stale."""
@@ -310,12 +343,8 @@ class FSDP2Engine(Engine):
         self._expect_untouched()
         self._toggle(sync=self._sync)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        self._in_backward = True
-        try:
-            with self._uneven_inputs.backward(scaled):
-                scaled.backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._in_backward = False
+        with self._uneven_inputs.backward(scaled):
+            scaled.backward()  # type: ignore[no-untyped-call]
         self._gathered = not self._backward_frees
         self._note_gradients()
 
@@ -339,8 +368,9 @@ class FSDP2Engine(Engine):
         self._free_gathered()
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise _no_gradient(self._parameters)
-        changed = self._shard_watch.spoil()
-        output = replace(self._optimizer_step.step(divisor), changed=changed)
+        self._late_faults = self._shard_watch.spoil()
+        self._compares_order = True
+        output = replace(self._optimizer_step.step(divisor), late_faults=self._late_faults)
         for parameter in self._parameters.values():
             parameter.grad = None
         self._shard_watch.forget()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distaccum.engines.fsdp2 import internals
+from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.host_copy import HostCopy
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,14 +42,14 @@ class ShardWatch:
         changed = (norms.view(kind) != self._norms.view(kind)).any()
         self._changed = changed if self._changed is None else self._changed | changed
 
-    def spoil(self) -> HostCopy | None:
-        """Makes a gradient NaN that has been changed; whether it was, on its way to the host."""
+    def spoil(self) -> list[tuple[HostCopy, str]]:
+        """Makes a gradient NaN that has been changed; see ``StepOutput.late_faults``."""
         changed, self._changed = self._changed, None
         if changed is None:
-            return None
+            return []
         shards = internals.local_shards(self._gradients())
         shards[0].mul_(torch.where(changed, torch.nan, 1.0).to(shards[0].dtype))
-        return HostCopy(changed.reshape(1).float())
+        return [(HostCopy(changed.reshape(1).float()), CHANGED_BY_HAND)]
 
     def forget(self) -> None:
         """Called when the gradients are dropped."""

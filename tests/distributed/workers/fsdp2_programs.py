@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distaccum import World
 from distaccum.config.engine import FSDP2Config
@@ -61,6 +62,16 @@ class Model(nn.Module):
         x = self.enter(x)
         for block in self.blocks:
             x = block(x)
+        return self.leave(x), torch.tanh(self.second(x))
+
+
+class Checkpointed(Model):
+    """Under both kinds of activation checkpoint."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        for block, reentrant in zip(self.blocks, (True, False), strict=True):
+            x = checkpoint(block, x, use_reentrant=reentrant)
         return self.leave(x), torch.tanh(self.second(x))
 
 
@@ -245,6 +256,11 @@ def programs(few: bool) -> Iterator[tuple[str, Any]]:
         train(engine, tables[table], loss, after, between)
         yield f"{name}, {table}, {setting}", errors(engine, before, tables[table], loss)
 
+    for table, setting in chosen(product(tables, SETTINGS), few):
+        before, engine = made(SETTINGS[setting], Checkpointed)
+        train(engine, tables[table], both, nothing, nothing)
+        yield f"checkpointed, {table}, {setting}", errors(engine, before, tables[table], both)
+
 
 PHASES = ("begun", "forward", "backward", "one micro-step", "last backward")
 
@@ -367,6 +383,24 @@ def _rehooked(before: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
             return before.named_parameters(*args, **kwargs)
 
     return Again()
+
+
+class Routed(Model):
+    """Each rank uses a block of its own; they are alike in size."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.blocks[WORLD.rank](self.enter(x))
+        return self.leave(x), torch.tanh(self.second(x))
+
+
+class Reentrant(Model):
+    """A shared block."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        for block in (self.blocks[0], self.blocks[0], self.blocks[1]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.leave(x), torch.tanh(self.second(x))
 
 
 def gan(config: FSDP2Config, table: list[tuple[int, int]]) -> list[list[float]]:
@@ -541,6 +575,9 @@ def refusals() -> Iterator[tuple[str, Any]]:
         "a kept parameter": (lambda e: whole_window(e, lambda m, b: both(m, b) + kept[0].square().sum()), keep),
         "a hook on a shard": (hooked, Model),
         "a constant forward": (lambda engine: whole_window(engine, constant), Model),
+        "another block on each rank": (lambda engine: whole_window(engine, both), Routed),
+        "a block twice, reentrant": (lambda engine: whole_window(engine, both), Reentrant),
+        "two forwards, reentrant": (lambda engine: whole_window(engine, contrastive), Checkpointed),
         "two models, uneven": (gan_uneven, Model),
         "a gradient penalty": (lambda engine: whole_window(engine, penalty), Model),
         "an attack, uneven": (adversarial_then_uneven, Model),
