@@ -174,7 +174,7 @@ class UnevenInputs:
         )
         most, source, fewest = code // size // 2, size - 1 - code % size, -fewest
         self._uneven, self._empty, self._told_now, self._source = most > fewest, fewest == 0, False, None
-        self.left = most if self._uneven else 0
+        self.left = 0
         if not self._uneven:
             return 0
         if most_marks not in (_UNKNOWN, -least_marks):
@@ -182,6 +182,7 @@ class UnevenInputs:
             raise MisuseError(f"{problem}, and these have different numbers of micro-batches: {_ALIKE}")
         if differentiated:
             raise _by_hand()
+        self.left = most
         if not least:
             if code // size % 2:  # the source knows
                 self._share(source)
