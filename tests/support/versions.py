@@ -74,6 +74,11 @@ def run(python: Path, engine: str, folder: Path) -> list[str]:
     return [found.get(cell, f"failed: {said}") for cell in CELLS]
 
 
+def in_table(cell: str) -> str:
+    """One line; a refusal's message is printed instead."""
+    return "refused" if cell.startswith("refused: ") else cell.replace("|", "/").split("\n")[0]
+
+
 def rows_of(text: str) -> dict[Row, Row]:
     """The table's, by torch, DeepSpeed and engine."""
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
@@ -105,8 +110,8 @@ def main() -> None:
                 python = install(Path(folder, "environment"), torch, deepspeed)
                 rows = rows_of(DOCUMENT.read_text())
                 for engine in STAGES if deepspeed else ENGINES:
-                    cells = [cell.replace("|", "/").split("\n")[0] for cell in run(python, engine, Path(folder))]
-                    rows[torch, deepspeed or "", engine] = tuple(cells)
+                    cells = run(python, engine, Path(folder))
+                    rows[torch, deepspeed or "", engine] = tuple(map(in_table, cells))
                     print(torch, deepspeed or "", engine, *cells, sep=" | ")
                 DOCUMENT.write_text(written(DOCUMENT.read_text(), rows))
 
