@@ -79,21 +79,26 @@ def make_window(shape: str, number: int, ranks: int, *, alike: bool = False) -> 
         if shape == "unequal" and length > 1:
             labels[0] = IGNORED
         if alike:
-            labels[-1] = step % 2 if shape == "full" else 0
+            labels[-1] = (step + number) % 2 if shape == "full" else 0
         return torch.randint(VOCABULARY, (length,), generator=generator), labels
 
     sizes = [[2 if shape == "full" else 1 + (step + rank) % 3 for step in range(n)] for rank, n in enumerate(steps)]
     window = [[[sample(step) for _ in range(size)] for step, size in enumerate(own)] for own in sizes]
-    (_, labels), *_ = next(own for own in window if own)[0]
-    labels[-1] = 0
+    if not any(uses_rare(samples) for own in window for samples in own):
+        (_, labels), *_ = next(own for own in window if own)[0]
+        labels[-1] = 0
     return window
+
+
+def uses_rare(samples: Sequence[Sample]) -> bool:
+    return bool(samples[0][1][-1] % 2 == 0)
 
 
 def collate(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Padded; the floats are the ids' own; the rare layer is used where the first label is even."""
     ids = nn.utils.rnn.pad_sequence([ids for ids, _ in samples], batch_first=True)
     labels = nn.utils.rnn.pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORED)
-    return ids, torch.sin(ids.float()).unsqueeze(-1), labels, bool(samples[0][1][-1] % 2 == 0)
+    return ids, torch.sin(ids.float()).unsqueeze(-1), labels, uses_rare(samples)
 
 
 def total_of(model: Any, batch: Any, spoil: float = 1.0) -> Tensor:
