@@ -189,7 +189,7 @@ class DeepSpeedEngine(Engine):
         Until then nothing has been sent, so a window can be dropped at any point, whatever other ranks have reached.
         """
         self._open_window()
-        self._called = self._backwards.by_hand = False
+        self._called = False
         if self._uneven_inputs:
             self._uneven_inputs.begin_micro_step()
         yield
@@ -227,24 +227,15 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed's, of the scaled loss; nothing is divided by accumulation steps.
 
         Raises:
-            MisuseError: the forward went past the engine; or a second derivative at stage 3.
+            MisuseError: the forward went past the engine.
         """
         if not self._called:
             raise forward_past_engine()
         self._look_for_changes()
         scaled = self._scaler.scale(loss) if self._scaler else loss
         recorded = self._uneven_inputs.backward(scaled) if self._uneven_inputs else nullcontext()
-        try:
-            with self._lock, self._backwards.of_window(), recorded:
-                self._engine.backward(scaled, scale_wrt_gas=False)
-        except RuntimeError as error:
-            if self._uneven_inputs is None or not self._backwards.by_hand or isinstance(error, MisuseError):
-                raise
-            problem = "the model was differentiated by hand (autograd.grad, as for a gradient penalty), after which"
-            remedy = "use engine.stage=2, or another engine"
-            raise MisuseError(
-                f"{problem} engine.stage=3 has freed the weights that a second derivative needs: {remedy}"
-            ) from error
+        with self._lock, self._backwards.of_window(), recorded:
+            self._engine.backward(scaled, scale_wrt_gas=False)
         self._watch.note()
 
     def _look_for_changes(self) -> None:

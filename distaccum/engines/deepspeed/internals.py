@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distaccum.errors import ConfigError
 
-WORKING = ("0.19.2", "0.19.8")
+WORKING = ("0.19.1", "0.19.8")
 """The oldest and the newest version whose names are these."""
 
 Named = tuple[str, Tensor]
@@ -302,8 +302,6 @@ class Backwards:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer, self._of_window = engine, engine.optimizer, False
-        self.by_hand = False
-        """Whether outputs of the model were differentiated past the engine since this was last set."""
         engine._backward_prologue = partial(self._within_window, engine._backward_prologue)
         engine._backward_prologue_per_tensor = _unchanged
         if hasattr(self._optimizer, "unregister_grad_acc_post_hooks"):
@@ -335,8 +333,6 @@ class Backwards:
     def _within_window(self, hook: Callable[[], None]) -> None:
         if self._of_window:
             hook()
-        else:
-            self.by_hand = True
 
     def _after_backward(self, hook: Callable[[], None]) -> None:
         """Of a backward past DeepSpeed's own: a replay's, or one that is none of a window's."""
