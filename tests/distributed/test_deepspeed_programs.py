@@ -57,6 +57,8 @@ def hold(found: Sequence[Mapping[str, Any]], stage: int) -> None:
     """Every program of a stage is exact, or refused by its message, on all ranks alike."""
     exact = [*EXACT, *(FLAT if stage == 0 else ()), *(LOCAL_FORWARD if stage < 3 else ())]
     for name in exact:
+        if f"{name} {stage}" not in found[0]:
+            continue  # only some were run
         error, plain = found[0][f"{name} {stage}"]
         # fp32 on the whole batch rounds as well: 2e-7 of a change this small is less than it does.
         assert error <= 4 * max(plain, 2e-7), (name, error, plain)
@@ -65,29 +67,32 @@ def hold(found: Sequence[Mapping[str, Any]], stage: int) -> None:
         del refused["a backward past the accumulator"]
         refused["a gradient penalty"] = "the model is differentiated twice"
     for name, message in refused.items():
+        if f"{name} {stage}" not in found[0]:
+            continue
         said = [own[f"{name} {stage}"] for own in found]
         assert any(message in text for text in said), (name, said)
         assert all(message in text or text.startswith(OTHER_RANK) for text in said), (name, said)
     for precision in ("fp32", "bf16"):
-        assert all(own[f"resumed {precision} {stage}"] is True for own in found)
+        assert all(own.get(f"resumed {precision} {stage}", True) is True for own in found)
 
 
-def launch(folder: Path, *stages: int) -> Sequence[Mapping[str, Any]]:
+def launch(folder: Path, *stages: object) -> Sequence[Mapping[str, Any]]:
     """What each rank found."""
     succeed(folder / "result.json", *stages, script=WORKER, world=2, warm="deepspeed", timeout=280)
     values: Sequence[Mapping[str, Any]] = json.loads((folder / "result.json").read_text())
     return values
 
 
-def test_stages_0_and_3_are_exact_or_refused(tmp_path: Path) -> None:
-    found = launch(tmp_path, 0, 3)
+def test_stage_0_and_some_of_stage_3_are_exact_or_refused(tmp_path: Path) -> None:
+    found = launch(tmp_path, 0, "3few")
+    assert len(found[0]) == 31 + 8
     hold(found, 0)
     hold(found, 3)
     assert "ranks ran different modules in this window" in found[0]["used by some samples 3"]
 
 
 @pytest.mark.heavy
-def test_stages_1_and_2_are_exact_or_refused(tmp_path: Path) -> None:
-    found = launch(tmp_path, 1, 2)
-    hold(found, 1)
-    hold(found, 2)
+def test_stages_1_to_3_are_exact_or_refused(tmp_path: Path) -> None:
+    found = launch(tmp_path, 1, 2, 3)
+    for stage in (1, 2, 3):
+        hold(found, stage)

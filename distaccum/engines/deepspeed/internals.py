@@ -48,7 +48,7 @@ class Replicated:
     """Stage 0: in the parameters' ``grad``, with or without a wrapper that holds fp32 weights."""
 
     sharded = flat = False
-    names = ()
+    names: tuple[str, ...] = ()
 
     def __init__(self, engine: Any, trained: Mapping[str, nn.Parameter]) -> None:
         self._engine = engine
@@ -75,7 +75,7 @@ class MasterCopies:
     """Stage 1 in bf16: whole fp32 gradients in buffers of the wrapper; each rank steps a part."""
 
     sharded, flat = False, True
-    names = (
+    names: tuple[str, ...] = (
         "param_names",
         "bf16_groups",
         "fp32_groups_gradients",

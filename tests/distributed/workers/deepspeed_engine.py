@@ -83,7 +83,9 @@ def make_window(shape: str, number: int, ranks: int, *, alike: bool = False) -> 
         return torch.randint(VOCABULARY, (length,), generator=generator), labels
 
     sizes = [[2 if shape == "full" else 1 + (step + rank) % 3 for step in range(n)] for rank, n in enumerate(steps)]
-    window = [[[sample(step) for _ in range(size)] for step, size in enumerate(own)] for own in sizes]
+    window: list[MicroBatches] = [
+        [[sample(step) for _ in range(size)] for step, size in enumerate(own)] for own in sizes
+    ]
     if not any(uses_rare(samples) for own in window for samples in own):
         (_, labels), *_ = next(own for own in window if own)[0]
         labels[-1] = 0
@@ -579,6 +581,10 @@ def refusals(world: World) -> Any:
     def sgd(p: Any) -> Optimizer:
         return SGD(p, lr=1.0)
 
+    def within_a_window() -> None:
+        engine.begin_window(1)
+        engine.model.zero_grad()
+
     engine, model = wrap(world, 2, "fp32", sgd), Model()
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: False
@@ -587,7 +593,7 @@ def refusals(world: World) -> Any:
         "backward": refusal(lambda: engine.model.backward(torch.ones(()))),  # type: ignore[operator]
         "optimizer": refusal(engine._optimizers[0].step),
         "between": refusal(engine.model.zero_grad),
-        "zero_grad": refusal(lambda: (engine.begin_window(1), engine.model.zero_grad())),  # type: ignore[operator]
+        "zero_grad": refusal(within_a_window),
         "past": refusal(lambda: engine.backward(torch.ones((), requires_grad=True))),
         "fp16": refusal(
             lambda: create_engine(model, sgd(model.parameters()), world, engine="deepspeed", precision="fp16")
