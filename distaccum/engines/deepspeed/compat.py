@@ -120,11 +120,6 @@ def _says_something_new(record: logging.LogRecord) -> bool:
 
 def check_parameters(model: nn.Module, stage: int) -> None:
     """Raises ConfigError for a parameter that DeepSpeed cannot flatten, send or step, or trains wrongly."""
-    trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
-    if len(trained) > 1 and stage == STAGES[-1]:
-        mixed = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
-        remedy = "Train all in float32, or use engine.stage=2"
-        raise ConfigError("engine.stage", stage, f"DeepSpeed gathers one format, not {mixed}", remedy)
     tables = {f"{name}.weight": module for name, module in model.named_modules() if getattr(module, "sparse", None)}
     for name, parameter in model.named_parameters():
         fault, remedy = _fault(parameter), "Use engine=zero1, or change the model"
@@ -132,6 +127,11 @@ def check_parameters(model: nn.Module, stage: int) -> None:
             fault, remedy = "whose gradient is sparse", "Use sparse=False, which gives the same gradient"
         if fault:
             raise ConfigError("engine", "deepspeed", f"cannot take {name}, {fault}", remedy)
+    trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(trained) > 1 and stage == STAGES[-1]:
+        mixed = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
+        remedy = "Train all in float32, or use engine.stage=2"
+        raise ConfigError("engine.stage", stage, f"DeepSpeed gathers one format, not {mixed}", remedy)
 
 
 def _fault(parameter: nn.Parameter) -> str:

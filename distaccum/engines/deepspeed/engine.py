@@ -224,7 +224,11 @@ class DeepSpeedEngine(Engine):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """DeepSpeed's, of the scaled loss; nothing is divided by accumulation steps."""
+        """DeepSpeed's, of the scaled loss; nothing is divided by accumulation steps.
+
+        Raises:
+            MisuseError: the forward went past the engine.
+        """
         if not self._called:
             raise forward_past_engine()
         self._look_for_changes()

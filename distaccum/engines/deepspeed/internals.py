@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distaccum.errors import ConfigError
 
-WORKING = ("0.19.2", "0.19.8")
+WORKING = ("0.19.1", "0.19.8")
 """The oldest and the newest version whose names are these."""
 
 Named = tuple[str, Tensor]
@@ -48,7 +48,7 @@ class Replicated:
     """Stage 0: in the parameters' ``grad``, with or without a wrapper that holds fp32 weights."""
 
     sharded = flat = False
-    names = ()
+    names: tuple[str, ...] = ()
 
     def __init__(self, engine: Any, trained: Mapping[str, nn.Parameter]) -> None:
         self._engine = engine
@@ -75,7 +75,7 @@ class MasterCopies:
     """Stage 1 in bf16: whole fp32 gradients in buffers of the wrapper; each rank steps a part."""
 
     sharded, flat = False, True
-    names = (
+    names: tuple[str, ...] = (
         "param_names",
         "bf16_groups",
         "fp32_groups_gradients",

@@ -27,6 +27,7 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.base import EngineState
 from distaccum.engines.deepspeed.compat import load_deepspeed
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
+from distaccum.engines.deepspeed.internals import Partitions
 from distaccum.engines.factory import create_engine
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.losses.normalize import normalize_loss
@@ -64,31 +65,42 @@ class Model(nn.Module):
 def make_window(shape: str, number: int, ranks: int, *, alike: bool = False) -> list[MicroBatches]:
     """By rank its micro-batches. ``ragged``: their number differs, down to none.
 
-    Which of them use the rare layer is left to chance; or is ``alike`` on all ranks, as ZeRO-3 wants it.
+    Which of them use the rare layer is left to chance, but for one that does: DeepSpeed decays what none uses. Or it is
+    ``alike`` on all ranks, as ZeRO-3 wants it.
     """
     generator = torch.Generator().manual_seed(number)
     steps = [3] * ranks if shape == "full" else [(3, 0, 1, 2)[(rank + number) % 4] for rank in range(ranks)]
     if not sum(steps):
         steps[0] = 1
 
-    def sample() -> Sample:
+    def sample(step: int) -> Sample:
         length = LENGTH if shape == "full" else int(torch.randint(1, LENGTH + 1, (), generator=generator))
         labels = torch.randint(VOCABULARY, (length,), generator=generator)
         if shape == "unequal" and length > 1:
             labels[0] = IGNORED
         if alike:
-            labels[-1] = number % 2 if shape == "full" else 0
+            labels[-1] = (step + number) % 2 if shape == "full" else 0
         return torch.randint(VOCABULARY, (length,), generator=generator), labels
 
     sizes = [[2 if shape == "full" else 1 + (step + rank) % 3 for step in range(n)] for rank, n in enumerate(steps)]
-    return [[[sample() for _ in range(size)] for size in own] for own in sizes]
+    window: list[MicroBatches] = [
+        [[sample(step) for _ in range(size)] for step, size in enumerate(own)] for own in sizes
+    ]
+    if not any(uses_rare(samples) for own in window for samples in own):
+        (_, labels), *_ = next(own for own in window if own)[0]
+        labels[-1] = 0
+    return window
+
+
+def uses_rare(samples: Sequence[Sample]) -> bool:
+    return bool(samples[0][1][-1] % 2 == 0)
 
 
 def collate(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Padded; the floats are the ids' own; the rare layer is used where the first label is even."""
     ids = nn.utils.rnn.pad_sequence([ids for ids, _ in samples], batch_first=True)
     labels = nn.utils.rnn.pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORED)
-    return ids, torch.sin(ids.float()).unsqueeze(-1), labels, bool(samples[0][1][-1] % 2 == 0)
+    return ids, torch.sin(ids.float()).unsqueeze(-1), labels, uses_rare(samples)
 
 
 def total_of(model: Any, batch: Any, spoil: float = 1.0) -> Tensor:
@@ -284,21 +296,20 @@ def variants(world: World) -> Any:
 
 @part
 def older(world: World) -> Any:
-    """A DeepSpeed without its coalesced reduction: exact all the same, and said; unequal windows refused."""
+    """A DeepSpeed without its coalesced reduction, and one whose wrapper keeps its gradients elsewhere."""
     engine_type = load_deepspeed(world.device).DeepSpeedEngine
     coalesced = engine_type.coalesce_grad_reduction
     del engine_type.coalesce_grad_reduction
     try:
-        found: dict[str, Any] = {
-            str(stage): one_window(world, stage, "fp32", "full", alike=True) for stage in (1, 2, 3)
-        }
-        for stage in (1, 2):
-            engine = wrap(world, stage, "fp32", lambda p: SGD(p, lr=1.0))
-            found[f"describe {stage}"] = engine.describe()
-        found["unequal"] = refusal(lambda: engine.begin_window(world.rank))
-        found["none"] = refusal(lambda: engine.begin_window(1))
+        found = {"no coalesced": refusal(lambda: wrap(world, 2, "fp32", lambda p: SGD(p, lr=1.0)))}
     finally:
         engine_type.coalesce_grad_reduction = coalesced
+    names = Partitions.names
+    Partitions.names = (*names, "gradients_elsewhere")
+    try:
+        found["elsewhere"] = refusal(lambda: wrap(world, 1, "fp32", lambda p: SGD(p, lr=1.0)))
+    finally:
+        Partitions.names = names
     return found
 
 
@@ -468,7 +479,8 @@ class Reductions(TorchDispatchMode):
         name = str(function)
         if name.startswith("c10d.") and "reduce" in name:
             tensors, _ = tree_flatten(args[:2])
-            self.count += any(isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 1 for t in tensors)
+            gradients = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.shape[1:] != (1,)]
+            self.count += any(t.numel() > 1 for t in gradients)  # a column of numbers is none of gradients
         return function(*args, **(kwargs or {}))
 
 
@@ -569,6 +581,10 @@ def refusals(world: World) -> Any:
     def sgd(p: Any) -> Optimizer:
         return SGD(p, lr=1.0)
 
+    def within_a_window() -> None:
+        engine.begin_window(1)
+        engine.model.zero_grad()
+
     engine, model = wrap(world, 2, "fp32", sgd), Model()
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: False
@@ -576,7 +592,8 @@ def refusals(world: World) -> Any:
         "step": refusal(engine.model.step),  # type: ignore[operator]
         "backward": refusal(lambda: engine.model.backward(torch.ones(()))),  # type: ignore[operator]
         "optimizer": refusal(engine._optimizers[0].step),
-        "zero_grad": refusal(engine.model.zero_grad),
+        "between": refusal(engine.model.zero_grad),
+        "zero_grad": refusal(within_a_window),
         "past": refusal(lambda: engine.backward(torch.ones((), requires_grad=True))),
         "fp16": refusal(
             lambda: create_engine(model, sgd(model.parameters()), world, engine="deepspeed", precision="fp16")
