@@ -15,7 +15,7 @@ from tests.support.commands import ROOT, succeed
 from tests.support.engine_matrix import ENGINES
 
 COVERING = {  # each way of being wrong: in a part, by a factor, after the step, on one rank, where the model is sharded
-    "sync on a wrong micro-step": "the gradient of every parameter is off by",
+    "mean of means": "the gradient of every parameter is off by",
     "the engine's averaging forgotten": "0.50x = 1 / (2 ranks)",
     "a leaked tail": "are still there after the step",
     "division by the planned instead of the actual count": "times the true count",

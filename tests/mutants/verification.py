@@ -73,8 +73,8 @@ def sayings(mutant: Mutant | None, runs: Sequence[Run]) -> list[list[str]]:
 
 
 def caught(said: Sequence[str]) -> bool:
-    """Whether every rank ends with the proof's error."""
-    return bool(said) and all(text.startswith("VerificationError: ") for text in said)
+    """Whether every rank ends with the proof's error, or a guard's before it."""
+    return bool(said) and all(text.startswith(("VerificationError: ", "MisuseError: ")) for text in said)
 
 
 def main(wanted: str = "") -> int:
