@@ -18,12 +18,12 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "        (loss if self._scaler is None else self._scaler.scale(loss)).backward()",
+                "            self.shadow_micro_step()\n        self._watch.note()\n",
                 (
-                    "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n"
-                    "        scaled.backward()\n"
+                    "            self.shadow_micro_step()\n"
+                    "        self._watch.note()\n"
                     "        if self._scaler:\n"
-                    "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())"
+                    "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())\n"
                 ),
             ),
             ("engines/fused_update.py", "            scaler.advance(1.0 - applied)", "            pass"),
