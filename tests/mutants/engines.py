@@ -109,8 +109,8 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             (
                 (
                     "engines/fsdp2/engine.py",
-                    "_optimizer_step.step(divisor), changed=changed)\n        for parameter in self._parameters.values():",
-                    "_optimizer_step.step(divisor), changed=changed)\n        for parameter in ():",
+                    "(divisor), changed=changed)\n        for parameter in self._parameters.values():",
+                    "(divisor), changed=changed)\n        for parameter in ():",
                 ),
                 (
                     "engines/fsdp2/engine.py",

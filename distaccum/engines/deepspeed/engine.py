@@ -249,7 +249,7 @@ class DeepSpeedEngine(Engine):
             MisuseError: on all ranks alike, before a weight moves: gradients or ``requires_grad`` were changed by hand
                 on some rank, ranks ran different modules (stage 3), or parameters without a gradient would be moved.
         """
-        if self._due:
+        if self._due and self._hold is not None:
             self._reduce()
         else:
             self._look_for_changes()
@@ -312,7 +312,10 @@ class DeepSpeedEngine(Engine):
         self._left_out = []
 
     def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See :class:`Engine`."""
+        """See :class:`Engine`; a collective, as what the boundary completed is reduced here."""
+        if self._due and self._hold is not None:
+            self._reduce()
+            self._watch.note()
         yield from self._gradients.held()
 
     @contextmanager
