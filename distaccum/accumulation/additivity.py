@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulation.diagnose import state_restored
-from distaccum.data.prefetch import map_tensors, to_device
+from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from distaccum.accumulation.diagnose import state_restored
 from distaccum.accumulation.directional import DirectionalRoad
-from distaccum.data.prefetch import to_device
+from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
