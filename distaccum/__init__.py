@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from distaccum.errors import DistaccumError as DistaccumError
     from distaccum.errors import MisuseError as MisuseError
     from distaccum.errors import NonFiniteError as NonFiniteError
+    from distaccum.errors import VerificationError as VerificationError
     from distaccum.losses.base import Loss as Loss
     from distaccum.losses.cross_entropy import CrossEntropy as CrossEntropy
     from distaccum.losses.transformers import CausalLM as CausalLM
@@ -80,6 +81,7 @@ _HOMES = {
     "StopSignals": "distaccum.distributed.signals",
     "Trainer": "distaccum.train.trainer",
     "TrainerConfig": "distaccum.config.schema",
+    "VerificationError": "distaccum.errors",
     "WandbConfig": "distaccum.config.schema",
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",

@@ -8,6 +8,7 @@
     ├── DataError         (ValueError)      the data gives nothing to train on, or not what the plan was made for
     │   └── PeerError                       another rank could not load its part of a window: its error, in words
     ├── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
+    ├── VerificationError (RuntimeError)    a run's proof of itself fails: its gradient, its loss, or ranks that differ
     └── MisuseError       (RuntimeError)    a loop does what would train wrongly: the message says what to write instead
 """
 
@@ -55,6 +56,10 @@ class NonFiniteError(DistaccumError, ArithmeticError):
 
 class MisuseError(DistaccumError, RuntimeError):
     """A step, backward or micro-batch out of its order in a hand-written loop."""
+
+
+class VerificationError(DistaccumError, RuntimeError):
+    """The gradient is not the window's, the loss is not a sum over what it counts, or ranks hold other weights."""
 
 
 class BatchStatisticsWarning(UserWarning):

@@ -17,10 +17,21 @@ from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.replicas import Replicas
 from distaccum.accumulation.schedulers import GroupSettings, OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
-from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_seed, whole_number
+from distaccum.accumulation.verify import Verifier
+from distaccum.config.checks import (
+    NONFINITE,
+    ON_DIVERGENCE,
+    require,
+    require_choice,
+    require_count,
+    require_seed,
+    require_verify,
+    whole_number,
+)
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.counter import GlobalCounter
@@ -77,6 +88,9 @@ class Accumulator:
         precision: the precision policy, by name or with settings.
         seed: for the order of samples, and for the random numbers that the model draws in micro-steps, as for dropout.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        verify: which windows prove their gradient before their step: the ``first`` of this process, that and one
+            every so many, or ``never``; see docs/verification.md.
+        on_divergence: what ranks whose weights differ do: ``stop`` the run or ``warn``.
         world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
         prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``clip_norm``
             and ``clip_value``.
@@ -105,6 +119,8 @@ class Accumulator:
         precision: str | PrecisionConfig = "fp32",
         seed: int = 0,
         prefetch: int = 2,
+        verify: str | int = "first",
+        on_divergence: str = "stop",
         world: World | None = None,
         prepared: EngineContext | None = None,
     ) -> None:
@@ -120,6 +136,8 @@ class Accumulator:
         require_seed("seed", seed)
         remedy = "One is computed while one is on its way"
         require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
+        require_verify("verify", verify)
+        require_choice("on_divergence", on_divergence, ON_DIVERGENCE)
         engine, precision = engine_config(engine), PrecisionConfig.of(precision)
         given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
         sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
@@ -166,6 +184,11 @@ class Accumulator:
         self._loaders_change = self._change  # the one that loaders have got
         self._count, self._prefetch = count, prefetch
         self._counter = GlobalCounter(self.world, count)
+        self._verifier = Verifier(
+            self.engine, self.world, verify, clip_norm=prepared.clip_norm, clip_value=prepared.clip_value
+        )
+        self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
+        self._counter.rider = self.replicas
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
@@ -184,6 +207,11 @@ class Accumulator:
     def last(self) -> Outcome | None:
         """The outcome of the last window; None before the first."""
         return self.tracker.last
+
+    @property
+    def verified(self) -> str:
+        """What the last window that proved its gradient says of it; empty where none did."""
+        return self._verifier.summary
 
     @property
     def stopping(self) -> bool:
@@ -297,12 +325,14 @@ class Accumulator:
                     continue
                 counted = True
                 self._evaluation_weights.train()
+                self._verifier.begin(window)
                 self._open = OpenWindow(
                     window,
                     self.engine,
                     prefetch=self._prefetch,
                     finish=self._finish,
                     provisional_count=window.samples * self._items_per_sample,
+                    proof=self._verifier.proof,
                 )
                 yield self._open
                 self._expect_no_window("the next window")
@@ -373,11 +403,35 @@ class Accumulator:
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        outcome = run_window(self.engine, window.plain, loss, prefetch=self._prefetch, before_step=self._begin_step)
+        self._verifier.check_loss(window.plain, loss)
+        run: Any = loss if window.proof is None else window.proof.recording(loss)
+        with self._verifier.stepping() as report:
+            outcome = run_window(self.engine, window.plain, run, prefetch=self._prefetch, before_step=self._begin_step)
+            report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)
+        self.replicas.window_ended(window.plain)
         self._open = None
         window.mark_done()
         return outcome
+
+    def verify(self, window: OpenWindow, loss: Loss) -> None:
+        """Has a window prove its gradient before its step, whatever ``verify`` says, by running it again with ``loss``.
+
+        In a loop of your own the proof otherwise walks the graph of each loss a second time, and says nothing of the
+        loss itself; on engines that shard the model it cannot.
+
+        Args:
+            window: the current one, of which no micro-batch was taken; every rank calls this.
+            loss: gives for a micro-batch what the loop passes to :meth:`backward`; with ``count``.
+
+        Raises:
+            VerificationError: it is not a sum over what it counts; on all ranks. The gradient is compared before the
+                window's step.
+        """
+        window.expect(Phase.OPEN, "verify()", "give it a window of which no micro-batch was taken")
+        if window is not self._open:
+            refuse("verify()", "with another window", "give it the current one")
+        window.proof = self._verifier.prove(window.plain, loss)
 
     def abandon(self) -> None:
         """Drops the current window and its gradients, as after an error; every rank must call it.
@@ -386,6 +440,7 @@ class Accumulator:
         """
         self.engine.zero_gradients()
         self._abandoned = self._abandoned or self._open is not None
+        self._verifier.drop()
         self._open = None
 
     def close(self) -> None:
@@ -475,6 +530,8 @@ class Accumulator:
         self.tracker.restore(progress)
         self._cursor.restore(position, data)
         self._counter.clear_stop()
+        self._verifier.restart()
+        self.replicas.restart()
 
     def _current(self, what: str) -> OpenWindow:
         if self._open is None:
@@ -493,7 +550,7 @@ class Accumulator:
         if self._open is not None:
             refuse(what, self._open.phase.value, "run every micro-batch of a window before")
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, divisor: float = 1.0) -> None:
         try:
             self.tracker.begin_step()
         except (
@@ -502,6 +559,7 @@ class Accumulator:
         ):  # raised for the window before: this one made no step, and can be run again
             self.abandon()
             raise
+        self._verifier.before_step(divisor)
 
     def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
         """Makes the step of a window that was run micro-batch by micro-batch."""
@@ -513,12 +571,16 @@ class Accumulator:
             counts, divisor = as_counts({SINGLE: total}), total / self._open.provisional_count
             self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
-            self._begin_step()
-            outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
+            with self._verifier.stepping() as report:
+                self._begin_step(divisor)
+                outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
+                report(outcome.grad_norm)
         else:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
+            self._verifier.drop()
         self.tracker.end_step(window, outcome)
+        self.replicas.window_ended(window)
         self._open = None
 
 

@@ -208,16 +208,34 @@ def _watching(model: nn.Module) -> Iterator[_Watch]:
 @contextmanager
 def _state_restored(engine: Engine) -> Iterator[None]:
     """Restores buffers and random number generators after the block, and zeroes the gradients that it accumulated."""
+    engine.zero_gradients()
+    try:
+        with state_restored(engine):
+            yield
+    finally:
+        engine.zero_gradients()
+
+
+@contextmanager
+def state_restored(engine: Engine) -> Iterator[None]:
+    """Restores buffers and random number generators after the block."""
+    generators = RNGState.capture(engine.device)
+    try:
+        with buffers_restored(engine):
+            yield
+    finally:
+        generators.restore()
+
+
+@contextmanager
+def buffers_restored(engine: Engine) -> Iterator[None]:
+    """Restores the model's buffers after the block."""
     modules = engine.unwrapped_model.modules()
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     copies = [buffer.detach().clone() for _, _, buffer in buffers]
-    generators = RNGState.capture(engine.device)
-    engine.zero_gradients()
     try:
         yield
     finally:
-        generators.restore()
-        engine.zero_gradients()
         for (module, name, buffer), copy in zip(buffers, copies, strict=True):
             with torch.no_grad():
                 buffer.copy_(copy)

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from distaccum.accumulation.proof import GradientProof
 from distaccum.accumulation.step import LossSums
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
@@ -42,6 +43,7 @@ class OpenWindow:
         finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
             count.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
+        proof: of the window's gradient, which notes what runs; None where it is not verified.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class OpenWindow:
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
         provisional_count: float,
+        proof: GradientProof | None = None,
     ) -> None:
+        self.proof = proof
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish = engine, prefetch, finish
         self._sums = LossSums(engine.device)
@@ -112,6 +116,8 @@ class OpenWindow:
         self._micro_step.__enter__()
         self._autocast = self._engine.autocast()
         self._autocast.__enter__()
+        if self.proof is not None:
+            self.proof.before_forward()
         self.phase = Phase.FORWARD
 
     def __exit__(
@@ -140,6 +146,8 @@ class OpenWindow:
         if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
             own_counts = as_counts(count)
         factor = self._engine.gradient_divide_factor
+        if self.proof is not None:
+            self.proof.before_backward(loss, self.provisional_count)
         self._engine.backward(normalize_loss(loss, counts, factor, own_counts=own_counts))
         self._sums.add(loss)
         self.phase = Phase.BACKWARD

@@ -11,6 +11,8 @@ from typing import Any
 from distaccum.errors import ConfigError
 
 NONFINITE = ("stop", "skip")
+ON_DIVERGENCE = ("stop", "warn")
+VERIFY = ("first", "never")
 
 
 def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> None:
@@ -75,3 +77,9 @@ def require_positive_number(key: str, value: object) -> None:
 def require_seed(key: str, value: int) -> None:
     """A whole number of 63 bits."""
     require(0 <= value < 2**63, key, value, "out of range", "Use a whole number from 0 to 2**63-1")
+
+
+def require_verify(key: str, value: object) -> None:
+    """``first``, ``never`` or a number of windows."""
+    number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(number or value in VERIFY, key, value, "no such choice", "Use first, never or a number of windows from 1")

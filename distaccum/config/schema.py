@@ -15,7 +15,16 @@ from typing import Any, Optional, cast, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
-from distaccum.config.checks import NONFINITE, require, require_choice, require_count, require_positive, require_types
+from distaccum.config.checks import (
+    NONFINITE,
+    ON_DIVERGENCE,
+    require,
+    require_choice,
+    require_count,
+    require_positive,
+    require_types,
+    require_verify,
+)
 from distaccum.config.durations import seconds_of
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.precision import PrecisionConfig
@@ -90,7 +99,9 @@ class TrainerConfig:
     12h, ...): the run saves and ends before this time is over, for another process to continue. ``prefetch``:
     micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
     infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
-    scale at its minimum, stop the run in any case.
+    scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
+    the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights differ
+    ``stop`` the run or ``warn``.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -102,6 +113,8 @@ class TrainerConfig:
     prefetch: int = 2
     nonfinite: str = "stop"
     max_skips: int = 10
+    verify: Any = "first"
+    on_divergence: str = "stop"
 
     def __post_init__(self) -> None:
         limit = (int, NoneType)
@@ -117,6 +130,8 @@ class TrainerConfig:
         require_count("trainer.prefetch", self.prefetch, least=2)
         require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
         require_count("trainer.max_skips", self.max_skips, least=1)
+        require_verify("trainer.verify", self.verify)
+        require_choice("trainer.on_divergence", self.on_divergence, ON_DIVERGENCE)
         unbounded = self.max_steps is None and self.max_epochs is None
         require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
@@ -15,6 +15,19 @@ from distaccum.losses.normalize import Count, Counts, as_counts
 # beginning, but in a collective of the user's loop.
 _FAILED = 2.0**32
 _ELSEWHERE = 2.0**42
+
+
+class Rider(Protocol):
+    """Numbers that ride in a count's all-reduce."""
+
+    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
+        """This rank's, given the number of micro-batches that are counted, and of losses.
+
+        As many on every rank, and in every all-reduce.
+        """
+
+    def incoming(self, sums: list[float]) -> None:
+        """Their sums over the ranks."""
 
 
 class GlobalCounter:
@@ -33,6 +46,7 @@ class GlobalCounter:
         self._stop_requested = False
         self._width = 0  # numbers in the last all-reduce, next to the signal
         self.stopping = False
+        self.rider: Rider | None = None
 
     def request_stop(self) -> None:
         """Asks all ranks to stop; the next :meth:`all_reduce` tells them. Safe in a signal handler."""
@@ -90,10 +104,13 @@ class GlobalCounter:
                     known = f"and the first window only {sorted(own)}: count 0 there"
                     error = error or MisuseError(f"a batch counts {name!r}, {known}")
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
-        self._width = len(own) + len(more)
-        signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more])
+        riding = self.rider.outgoing(len(micro_batches), len(own)) if self.rider else []
+        self._width = len(own) + len(more) + len(riding)
+        signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more, *riding])
         if signals >= _FAILED:  # or elsewhere: that rank says where
             where = "while this one began a window" if signals >= _ELSEWHERE else "while it loaded its part of a window"
             raise_on_all(self._world, error, where)
         self.stopping = self.stopping or signals > 0
-        return dict(zip(own, sums, strict=False)), sums[len(own) :]
+        if self.rider:
+            self.rider.incoming(sums[len(own) + len(more) :])
+        return dict(zip(own, sums, strict=False)), sums[len(own) : len(own) + len(more)]

@@ -179,7 +179,12 @@ class MapWindowLoader(WindowLoader):
                 data_wait_s=waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
                 keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
+                fetch=self._fetch,
             )
+
+    def _fetch(self, ids: Sequence[int]) -> tuple[list[Any], Collate]:
+        assert self._loader.collate_fn is not None
+        return [self._loader.dataset[i] for i in ids], self._loader.collate_fn
 
     def _begin(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches from window ``start`` on, after the ranks have compared what they are about to train on."""

@@ -41,3 +41,5 @@ class Window:
     """One number per micro-batch, which seeds the random numbers of its micro-step: a function of the run's seed, the
     epoch and the place of the micro-batch's first sample in the epoch's order (of a stream: in this rank's stream), but
     of nothing else. Without keys random numbers are drawn from the rank's own generators."""
+    fetch: Callable[[Sequence[int]], tuple[list[Any], Callable[[list[Any]], Any]]] | None = None
+    """Gives samples by their numbers, and what collates them; None where they cannot be fetched a second time."""

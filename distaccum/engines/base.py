@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,11 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
 from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
@@ -113,6 +115,8 @@ class Engine(ABC):
     """The loss scale below which it never falls; None without a dynamic scale."""
     forward_communicates: bool = False
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
+    watches_backward: bool = False
+    """Whether a backward of :attr:`model`'s output does more than reach the parameters' gradients."""
     state_layout: StateLayout = StateLayout.FULL
     ownership: Ownership | None = None
     """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
@@ -156,6 +160,49 @@ class Engine(ABC):
 
     def _drop_stray_gradients(self) -> None:  # noqa: B027  an engine that has nothing to drop needs none
         """Drops gradients that were accumulated outside of a window; local, and in place where they lie in buckets."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that the step asks to step."""
+        return self._optimizers
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The scale of the next backward: 0-dim, on the device; None without a loss scaler."""
+        return self._scaler.current if self._scaler else None
+
+    def unit_roundoff(self, parameter: Tensor) -> float:
+        """Of the coarsest number format that a gradient of ``parameter`` passes through."""
+        formats = {self._policy.reduce_dtype, parameter.dtype if parameter.is_floating_point() else torch.float32}
+        if self._policy.casts:
+            formats.add(self._policy.compute_dtype)
+        if parameter.dtype == torch.float64:
+            formats = {torch.float64}
+        return max(torch.finfo(one).eps / 2 for one in formats)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """The weights that every rank holds whole, and the same bit by bit, by name."""
+        return {} if self.forward_communicates else dict(self.unwrapped_model.named_parameters())
+
+    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Between boundary and step: names, and this rank's part of the reduced gradient, whatever it is scaled by.
+
+        All ranks have the whole of a parameter's, or each the elements that follow those of the rank before.
+        """
+        for name, parameter in trained(self.unwrapped_model).items():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def shifted(self, direction: Mapping[str, Tensor], distance: float) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Within the block forwards compute with the weights plus ``distance`` times ``direction``.
+
+        Gives by how much this rank's weights have moved, flat: of 16 bits they move by whole steps. The direction is
+        given in the parts of :meth:`reduced_gradients`. Only where :attr:`forward_communicates`.
+
+        Raises:
+            NotImplementedError: this engine cannot.
+        """
+        raise NotImplementedError
 
     @property
     @abstractmethod

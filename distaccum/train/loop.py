@@ -218,6 +218,7 @@ class Loop:
         self._write_status()
 
     def _save(self) -> None:
+        self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
         run = checkpoint.RunState(
             progress=self.progress,

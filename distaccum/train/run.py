@@ -224,6 +224,8 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
         schedule=components.lr_factor,
         nonfinite=config.trainer.nonfinite,
         max_skips=config.trainer.max_skips,
+        verify=config.trainer.verify,
+        on_divergence=config.trainer.on_divergence,
         prepared=components.engine,
         seed=config.seed,
         prefetch=config.trainer.prefetch,

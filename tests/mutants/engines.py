@@ -109,8 +109,13 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             (
                 (
                     "engines/fsdp2/engine.py",
-                    "_optimizer_step.step(divisor)\n        for parameter in self._parameters.values():",
-                    "_optimizer_step.step(divisor)\n        for parameter in ():",
+                    "(divisor), changed=changed)\n        for parameter in self._parameters.values():",
+                    "(divisor), changed=changed)\n        for parameter in ():",
+                ),
+                (
+                    "engines/fsdp2/engine.py",
+                    "def _drop_gradients(self) -> None:\n        for parameter in self._parameters.values():",
+                    "def _drop_gradients(self) -> None:\n        for parameter in ():",
                 ),
             ),
         ),

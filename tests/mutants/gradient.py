@@ -60,9 +60,9 @@ MUTANTS = (
         (
             (
                 "data/loader.py",
-                "counts, _ = counter.all_reduce(micro_batches)",
+                "counts, _ = counter.all_reduce(micro_batches, error=error)",
                 (
-                    "counts, _ = counter.all_reduce(micro_batches)\n"
+                    "counts, _ = counter.all_reduce(micro_batches, error=error)\n"
                     "            counts = {n: c * len(cut.window(0)) / len(cut.window(k)) for n, c in counts.items()}"
                 ),
             ),

@@ -24,7 +24,7 @@ from distaccum.engines.deepspeed.weights import MasterWeights
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import trained
+from distaccum.engines.modules import clean, trained
 from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import CheckpointError, MisuseError, shorten
@@ -67,6 +67,7 @@ class DeepSpeedEngine(Engine):
     """
 
     state_layout = StateLayout.EXTERNAL
+    watches_backward = True
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ class DeepSpeedEngine(Engine):
             MisuseError: on all ranks alike, before a weight moves: gradients or ``requires_grad`` were changed by hand
                 on some rank, ranks ran different modules (stage 3), or parameters without a gradient would be moved.
         """
-        if self._due:
+        if self._due and self._hold is not None:
             self._reduce()
         else:
             self._look_for_changes()
@@ -313,6 +314,30 @@ class DeepSpeedEngine(Engine):
         for parameter in self._left_out:
             parameter.grad = None
         self._left_out = []
+
+    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See :class:`Engine`; a collective, as what the boundary completed is reduced here."""
+        if self._due and self._hold is not None:
+            self._reduce()
+            self._watch.note()
+        yield from self._gradients.held()
+
+    @contextmanager
+    def shifted(self, direction: Mapping[str, Tensor], distance: float) -> Iterator[Mapping[str, Tensor]]:
+        """See :class:`Engine`: at stage 3 this rank's part of each parameter moves, and is gathered anew."""
+        parameters: Iterator[tuple[str, Any]] = self._model.named_parameters()
+        shards = {clean(name): parameter.ds_tensor for name, parameter in parameters}
+        own = {name: shards[name].data.flatten()[: direction[name].numel()] for name in direction}
+        before = {name: shard.clone() for name, shard in own.items()}
+        try:
+            for name, shard in own.items():
+                shard.add_(direction[name].flatten().to(shard.dtype), alpha=distance)
+            internals.gather_persistent(self._engine.optimizer)
+            yield {name: (shard.double() - before[name].double()) for name, shard in own.items()}
+        finally:
+            for name, shard in own.items():
+                shard.copy_(before[name])
+            internals.gather_persistent(self._engine.optimizer)
 
     def _norms(self) -> tuple[list[str], Tensor]:
         """Of this rank's part of the gradient, by parameter."""

@@ -425,3 +425,11 @@ def accumulated_in(parameter: nn.Parameter) -> torch.dtype:
 def _divide(gradients: Sequence[Tensor], divisor: float) -> None:
     if divisor != 1.0 and gradients:
         torch._foreach_div_(list(gradients), divisor)
+
+
+def gather_persistent(optimizer: Any) -> None:
+    """Gathers again the small parameters that stay whole at stage 3, as DeepSpeed does after a step."""
+    persistent = optimizer.persistent_parameters
+    if persistent:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)

@@ -28,7 +28,7 @@ from distaccum.engines.base import (
 )
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
-from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
+from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like, to_local
 from distaccum.engines.fsdp2 import hooks, internals, wrap
 from distaccum.engines.fsdp2.optimizers import rebind_optimizers
 from distaccum.engines.fsdp2.shard_watch import ShardWatch
@@ -360,6 +360,27 @@ class FSDP2Engine(Engine):
         self._watch.check()
         self._shard_watch.look()
         self._watch.forget()  # or what the next backward reduces stays in memory until its end
+
+    @contextmanager
+    def shifted(self, direction: Mapping[str, Tensor], distance: float) -> Iterator[Mapping[str, Tensor]]:
+        """See :class:`Engine`: shards move, and are gathered anew."""
+        own = {name: to_local(self._parameters[name].data) for name in direction}
+        before = {name: shard.clone() for name, shard in own.items()}
+        try:
+            for name, shard in own.items():
+                shard.add_(direction[name].reshape(shard.shape).to(shard.dtype), alpha=distance)
+            self._reshard()
+            yield {name: (shard - before[name]).flatten() for name, shard in own.items()}
+        finally:
+            for name, shard in own.items():
+                shard.copy_(before[name])
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Frees what is gathered, so that the next forward gathers the shards as they are."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def step(self, *, divisor: float = 1.0) -> StepOutput:
         """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""

@@ -50,7 +50,7 @@ class Loss:
 
 def _make(world: World, model: Net, seed: int = 0) -> Accumulator:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Accumulator(model, optimizer, **SIZES, count=Loss().count, seed=seed, world=world)
+    return Accumulator(model, optimizer, **SIZES, count=Loss().count, seed=seed, verify="never", world=world)
 
 
 def _net(checkpoints: bool | None = None) -> Net:

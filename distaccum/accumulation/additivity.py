@@ -1,0 +1,234 @@
+"""Is a loss a sum over what it counts? Two samples apart must give what they give together."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distaccum.accumulation.diagnose import state_restored
+from distaccum.data.batches import map_tensors, to_device
+from distaccum.data.window import Window
+from distaccum.distributed.random import RNGState
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.errors import VerificationError
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import Counts, as_counts, as_loss_sums
+
+_log = logging.getLogger(__name__)
+_ROUNDING = 1e-3  # of a sum, where its samples are padded and batched otherwise; a mean is off by a half
+_ROUNDING_16 = 3e-2
+_PAIR, _LOOKED_AT = 2, 8  # samples
+_CLASSES = 5e-2  # how near the first loss is to ln(classes) times a factor
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The losses and counts of one batch, by name."""
+
+    losses: Mapping[str, float]
+    counts: Counts
+
+
+def check_loss(engine: Engine, window: Window, loss: Loss, world: World) -> None:
+    """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
+
+    A loss that compares samples, or is random, is no error: it is logged.
+
+    Raises:
+        VerificationError: the loss is a mean, or the count is not that of its samples; on all ranks.
+    """
+    batches = _pair(window)
+    (without,) = world.all_reduce_host([batches is None])
+    if without == world.size or (engine.forward_communicates and without):
+        return
+    error = warning = ""
+    if batches is not None:
+        try:
+            steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
+            error, warning = _compare(engine, loss, batches, steps)
+        except Exception as problem:  # the user's code on a batch of one sample, or in evaluation mode
+            if engine.forward_communicates:
+                raise
+            _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
+    errors = world.all_gather_names([error] if error else [])
+    if errors:
+        raise VerificationError(errors[0])
+    warnings = world.all_gather_names([warning] if warning else [])
+    if warnings and world.is_main:
+        _log.warning("%s", warnings[0])
+
+
+def _pair(window: Window) -> tuple[Any, Any, Any, Any] | None:
+    """Two samples apart, and together twice; None where this rank has none that can be told apart."""
+    generators = RNGState.capture()
+    try:
+        return _collated(window) or _cut(window)
+    except Exception as error:  # the user's dataset or collation, on one sample
+        _log.info("two samples could not be collated for the check of the loss: %s", error)
+        return _cut(window)
+    finally:
+        generators.restore()
+
+
+def _collated(window: Window) -> tuple[Any, Any, Any, Any] | None:
+    """From the dataset, collated apart and together: what padding adds is then seen."""
+    ids = [int(i) for micro in window.ids() for i in micro][:_LOOKED_AT]
+    if window.fetch is None or len(ids) < _PAIR:
+        return None
+    samples, collate = window.fetch(ids)
+
+    def batch(*places: int) -> Any:
+        return collate([deepcopy(samples[place]) for place in places])  # collations may change what they are given
+
+    alone = batch(0)
+    other = next((i for i in range(1, len(ids)) if _shapes(batch(i)) != _shapes(alone)), 1)
+    return alone, batch(other), batch(0, other), batch(0, other)
+
+
+def _shapes(batch: Any) -> list[Any]:
+    shapes: list[Any] = []
+    map_tensors(batch, lambda tensor: shapes.append(tensor.shape))
+    return shapes
+
+
+def _cut(window: Window) -> tuple[Any, Any, Any, Any] | None:
+    """A micro-batch cut in two along dimension 0, where that is the number of its samples."""
+    for micro, ids in zip(window.micro_batches, window.ids(), strict=False):
+        size, sizes = len(ids), {shape[0] if shape else 0 for shape in _shapes(micro.batch)}
+        if size == 1 and len(sizes) == 1:  # an item of a stream that is a whole micro-batch
+            (size,) = sizes
+        if size >= _PAIR and sizes == {size}:
+            return _rows(micro.batch, 0, size // 2), _rows(micro.batch, size // 2, size), micro.batch, micro.batch
+    return None
+
+
+def _rows(batch: Any, start: int, stop: int) -> Any:
+    return map_tensors(batch, lambda tensor: tensor[start:stop])
+
+
+def _compare(engine: Engine, loss: Loss, batches: Sequence[Any], steps: Mapping[str, float]) -> tuple[str, str]:
+    """An error, or a warning, in words; empty where the loss is a sum."""
+    with _evaluating(engine.unwrapped_model), torch.no_grad(), state_restored(engine):
+
+        def measure(batch: Any) -> _Measured:
+            counts = as_counts(loss.count(batch))
+            with engine.autocast():
+                sums = as_loss_sums(loss(engine.unwrapped_model, to_device(batch, engine.device)))
+            return _Measured({name: float(part) for name, part in sums.items()}, counts)
+
+        classes: list[int] = []
+        hook = engine.unwrapped_model.register_forward_hook(lambda *call: classes.append(_classes(call[-1])))
+        try:
+            a, b, ab, again = map(measure, batches)
+        finally:
+            hook.remove()
+    tolerance = _ROUNDING_16 if _in_16_bits(engine) else _ROUNDING
+    for name in ab.losses:
+        parts = [measured.losses[name] for measured in (a, b, ab, again)]
+        if not all(map(math.isfinite, parts)):
+            continue
+        if not _close(parts[2], parts[3], tolerance):
+            return "", ""  # random, of its own
+        counts = [measured.counts.get(name, 0.0) for measured in (a, b, ab)]
+        error, warning = _judge(name, parts[:3], counts, tolerance)
+        if error or warning:
+            return error, warning
+    known = set(classes)
+    count = sum(ab.counts.values())
+    if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and count:
+        mean = sum(ab.losses.values()) / count
+        return "", suspicious_first_loss(mean, min(known), steps)
+    return "", ""
+
+
+def _classes(output: Any) -> int:
+    """The last dimension of a model's output, as logits have it; 0 of an output with none."""
+    output = getattr(output, "logits", output)
+    return output.shape[-1] if isinstance(output, Tensor) and output.ndim > 1 else 0
+
+
+def _judge(name: str, losses: list[float], counts: list[float], tolerance: float) -> tuple[str, str]:
+    (a, b, ab), (count_a, count_b, count_ab) = losses, counts
+    size = abs(a) + abs(b)
+    adds_up = abs(ab - a - b) <= tolerance * size
+    counts_add_up = _close(count_ab, count_a + count_b, 1e-6)
+    if adds_up and counts_add_up:
+        return "", ""
+    of = "" if name == "loss" else f" {name!r}"
+    measured = f"two samples have the loss{of} {a:.6g} and {b:.6g} apart and {ab:.6g} together"
+    if not counts_add_up:
+        return _judge_count(of, counts, measured, adds_up=adds_up)
+    if size and _close(ab * count_ab, a * count_a + b * count_b, tolerance):
+        return (
+            f"{measured}, {ab / (a + b):.2f} of their sum: it is a mean over its count ({count_a:g}, {count_b:g} and "
+            f'{count_ab:g}), and would be divided by the count a second time. Return the sum: reduction="sum" in the '
+            "loss function, or da.from_mean(mean, count); in a loop, acc.backward(mean, num_items=count, "
+            'reduction="mean")'
+        ), ""
+    if size and _close(2 * ab, a + b, tolerance):
+        return (
+            f"{measured}, 0.50 of their sum: it is a mean over the samples of a micro-batch. Return the sum over them: "
+            'reduction="sum" in the loss function, or .sum() in place of .mean()'
+        ), ""
+    return "", (
+        f"{measured}: it compares the samples of a micro-batch, so that the gradient depends on the micro-batch size "
+        "(a contrastive loss, or statistics of the batch). Where it should not, sum over the samples"
+    )
+
+
+def _judge_count(of: str, counts: list[float], measured: str, *, adds_up: bool) -> tuple[str, str]:
+    count_a, count_b, count_ab = counts
+    if count_ab == count_a == count_b:  # a term of the micro-batch, as one that balances experts: on purpose
+        return "", f"the loss{of} counts {count_ab:g} for every micro-batch: it depends on the micro-batch size"
+    numbers = f"two samples count {count_a:g} and {count_b:g} apart and {count_ab:g} together{of and f', for{of}'}"
+    if not adds_up:
+        return "", f"{numbers}, and {measured}: neither adds up, so that the gradient depends on the micro-batch size"
+    return (
+        f"{numbers}: the count includes what is only there because they are padded to one length, and the gradient "
+        "would depend on the micro-batch size. Count the labels that the loss sums over: `(labels != -100).sum()`, or "
+        "da.count_labels(labels)"
+    ), ""
+
+
+def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float]) -> str:
+    """In words, a first loss that is ``ln(classes)`` over one of ``factors``, or all of them; empty where it is not.
+
+    An untrained classifier gives every class about the same probability.
+    """
+    factors = {**factors, " x ".join(factors): math.prod(factors.values())}
+    for name, factor in factors.items():
+        if factor != 1.0 and abs(mean * factor / math.log(classes) - 1.0) < _CLASSES:
+            return (
+                f"the first loss is {mean:.4g}, and ln({classes}) = {math.log(classes):.4g} is {factor:g} times that, "
+                f"as many as there are {name}: is the loss divided by them?"
+            )
+    return ""
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode: dropout and batch statistics are no fault of the loss."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _in_16_bits(engine: Engine) -> bool:
+    return max(engine.unit_roundoff(p) for p in engine.unwrapped_model.parameters()) > 2.0**-20
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))

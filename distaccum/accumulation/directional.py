@@ -1,0 +1,159 @@
+"""The slope of a window's loss along a line through the weights, by central differences: forwards only.
+
+Where a model is sharded no rank can run plain autograd over all of it. But the loss at two points, at the same distance
+before and behind the weights, says how steep it is there; the engine's gradient says so too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distaccum.accumulation.diagnose import buffers_restored
+from distaccum.data.batches import map_tensors, to_device
+from distaccum.data.window import Window
+from distaccum.distributed.random import RNGState
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import SINGLE, as_loss_sums
+
+_STRAIGHT = 0.5  # the loss's bend beside its change, at most
+_SEED = 20_261_122
+_SMALLEST_BLOCK = 1e-6  # the norm of a parameter's gradient beside the largest one: below there is only rounding
+_SHRINK, _TRIES = 4.0, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """How the window's mean loss changes from one point to the other.
+
+    ``predicted`` by the engine's gradient (in its own scale), and ``measured``; ``bend``: how far the loss between the
+    points is from their mean, twice.
+    """
+
+    predicted: float
+    measured: float
+    bend: float
+
+    @property
+    def factor(self) -> float:
+        """The engine's gradient over the true one."""
+        return self.predicted / self.measured if self.measured else math.inf
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the loss changes by more than it bends."""
+        return abs(self.measured) > 2 * self.bend
+
+
+def make_direction(gradients: Mapping[str, Tensor], world: World, *, seed: int) -> tuple[dict[str, Tensor], float]:
+    """A direction along the gradient, each parameter's part of length 0.5 to 1.5, and the slope that it predicts.
+
+    So a parameter counts by the norm of its gradient, not its square, and no two errors cancel by design. Where the
+    gradient is zero everywhere the direction is a random one.
+    """
+    squares = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
+    names = sorted({name for each in world.all_gather_object(list(squares)) for name in each})
+    summed = world.all_reduce_host([squares.get(name, 0.0) for name in names])
+    norms = dict(zip(names, map(math.sqrt, summed), strict=True))
+    largest = max(norms.values(), default=0.0)
+    if largest == 0.0:
+        generator = torch.Generator().manual_seed(seed + world.rank)
+        return {
+            name: torch.randn(gradient.shape, generator=generator).to(gradient.device, gradient.dtype)
+            for name, gradient in gradients.items()
+        }, 0.0
+    generator = torch.Generator().manual_seed(seed)
+    factors = dict(zip(names, (0.5 + torch.rand(len(names), generator=generator)).tolist(), strict=True))
+    large = {name for name, norm in norms.items() if norm > _SMALLEST_BLOCK * largest}
+    direction = {
+        name: gradient * (factors[name] / norms[name] if name in large else 0.0) for name, gradient in gradients.items()
+    }
+    return direction, sum(factors[name] * norms[name] for name in large)
+
+
+class DirectionalRoad:
+    """Runs a window's forwards at shifted weights; every call is a collective.
+
+    Args:
+        engine: shifts its weights (``Engine.shifted``).
+        world: this rank.
+        window: whose loss is looked at.
+        loss: sums it.
+        states: the random numbers that each micro-batch's forward begins with.
+    """
+
+    def __init__(self, engine: Engine, world: World, window: Window, loss: Loss, states: Sequence[RNGState]) -> None:
+        self._engine, self._world, self._window, self._loss = engine, world, window, loss
+        self._states = list(states)
+        batches = [micro.batch for micro in window.micro_batches]
+        everyone = world.all_gather_object(len(batches))
+        self._own, self._most = len(batches), max(everyone)
+        if not min(everyone):  # a forward is a collective: who has no batch runs another rank's, for nothing
+            first = next(rank for rank, number in enumerate(everyone) if number)
+            given = world.all_gather_object(map_tensors(batches[0], Tensor.cpu) if world.rank == first else None)
+            batches = batches or [given[first]]
+        self._batches = batches
+
+    def loss_at(
+        self, direction: Mapping[str, Tensor], distance: float, gradients: Mapping[str, Tensor]
+    ) -> tuple[float, float]:
+        """The window's mean loss over all ranks, each part over its own count, and what the gradient predicts.
+
+        The prediction is for the weights as they have moved: in 16 bits they move by whole steps only.
+        """
+        counts = self._window.counts or {SINGLE: float(self._window.samples)}
+        total = predicted = 0.0
+        outer = RNGState.capture(self._engine.device)
+        try:
+            with torch.no_grad(), buffers_restored(self._engine), self._engine.shifted(direction, distance) as moved:
+                predicted = sum(float(gradients[name].double().flatten() @ by.double()) for name, by in moved.items())
+                for i in range(self._most):
+                    state = self._states[i] if i < len(self._states) else outer
+                    state.restore()
+                    batch = to_device(self._batches[i if i < self._own else 0], self._engine.device)
+                    with self._engine.autocast():
+                        sums = as_loss_sums(self._loss(self._engine.unwrapped_model, batch))
+                    if i < self._own:
+                        total += sum(float(part) / counts[name] for name, part in sums.items() if counts[name])
+        finally:
+            outer.restore()
+        total, predicted = self._world.all_reduce_host([total, predicted])
+        return total, predicted
+
+    def slope(
+        self, gradients: Mapping[str, Tensor], *, farthest: float, most: float, scale: float, middle: float
+    ) -> Slope:
+        """Along the gradient: two forwards of the window, and two more each time the loss is not straight there.
+
+        Args:
+            gradients: this rank's parts of the engine's.
+            farthest: the distance to either point, at most.
+            most: the change of the loss between the points, over the loss, at most.
+            scale: of the engine's gradients, as far as is known: the distance to begin with depends on it.
+            middle: the window's mean loss at the weights themselves.
+        """
+        direction, predicted = make_direction(gradients, self._world, seed=_SEED)
+        length = math.sqrt(self._world.all_reduce_host([_square(direction)])[0])
+        distance = farthest / max(length, 1e-30)
+        if predicted:
+            distance = min(distance, 0.25 * most * abs(middle) * scale / predicted)
+        for _ in range(_TRIES):
+            (ahead, rises), (behind, falls) = (
+                self.loss_at(direction, sign * distance, gradients) for sign in (1.0, -1.0)
+            )
+            change, bend = ahead - behind, abs(ahead + behind - 2 * middle)
+            found = Slope(predicted=rises - falls if predicted else 0.0, measured=change, bend=bend)
+            if bend <= _STRAIGHT * abs(change) and abs(change) <= most * abs(middle):
+                break
+            distance /= _SHRINK
+        return found
+
+
+def _square(tensors: Mapping[str, Tensor]) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors.values())

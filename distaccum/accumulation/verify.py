@@ -1,0 +1,113 @@
+"""A run proves its own gradient: when a window is computed once more by another road, and what follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from distaccum.accumulation.additivity import check_loss
+from distaccum.accumulation.proof import GradientProof
+from distaccum.data.window import Window
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.losses.base import Loss
+
+_log = logging.getLogger(__name__)
+FIRST, NEVER = "first", "never"
+
+
+class Verifier:
+    """Says which windows are verified, and runs their proofs.
+
+    Args:
+        engine: whose step is looked at.
+        world: this rank.
+        when: ``first``: the first window of this process, or of a restored state, whose gradient is finite; a number:
+            that one, and one every so many windows; ``never``.
+        clip_norm, clip_value: what the engine was told.
+    """
+
+    def __init__(
+        self, engine: Engine, world: World, when: str | int, *, clip_norm: float | None, clip_value: float | None
+    ) -> None:
+        self._engine, self._world, self._when = engine, world, when
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._loss_checked = False
+        self.summary = ""
+        """What the last proof found, for people; empty where there was none, or none could be given."""
+        self.restart()
+
+    def restart(self) -> None:
+        """The next window is verified again, unless none is."""
+        self._since: int | None = None  # windows since the last one that was verified
+        self.proof: GradientProof | None = None
+        """Of the current window; None where it is not verified."""
+
+    def begin(self, window: Window) -> None:
+        """Begins a window; every rank calls it."""
+        due = self._since is None if self._when == FIRST else self._since is None or self._since >= int(self._when)
+        self.proof = self.proof_of(window) if self._when != NEVER and due else None
+        if self._since is not None:
+            self._since += 1
+
+    def proof_of(self, window: Window) -> GradientProof:
+        """The proof of a window that has not begun."""
+        return GradientProof(self._engine, self._world, window, clip_norm=self._clip_norm, clip_value=self._clip_value)
+
+    def prove(self, window: Window, loss: Loss) -> GradientProof:
+        """Begins a proof of a window that has not begun, by running it again with ``loss``; a collective."""
+        self.proof = self.proof_of(window)
+        self.proof.rerun_with(loss)
+        self.check_loss(window, loss)
+        return self.proof
+
+    def drop(self) -> None:
+        """Ends a window that makes no step; the next one is verified."""
+        if self.proof is not None:
+            self.proof.close()
+            self.proof = None
+
+    def check_loss(self, window: Window, loss: Loss) -> None:
+        """Whether the loss is a sum over what it counts; once, with the first window that is verified.
+
+        Raises:
+            VerificationError: it is not; on all ranks.
+        """
+        if self.proof is not None and not self._loss_checked:
+            self._loss_checked = True
+            check_loss(self._engine, window, loss, self._world)
+
+    def before_step(self, divisor: float = 1.0) -> None:
+        """Compares what the engine is about to step on; a collective where a proof is open.
+
+        Raises:
+            VerificationError: it is not the window's gradient; on all ranks, and no weight has moved.
+        """
+        if self.proof is not None:
+            self.proof.before_step(divisor)
+
+    @contextmanager
+    def stepping(self) -> Iterator[Callable[[Tensor], None]]:
+        """Around the window's step, :meth:`before_step` included; is to be told the norm that the step reports.
+
+        Raises:
+            VerificationError: the optimizers are given something else; on all ranks, and no weight has moved.
+        """
+        proof = self.proof
+        if proof is None:
+            yield lambda _: None
+            return
+        reported: list[Tensor] = []
+        try:
+            yield reported.append
+            proof.after_step(*reported)
+        finally:
+            proof.close()
+            self.proof = None
+        if proof.conclusive:
+            self._since, self.summary = 1, proof.summary
+            if self._world.is_main and self.summary:
+                _log.info("verified: %s", self.summary)

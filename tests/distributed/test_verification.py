@@ -1,0 +1,110 @@
+"""A run that nothing looks at but itself: a mutant ends it before a weight moves, and nothing ends a right one."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.workers.verify import Run
+from tests.mutants import verification
+from tests.support.commands import ROOT, succeed
+from tests.support.engine_matrix import ENGINES
+
+COVERING = {  # each way of being wrong: in a part, by a factor, after the step, on one rank, where the model is sharded
+    "mean of means": "the gradient of every parameter is off by",
+    "the engine's averaging forgotten": "0.50x = 1 / (2 ranks)",
+    "a leaked tail": "are still there after the step",
+    "division by the planned instead of the actual count": "times the true count",
+    "zero1: what each rank has stepped is not broadcast": "the weights are no longer the same",
+    "fsdp2: the loss is weighed as for an average": "x ~ 2 ranks",
+}
+CASES = verification.cases()
+RIGHT = [  # the number of ranks' micro-batches even and not; clipped and not
+    Run(engine=engine, precision=precision, level=level, global_size=size, clip_norm=clip)
+    for engine, precision, level, size, clip in (
+        ("ddp", "fp32", 3, 16, None),
+        ("ddp", "bf16", 2, 17, 0.05),
+        ("zero1", "fp16", 2, 17, 0.05),
+        ("zero1", "fp32", 3, 17, None),
+        ("fsdp2 boundary", "fp32", 3, 17, 0.05),
+        ("fsdp2 every", "bf16", 3, 16, None),
+    )
+]
+RIGHT_ON_DEEPSPEED = [
+    Run(engine=f"deepspeed {stage}", precision=precision, global_size=17, clip_norm=0.05)
+    for stage, precision in ((0, "fp16"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16"), (3, "fp16"))
+    if f"deepspeed {stage}" in ENGINES
+]
+
+
+def random_runs(number: int) -> list[Run]:
+    """Plans of any sizes: ranks with more micro-batches than others, or none; short last windows."""
+    draw = random.Random(0)  # noqa: S311  plans, not secrets
+    whole, sharded = ("ddp", "zero1"), ("fsdp2 boundary", "fsdp2 every")
+    return [
+        Run(
+            engine=draw.choice((*whole, *whole, *sharded)),
+            precision=draw.choice(("fp32", "fp32", "bf16", "fp16")),
+            level=draw.choice((2, 3)),
+            global_size=(size := draw.randint(1, 24)),
+            samples=size + draw.randint(0, 12),
+            clip_norm=draw.choice((None, 0.05, 1.0)),
+            epochs=draw.choice((1, 2)),
+        )
+        for _ in range(number)
+    ]
+
+
+def said_by(runs: list[Run], folder: Path, warm: str = "distaccum", world: int = 2) -> list[list[str]]:
+    asked, answered = folder / "runs.json", folder / "said.json"
+    asked.write_text(json.dumps([asdict(run) for run in runs]))
+    succeed(answered, asked, world=world, script=verification.WORKER, warm=warm, PYTHONPATH=str(ROOT), timeout=240)
+    found: list[list[str]] = json.loads(answered.read_text())
+    return found
+
+
+def test_a_right_run_is_verified_on_every_engine(tmp_path: Path) -> None:
+    for run, said in zip(RIGHT, said_by(RIGHT, tmp_path), strict=True):
+        assert all(text.startswith("the window's gradient") and "agrees with" in text for text in said), (run, said)
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not RIGHT_ON_DEEPSPEED, reason="needs DeepSpeed")
+def test_a_right_run_is_verified_at_every_stage_of_deepspeed(tmp_path: Path) -> None:
+    for run, said in zip(RIGHT_ON_DEEPSPEED, said_by(RIGHT_ON_DEEPSPEED, tmp_path, "deepspeed"), strict=True):
+        assert all("agrees with" in text for text in said), (run, said)
+
+
+@pytest.mark.parametrize(("world", "number"), [(2, 12), pytest.param(3, 300, marks=pytest.mark.heavy)])
+def test_no_random_plan_is_accused(tmp_path: Path, world: int, number: int) -> None:
+    runs = random_runs(number)
+    found = said_by(runs, tmp_path, world=world)
+    accused = [(run, said) for run, said in zip(runs, found, strict=True) if "Error: " in said[0]]
+    assert not accused
+    verified = [bool(said[0]) for run, said in zip(runs, found, strict=True) if run.engine in ("ddp", "zero1")]
+    assert all(verified)
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_a_mutant_is_caught_at_run_time(name: str) -> None:
+    mutant, run = next((mutant, run) for mutant, run in CASES if mutant.name == name)
+    (said,) = verification.sayings(mutant, [run])
+    assert verification.caught(said), said
+    assert COVERING[name] in said[0]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_every_mutant_is_caught_at_run_time() -> None:
+    assert verification.main() == 0
+
+
+def test_what_cannot_be_caught_is_listed_with_its_reason() -> None:
+    known = {mutant.name for mutant, _ in CASES}
+    assert not known & verification.NOT_CAUGHT.keys()
+    assert set(verification.RUNS) <= known
+    assert all(verification.NOT_CAUGHT.values())

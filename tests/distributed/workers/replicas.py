@@ -1,0 +1,156 @@
+"""Run by torchrun on 2 ranks: weights that one rank changes past the engine. Writes what every rank says, by case.
+
+``replicas.py RESULT FOLDER``: a JSON file to write, and a folder for the Trainer's runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distaccum import Accumulator, Callback, RunConfig, Trainer, World
+from distaccum.errors import DistaccumError
+from distaccum.testing.counters import OperationCounter
+
+MICRO_SIZE, STEPS, GLOBAL_SIZE = 1, 16, 32  # sixteen micro-batches on each rank: compared every second window
+
+
+class Squares:
+    """A sum of squares."""
+
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(4, 2))
+
+
+def data() -> list[Tensor]:
+    return list(torch.randn(4 * GLOBAL_SIZE, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def flip_a_bit(model: nn.Module) -> None:
+    model[4].weight.data.view(torch.int32)[0, 0] ^= 1  # type: ignore[union-attr,operator,index]
+
+
+def fill_a_bias(model: nn.Module) -> None:
+    nn.init.ones_(model[2].bias)  # type: ignore[arg-type]
+
+
+def train(world: World, spoil: Callable[[nn.Module], None] | None, **options: Any) -> dict[str, Any]:
+    """An own loop; rank 1 spoils its weights after window 2."""
+    model, loss = make_model(), Squares()
+    nn.init.zeros_(model[2].bias)  # type: ignore[arg-type]
+    acc = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        global_batch_size=GLOBAL_SIZE,
+        micro_batch_size=MICRO_SIZE,
+        count=loss.count,
+        world=world,
+        **options,
+    )
+    number, said = 0, ""
+    try:
+        for _ in range(2):
+            for window in acc.windows(data()):
+                acc.step(window, loss)
+                number += 1
+                if number == 2 and spoil is not None and world.rank == 1:
+                    spoil(acc.engine.unwrapped_model)
+    except DistaccumError as error:
+        said = str(error)
+    return {"said": said, "windows": number, "every": acc.replicas.every}
+
+
+class Spoiler(Callback):
+    """Changes a weight of rank 1 within update 3."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self._model, self._rank, self._updates = model, rank, 0
+
+    def on_update(self, run: Any, outcome: Any) -> None:
+        self._updates += 1
+        if self._updates == 3 and self._rank == 1:
+            flip_a_bit(self._model)
+
+
+def by_trainer(world: World, folder: Path) -> dict[str, Any]:
+    """A checkpoint every three updates: the third must not be saved."""
+    model = make_model()
+    trainer = Trainer(
+        model,
+        Squares(),
+        data(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        callbacks=[Spoiler(model, world.rank)],
+        run_dir=folder,
+        config=RunConfig.from_dict(
+            {
+                "batch": {"global_size": GLOBAL_SIZE, "micro_size": MICRO_SIZE},
+                "optim": {"clip_norm": None},
+                "trainer": {"max_steps": 8, "log_every": 1},
+                "checkpoint": {"every": 3},
+                "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+            }
+        ),
+    )
+    try:
+        trainer.fit()
+    except DistaccumError as error:
+        return {"said": str(error)}
+    return {"said": ""}
+
+
+def operators(world: World, *, riding: bool) -> int:
+    """Of two steady windows, one of which compares the weights."""
+    model, loss = make_model(), Squares()
+    acc = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        global_batch_size=GLOBAL_SIZE,
+        micro_batch_size=MICRO_SIZE,
+        count=loss.count,
+        world=world,
+    )
+    if not riding:
+        acc._counter.rider = None
+    windows = acc.windows(data())
+    for _ in range(2):
+        acc.step(next(windows), loss)
+    with OperationCounter() as counted:
+        for _ in range(2):
+            acc.step(next(windows), loss)
+    return counted.counts["aten ops"]
+
+
+if __name__ == "__main__":
+    joined = World.join()
+    logging.getLogger("distaccum").setLevel(logging.ERROR)
+    found: dict[str, Any] = {}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "clean": (None, {}),
+        "a flipped bit": (flip_a_bit, {}),
+        "a bias of ones": (fill_a_bias, {}),
+        "warn": (flip_a_bit, {"on_divergence": "warn"}),
+    }
+    for name, (spoil, options) in cases.items():
+        found[name] = joined.all_gather_object(train(joined, spoil, **options))
+    found["trainer"] = joined.all_gather_object(by_trainer(joined, Path(sys.argv[2])))
+    counted = [operators(joined, riding=riding) for riding in (True, False)]
+    found["operators"] = joined.all_gather_object(counted)
+    if joined.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,0 +1,128 @@
+"""Run by torchrun: trains with ``verify=first`` and nothing else to look at the gradient; writes what is said.
+
+``verify.py RESULT RUNS``: a JSON file to write, a list with each run's message of every rank (where it trained to its
+end what was verified, or ""), and a JSON file with the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distaccum import Accumulator, DataSpec, World
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.distributed import world as world_module
+from distaccum.errors import DistaccumError
+from tests.distributed.workers.engine_matrix import allow_fp16
+from tests.support.engine_matrix import ENGINES
+
+FEATURES, MARK = 4, 256
+MICRO_SIZE = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of two ranks.
+
+    Args:
+        engine: a name of the engine matrix.
+        precision: of the precision policy.
+        level: 2: a loop of the user's; 3: whole windows, as the Trainer runs them.
+        global_size: samples of a window; an odd number of micro-batches makes the ranks uneven.
+        samples: of an epoch; two epochs are run.
+        clip_norm: of the gradient.
+        growth_interval: windows between two growths of the loss scale.
+        overflow: the number of a sample of rank 0 whose gradient is infinite in fp16; -1: none.
+    """
+
+    engine: str = "ddp"
+    precision: str = "fp32"
+    level: int = 3
+    global_size: int = 16
+    samples: int = 38
+    clip_norm: float | None = None
+    growth_interval: int = 2000
+    overflow: int = -1
+    epochs: int = 2
+
+
+class Squares:
+    """A sum of squares of labels that count; a marked sample's gradient is infinite in fp16."""
+
+    def count(self, batch: dict[str, Tensor]) -> float:
+        return float(batch["weight"].sum())
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        factor = torch.where(batch["x"].amax() > MARK / 2, 2.0**30, 1.0)
+        found = model(batch["x"]).float().square().sum(1) * batch["weight"]
+        return (found * factor).sum()
+
+
+def data(run: Run) -> list[dict[str, Tensor]]:
+    """Samples of different weights: no two micro-batches count the same."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {
+            "x": torch.randn(FEATURES, generator=generator),
+            "weight": torch.randint(1, 5, (), generator=generator).float(),
+        }
+        for _ in range(run.samples)
+    ]
+    if run.overflow >= 0:
+        samples[run.overflow]["x"] += MARK
+    return samples
+
+
+def train(run: Run, world: World) -> str:
+    """What the run ends with; what it has verified where it does not end before."""
+    if run.engine.startswith("deepspeed"):
+        allow_fp16()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 3))
+    loss = Squares()
+    scaler = ScalerConfig(initial_scale_power=3, growth_interval=run.growth_interval)
+    try:
+        acc = Accumulator(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            global_batch_size=run.global_size,
+            micro_batch_size=MICRO_SIZE,
+            count=loss.count,
+            max_skips=1000,
+            clip_norm=run.clip_norm,
+            world=world,
+            engine=ENGINES[run.engine],
+            precision=PrecisionConfig(name=run.precision, scaler=scaler),
+        )
+        spec = DataSpec(train=data(run), eval_dataset=None, description="squares", shuffle=False)
+        for _ in range(run.epochs):
+            for window in acc.windows(spec):
+                if run.level == 3:
+                    acc.step(window, loss)
+                    continue
+                for micro in window:
+                    with acc.accumulate():
+                        acc.backward(loss(acc.model, micro.batch))
+    except DistaccumError as error:
+        return f"{type(error).__name__}: {error}"
+    return acc.verified
+
+
+def main(runs: list[Run], world: World) -> list[list[str]]:
+    """What every rank says of each run."""
+    return [world.all_gather_object(train(run, world)) for run in runs]
+
+
+if __name__ == "__main__":
+    world_module.GROUP_TIMEOUT = timedelta(seconds=30)
+    joined = World.join()
+    answer: Any = main([Run(**values) for values in json.loads(Path(sys.argv[2]).read_text())], joined)
+    if joined.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(answer))
