@@ -132,7 +132,7 @@ class Program:
             name, to be compared too.
         finish: called in the truth between backward and step.
         truth: another road to the weights after all windows, in a dtype: in place of the plain loop.
-        loop: another loop on the accumulator: given ``(engine, world)``, returns the model's weights.
+        loop: another loop: given ``(engine, world, note)``, returns the weights; ``note`` is called with each accumulator.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -147,7 +147,7 @@ class Program:
     after_window: Callable[[], AfterWindow] | None = None
     finish: Callable[[nn.Module], None] | None = None
     truth: Callable[[torch.dtype], dict[str, Tensor]] | None = None
-    loop: Callable[[Any, Any], dict[str, Tensor]] | None = None
+    loop: Callable[[Any, Any, Any], dict[str, Tensor]] | None = None
 
 
 def start(program: Program, dtype: torch.dtype) -> nn.Module:
@@ -270,7 +270,7 @@ def d_loss(d: nn.Module, g: nn.Module, batch: Batch) -> Tensor:
     return (F.softplus(-d(batch["twin"])) + F.softplus(d(fake))).sum()
 
 
-def gan_loop(engine: Any, world: Any) -> dict[str, Tensor]:
+def gan_loop(engine: Any, world: Any, note: Callable[[Any], Any]) -> dict[str, Tensor]:
     """The same with an accumulator each."""
     from distaccum import Accumulator  # noqa: PLC0415
     from tests.distributed.workers.engine_matrix import weights_of as whole  # noqa: PLC0415
@@ -278,7 +278,7 @@ def gan_loop(engine: Any, world: Any) -> dict[str, Tensor]:
     torch.manual_seed(2)
     g, d = generator_net(), Net()
     sizes: Any = {"global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "count": samples_of}
-    of_g, of_d = (Accumulator(m, sgd(m), engine=engine, world=world, **sizes) for m in (g, d))
+    of_g, of_d = (note(Accumulator(m, sgd(m), engine=engine, world=world, **sizes)) for m in (g, d))
     data = spec()
     for for_d, for_g in zip(of_d.windows(data), of_g.windows(data), strict=True):
         for micro in for_d:
@@ -609,3 +609,15 @@ PROGRAMS: dict[str, Program] = {
 }
 if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
     PROGRAMS["Muon"] = Program(optimizer=muon)
+
+# By engine, words of the message. What is not here is exact.
+REFUSED: dict[str, dict[str, str]] = {}
+
+
+def table() -> str:
+    """The table of the documentation, in Markdown."""
+    lines = ["| program | " + " | ".join(ENGINES) + " |", "|---|" + "---|" * len(ENGINES)]
+    for name in PROGRAMS:
+        cells = [f"refused: {words}" if (words := REFUSED.get(name, {}).get(engine)) else "exact" for engine in ENGINES]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

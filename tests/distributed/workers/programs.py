@@ -17,17 +17,33 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distaccum import Accumulator, World
 from distaccum.distributed import world as world_module
-from distaccum.engines.dtensor import full_tensor
+from distaccum.engines.dtensor import full_tensor, to_local
 from distaccum.errors import DistaccumError
 from tests.distributed.workers.engine_matrix import weights_of as whole
 from tests.support import programs
 from tests.support.programs import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, PROGRAMS, Program
 
 
-def ours(program: Program, engine: Any, world: World) -> dict[str, torch.Tensor]:
+class Before:
+    """The weights on this rank when an accumulator has them, to see whether they have moved."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, acc: Accumulator) -> Accumulator:
+        for parameter in acc.engine.unwrapped_model.parameters():
+            self._kept.append((parameter, to_local(parameter.detach()).clone()))
+        return acc
+
+    def moved(self) -> bool:
+        """Whether any of them is not what it was."""
+        return not all(torch.equal(to_local(parameter.detach()), kept) for parameter, kept in self._kept)
+
+
+def ours(program: Program, engine: Any, world: World, before: Before) -> dict[str, torch.Tensor]:
     """The weights after an epoch, by a loop as the documentation writes it."""
     if program.loop is not None:
-        return program.loop(engine, world)
+        return program.loop(engine, world, before)
     model, options = programs.start(program, torch.float32), dict(program.options)
     optimizer = program.optimizer(model)
     if "scheduler" in options:
@@ -43,6 +59,7 @@ def ours(program: Program, engine: Any, world: World) -> dict[str, torch.Tensor]
         world=world,
         **options,
     )
+    before(acc)
     called = program.wrapped(acc.model)
     data = programs.stream(world.rank, world.size) if program.stream else programs.spec()
     for window in acc.windows(data):
@@ -64,12 +81,12 @@ def main() -> None:
     world_module.GROUP_TIMEOUT = timedelta(seconds=20)
     program, world = PROGRAMS[name], World.join()
     result: dict[str, Any]
+    noted = Before()
     try:
-        found = ours(program, engine, world)
-    except DistaccumError as error:
-        result = {"refused": f"{type(error).__name__}: {error}"}
+        found = ours(program, engine, world, noted)
     except Exception as error:
-        result = {"raised": f"{type(error).__name__}: {error}"}
+        kind = "refused" if isinstance(error, DistaccumError) else "raised"
+        result = {kind: f"{type(error).__name__}: {error}", "moved": noted.moved()}
     else:
         truth, plain = (programs.plain_loop(program, dtype) for dtype in (torch.float64, torch.float32))
         before = programs.before(program)
