@@ -44,12 +44,12 @@ def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: 
 
 
 def _try(optimizer: Optimizer) -> Exception | None:
-    """What a step on zeros raises, for one parameter of each group and number of dimensions."""
+    """What a step on zeros raises, for one parameter of each group and shape: a rule may turn tall matrices round."""
     trial: Any = copy(optimizer)
     trial.state, trial.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for group in trial.param_groups:
-        kinds = {p.ndim: p for p in reversed(group["params"]) if p.requires_grad}
+        kinds = {p.shape: p for p in reversed(group["params"]) if p.requires_grad}
         group["params"] = [nn.Parameter(torch.zeros_like(p)) for p in kinds.values()]
         for zero in group["params"]:
             zero.grad = torch.zeros_like(zero)
