@@ -1,4 +1,4 @@
-"""Programs as users write them, on every engine: the whole batch's step by step weights, or one message before one moves."""
+"""Programs as users write them, on every engine: the weights of whole batches, or one message before any moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ROOT, run
-from tests.support.programs import ENGINES, PROGRAMS, REFUSED, table
+from tests.support.programs import ENGINES, LATE, OPEN, PROGRAMS, REFUSED, table
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "programs.py"
 # Each program on one engine, each engine with a quarter of them; the rest is heavy.
@@ -26,18 +26,23 @@ CELLS = [
 def test_a_program_is_exact_or_refused(name: str, engine: str, tmp_path: Path) -> None:
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
+    if (name, engine) in OPEN:
+        pytest.xfail(OPEN[name, engine])
     path = tmp_path / "rank"
     finished = run(path, engine, name, world=2, script=WORKER, PYTHONPATH=str(ROOT), timeout=60, warm="deepspeed")
     files = [Path(f"{path}.{rank}") for rank in range(2)]
     assert all(file.exists() for file in files), finished.stdout + finished.stderr
     ranks: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
     words = REFUSED.get(name, {}).get(engine)
-    if words is not None:
-        assert all(words in rank["refused"] and not rank["moved"] for rank in ranks), ranks
+    if words is None:
+        for rank in ranks:
+            # What fp32 itself loses on the way depends on the processor: a plain loop over whole batches loses it too.
+            assert rank["error"] <= max(1e-6, 3 * rank["plain"]), ranks
         return
-    for rank in ranks:
-        # What fp32 itself loses on the way depends on the processor: a plain loop over whole batches loses it too.
-        assert rank["error"] <= max(1e-6, 3 * rank["plain"]), ranks
+    late = (name, engine) in LATE  # what makes it inexact comes after windows that were exact
+    messages = [rank["refused"] for rank in ranks if "refused" in rank]
+    assert any(words in message for message in messages), ranks
+    assert late or (len(messages) == len(ranks) and not any(rank["moved"] for rank in ranks)), ranks
 
 
 def test_the_table_of_the_documentation_is_this_one() -> None:

@@ -115,7 +115,9 @@ class FSDP2Engine(Engine):
         self._toggled: tuple[bool, bool] | None = None
         self._gathered = False  # by a forward, and not freed by a backward since
         self._checkpointed: dict[nn.Module, int] = {}  # recomputed so often, by block that ran without gradients
-        self._hooks = [model.register_forward_pre_hook(self._note_forward)]
+        # Before FSDP2's own, which puts its parameter where another tensor may have been put.
+        self._hooks = [unit.register_forward_pre_hook(self._expect_own, prepend=True) for unit in self._units]
+        self._hooks += [model.register_forward_pre_hook(self._note_forward)]
         self._order = 0  # in which the window's forwards ran the blocks, as a checksum
         self._compares_order = False
         self._late_faults: list[tuple[HostCopy, str]] = []
@@ -130,6 +132,9 @@ class FSDP2Engine(Engine):
         """Block by block, so that one at a time is whole on the device."""
         blocks = wrap.blocks_of(model, config.blocks)
         names = {module: name for name, module in model.named_modules()}
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # a dense gradient has the same numbers, and can be sharded
         if config.activation_checkpoint != "none":
             wrap.checkpoint_activations(model, blocks, selective=config.activation_checkpoint == "selective")
         mixed = MixedPrecisionPolicy(
@@ -243,6 +248,14 @@ class FSDP2Engine(Engine):
         self._gathered = True
         if not self._uneven_inputs.differentiates:
             self._checkpointed.clear()
+
+    def _expect_own(self, unit: nn.Module, _: object) -> None:
+        """Raises MisuseError where a forward is to compute with other tensors than the parameters: FSDP2 would not."""
+        name = self._sharded.replaced(unit)
+        if name:
+            problem = f"{name} of {type(unit).__name__} was replaced, as torch.func.functional_call does"
+            remedy = "call the module itself, or use an engine that holds whole parameters (ddp, zero1)"
+            raise MisuseError(f"{problem}, and a forward would gather the parameter all the same: {remedy}")
 
     def _note_block(self, number: int, block: nn.Module, _: object) -> None:
         """Notes the order of blocks, and how often a reentrant checkpoint computes one again.

@@ -21,7 +21,7 @@ _OF_STATE = ("_state_ctx", "_comm_ctx", "_modules_to_run_forward", "_training_st
 _OF_GROUP = ("fsdp_params", "_partial_reduce_output", "_training_state", "_post_forward_indices", "_all_gather_result")
 _MOVED = "unsharded_accumulated_grad"
 _LOCAL = "_local_tensor"
-_OF_PARAMETER = ("sharded_param", _MOVED)
+_OF_PARAMETER = ("sharded_param", "_module_info", _MOVED)
 
 
 def check(model: nn.Module) -> None:
@@ -62,9 +62,19 @@ class ShardedModel:
     def __init__(self, model: nn.Module) -> None:
         self._root: Any = model
         self._groups, self._parameters = list(_groups(model)), list(_parameters(model))
+        self._of_unit = {unit: list(_parameters_of(unit)) for unit in model.modules() if isinstance(unit, FSDPModule)}
         # Torch 2.15 accumulates in the gathered parameter's own gradient. Older ones move it where it is not fp32.
         kinds = {type(parameter) for parameter in self._parameters}
         self._moves = not any(isinstance(getattr(kind, _MOVED, None), property) for kind in kinds)
+
+    def replaced(self, unit: nn.Module) -> str:
+        """The name of a parameter that ``unit`` gathers and whose place another tensor has taken; empty: none."""
+        for parameter in self._of_unit.get(unit, ()):
+            info = parameter._module_info
+            held = info.module._parameters.get(info.param_name)
+            if held is not parameter.sharded_param and held is not getattr(parameter, "_unsharded_param", None):
+                return str(info.param_name)
+        return ""
 
     def shards(self) -> list[nn.Parameter]:
         """The parameters that optimizers hold, one for each of :meth:`whole_gradients`."""
@@ -156,8 +166,19 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for state in _states(model):
-        groups = getattr(state, "_fsdp_param_groups", None)
-        yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> Iterator[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+
+
+def _parameters_of(unit: FSDPModule) -> Iterator[Any]:
+    """Those that are gathered with ``unit`` itself."""
+    state: Any = unit._get_fsdp_state()
+    for group in _groups_of(state):
+        yield from group.fsdp_params
 
 
 def _states(model: nn.Module) -> Iterator[Any]:
