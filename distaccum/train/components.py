@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -39,6 +40,8 @@ from distaccum.train.run_dir import RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +192,7 @@ def build_components(
     optimizers = optimizers or [build_optimizer(config.optim, model, device)]
     _check_optimizers(optimizers)
     if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
-        raise ConfigError(
-            "optimizer", None, "every learning rate is 0, and nothing would be trained", "Give one above 0"
-        )
+        _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
     return TrainingComponents(
         config=config,
         record=asdict(config) if record is None else record,

@@ -109,8 +109,8 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             (
                 (
                     "engines/fsdp2/engine.py",
-                    "(divisor), changed=changed)\n        for parameter in self._parameters.values():",
-                    "(divisor), changed=changed)\n        for parameter in ():",
+                    "late_faults=self._late_faults)\n        for parameter in self._parameters.values():",
+                    "late_faults=self._late_faults)\n        for parameter in ():",
                 ),
                 (
                     "engines/fsdp2/engine.py",
