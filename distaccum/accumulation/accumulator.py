@@ -185,7 +185,12 @@ class Accumulator:
         self._count, self._prefetch = count, prefetch
         self._counter = GlobalCounter(self.world, count)
         self._verifier = Verifier(
-            self.engine, self.world, verify, clip_norm=prepared.clip_norm, clip_value=prepared.clip_value
+            self.engine,
+            self.world,
+            verify,
+            clip_norm=prepared.clip_norm,
+            clip_value=prepared.clip_value,
+            count=count,
         )
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._counter.rider = self.replicas

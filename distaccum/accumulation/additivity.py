@@ -21,7 +21,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
-from distaccum.losses.normalize import Counts, as_counts, as_loss_sums
+from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 1e-3  # of a sum, where its samples are padded and batched otherwise; a mean is off by a half
@@ -38,10 +38,11 @@ class _Measured:
     counts: Counts
 
 
-def check_loss(engine: Engine, window: Window, loss: Loss, world: World) -> None:
+def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: Count | None = None) -> None:
     """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
 
-    A loss that compares samples, or is random, is no error: it is logged.
+    A loss that compares samples, or is random, is no error: it is logged. What ``count`` counts divides the loss;
+    without it what the loss counts itself.
 
     Raises:
         VerificationError: the loss is a mean, or the count is not that of its samples; on all ranks.
@@ -54,7 +55,7 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World) -> None
     if batches is not None:
         try:
             steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
-            error, warning = _compare(engine, loss, batches, steps)
+            error, warning = _compare(engine, loss, count or loss.count, batches, steps)
         except Exception as problem:  # the user's code on a batch of one sample, or in evaluation mode
             if engine.forward_communicates:
                 raise
@@ -115,12 +116,14 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor[start:stop])
 
 
-def _compare(engine: Engine, loss: Loss, batches: Sequence[Any], steps: Mapping[str, float]) -> tuple[str, str]:
+def _compare(
+    engine: Engine, loss: Loss, count: Count, batches: Sequence[Any], steps: Mapping[str, float]
+) -> tuple[str, str]:
     """An error, or a warning, in words; empty where the loss is a sum."""
     with _evaluating(engine.unwrapped_model), torch.no_grad(), state_restored(engine):
 
         def measure(batch: Any) -> _Measured:
-            counts = as_counts(loss.count(batch))
+            counts = as_counts(count(batch))
             with engine.autocast():
                 sums = as_loss_sums(loss(engine.unwrapped_model, to_device(batch, engine.device)))
             return _Measured({name: float(part) for name, part in sums.items()}, counts)
@@ -143,9 +146,9 @@ def _compare(engine: Engine, loss: Loss, batches: Sequence[Any], steps: Mapping[
         if error or warning:
             return error, warning
     known = set(classes)
-    count = sum(ab.counts.values())
-    if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and count:
-        mean = sum(ab.losses.values()) / count
+    counted = sum(ab.counts.values())
+    if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and counted:
+        mean = sum(ab.losses.values()) / counted
         return "", suspicious_first_loss(mean, min(known), steps)
     return "", ""
 

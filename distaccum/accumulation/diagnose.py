@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -20,6 +21,7 @@ from distaccum.distributed.random import KeyedRandom, RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
+from distaccum.engines.extra_state import takes_extra
 from distaccum.engines.modules import clean
 from distaccum.errors import shorten
 from distaccum.losses.base import Loss
@@ -207,7 +209,7 @@ def _watching(model: nn.Module) -> Iterator[_Watch]:
 
 @contextmanager
 def _state_restored(engine: Engine) -> Iterator[None]:
-    """Restores buffers and random number generators after the block, and zeroes the gradients that it accumulated."""
+    """As :func:`state_restored`, and zeroes the gradients that the block accumulated."""
     engine.zero_gradients()
     try:
         with state_restored(engine):
@@ -218,7 +220,7 @@ def _state_restored(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def state_restored(engine: Engine) -> Iterator[None]:
-    """Restores buffers and random number generators after the block."""
+    """Restores buffers, extra state and random number generators after the block."""
     generators = RNGState.capture(engine.device)
     try:
         with buffers_restored(engine):
@@ -229,10 +231,11 @@ def state_restored(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def buffers_restored(engine: Engine) -> Iterator[None]:
-    """Restores the model's buffers after the block."""
-    modules = engine.unwrapped_model.modules()
+    """Restores the model's buffers and its modules' extra state after the block."""
+    modules = list(engine.unwrapped_model.modules())
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     copies = [buffer.detach().clone() for _, _, buffer in buffers]
+    extras = [(module, deepcopy(module.get_extra_state())) for module in modules if takes_extra(module)]
     try:
         yield
     finally:
@@ -241,6 +244,8 @@ def buffers_restored(engine: Engine) -> Iterator[None]:
                 buffer.copy_(copy)
             if getattr(module, name) is not buffer:
                 setattr(module, name, buffer)
+        for module, extra in extras:
+            module.set_extra_state(extra)
 
 
 def _floating(value: Any) -> list[Tensor]:

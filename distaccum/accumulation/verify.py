@@ -14,6 +14,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.losses.base import Loss
+from distaccum.losses.normalize import Count
 
 _log = logging.getLogger(__name__)
 FIRST, NEVER = "first", "never"
@@ -28,12 +29,20 @@ class Verifier:
         when: ``first``: the first window of this process, or of a restored state, whose gradient is finite; a number:
             that one, and one every so many windows; ``never``.
         clip_norm, clip_value: what the engine was told.
+        count: what the loss is divided by is counted so; None where the loop counts afterwards.
     """
 
     def __init__(
-        self, engine: Engine, world: World, when: str | int, *, clip_norm: float | None, clip_value: float | None
+        self,
+        engine: Engine,
+        world: World,
+        when: str | int,
+        *,
+        clip_norm: float | None,
+        clip_value: float | None,
+        count: Count | None = None,
     ) -> None:
-        self._engine, self._world, self._when = engine, world, when
+        self._engine, self._world, self._when, self._count = engine, world, when, count
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._loss_checked = False
         self.summary = ""
@@ -71,14 +80,14 @@ class Verifier:
             self.proof = None
 
     def check_loss(self, window: Window, loss: Loss) -> None:
-        """Whether the loss is a sum over what it counts; once, with the first window that is verified.
+        """Whether the loss is a sum over what is counted; once, with the first window that is verified.
 
         Raises:
             VerificationError: it is not; on all ranks.
         """
         if self.proof is not None and not self._loss_checked:
             self._loss_checked = True
-            check_loss(self._engine, window, loss, self._world)
+            check_loss(self._engine, window, loss, self._world, self._count)
 
     def before_step(self, divisor: float = 1.0) -> None:
         """Compares what the engine is about to step on; a collective where a proof is open.

@@ -29,6 +29,11 @@ def has_extra(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
+def takes_extra(module: nn.Module) -> bool:
+    """Whether the module itself keeps extra state, and takes it back."""
+    return has_extra(module) and type(module).set_extra_state is not nn.Module.set_extra_state
+
+
 def extra_state(model: nn.Module) -> dict[str, Any]:
     """The extra state of the model's modules, by its names in a state dict; not encoded."""
     modules = model.named_modules(remove_duplicate=False)
