@@ -18,7 +18,7 @@ from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.replicas import Replicas
-from distaccum.accumulation.schedulers import GroupSettings, OwnedScheduler, check_schedulers
+from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.accumulation.verify import Verifier
@@ -169,7 +169,6 @@ class Accumulator:
             self.engine.close()
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
-        self._groups = GroupSettings(self._optimizers)
         self.tracker = ProgressTracker(
             self.engine,
             self.world,
@@ -494,7 +493,6 @@ class Accumulator:
         state = whole_state(self.engine, self.world)
         return {
             **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
-            "groups": self._groups.changed(),
             "progress": asdict(self.progress),
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -514,8 +512,6 @@ class Accumulator:
         self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
-        if "groups" in state:
-            self._groups.restore(state["groups"])
         self._items_per_sample = state["per_sample"]
         self._restore_batch(state.get("batch"))
         self.restore(Progress(**state["progress"]), state["position"], state["data"])

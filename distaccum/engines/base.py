@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
@@ -137,6 +138,7 @@ class Engine(ABC):
         self._rated = [group for group in groups if "initial_lr" not in group]
         for group in self._rated:
             group["initial_lr"] = group["lr"]
+        self._settings = GroupSettings(optimizers)
 
     @property
     def window_open(self) -> bool:
@@ -261,6 +263,7 @@ class Engine(ABC):
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets every group's ``lr`` to ``factor`` times its ``initial_lr``, the one it was built with."""
+        self._settings.rates_are_scheduled = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor

@@ -107,6 +107,7 @@ class DDPEngine(Engine):
             self._named,
             (model, self._body, self._ddp),
             options,
+            self._settings,
             window_open=lambda: self.window_open,
         )
         self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None

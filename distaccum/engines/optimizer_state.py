@@ -14,21 +14,9 @@ from distaccum.engines.extra_state import from_bytes, to_bytes
 from distaccum.engines.packed_files import is_packed
 from distaccum.errors import CheckpointError, MisuseError
 
-_PREFIX, _OF_GROUPS, _OWN = "state.", "groups.", "own."
+_PREFIX, _OWN = "state.", "own."
 _KIND = "kind."  # of an optimizer: its class
-_OURS = ("params", "lr", "initial_lr")  # in groups
 _AS_BYTES = "in bytes"  # the value of what is neither a tensor nor a plain value, next to its bytes
-
-
-def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """The optimizers' group settings but rates, as ``groups.OPTIMIZER.GROUP.KEY``; plain values only."""
-    return {
-        f"{_OF_GROUPS}{i}.{j}.{key}": value
-        for i, optimizer in enumerate(optimizers)
-        for j, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key not in _OURS and isinstance(value, bool | int | float | str)
-    }
 
 
 def collect(
@@ -80,7 +68,7 @@ def load(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    """Restores what was kept of each optimizer's parameters, and what its groups count.
+    """Restores what was kept of each optimizer's parameters, and of the optimizer itself.
 
     A parameter that the saved run had never used has no state, and starts without.
 
@@ -103,9 +91,6 @@ def load(
         if full_name.startswith(_OWN):
             n, key = full_name.removeprefix(_OWN).split(".", 1)
             own.setdefault(int(n), {})[key] = value
-        if full_name.startswith(_OF_GROUPS):
-            i, j, key = full_name.removeprefix(_OF_GROUPS).split(".", 2)
-            optimizers[int(i)].param_groups[int(j)][key] = value
     for full_name in (name for name in (*tensors, *values) if name.startswith(_PREFIX)):
         name, _, key = full_name.removeprefix(_PREFIX).rpartition(".")
         kept.setdefault(name, {})[key] = full_name

@@ -13,6 +13,7 @@ from distaccum.engines import optimizer_state
 from distaccum.engines.base import EngineState, StepOutput
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.fused_update import FusedUpdate, StepOptions, underflow_fraction
+from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.guard import StepGuard
 
 
@@ -26,6 +27,7 @@ class OptimizerStep:
         parameters: those whose gradients make up the global one, by name.
         modules: the model, and what wraps it: their ``zero_grad`` is refused while a window is open.
         options: clipping and the loss scale.
+        settings: of the optimizers' groups.
         window_open: whether one is.
         all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
             gradient is whole.
@@ -37,6 +39,7 @@ class OptimizerStep:
         parameters: Mapping[str, nn.Parameter],
         modules: Sequence[nn.Module],
         options: StepOptions,
+        settings: GroupSettings,
         *,
         window_open: Callable[[], bool] = lambda: True,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
@@ -49,7 +52,7 @@ class OptimizerStep:
         self._all_reduce_shards = all_reduce_shards
         self._update = FusedUpdate(optimizers, parameters, options, all_reduce_shards=all_reduce_shards)
         self._guard = StepGuard(optimizers, modules, window_open)
-        self._settings = optimizer_state.settings_of(optimizers)
+        self._settings = settings
 
     def step(self, divisor: float, *, among: AbstractContextManager[None] | None = None) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, within ``among``; they are not zeroed yet."""
@@ -69,9 +72,7 @@ class OptimizerStep:
     def state(self, model: Mapping[str, Tensor], *, owns: Callable[[int], bool]) -> EngineState:
         """With the ``model``'s tensors; ``owns`` says whether this rank gives the n-th parameter's optimizer state."""
         tensors, values = optimizer_state.collect(self._optimizers, self.parameters, owns=owns)
-        # Some optimizers count in their groups: what has changed since the start is state, the rest is a setting.
-        groups = optimizer_state.settings_of(self._optimizers)
-        values |= {name: value for name, value in groups.items() if self._settings.get(name, not value) != value}
+        values |= self._settings.changed()
         scaler = self._scaler.state_dict() if self._scaler else {}
         return EngineState(model=model, optimizer=tensors, optimizer_values=values, scaler=scaler)
 
@@ -80,8 +81,10 @@ class OptimizerStep:
 
         Raises:
             KeyError: it names a parameter that the model has not.
+            ValueError: it has settings of a group that is not there.
         """
         optimizer_state.load(self._optimizers, self.parameters, state.optimizer, state.optimizer_values)
+        self._settings.restore(state.optimizer_values)
         self._update.forget()
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))

@@ -378,9 +378,10 @@ class DeepSpeedEngine(Engine):
         return self._weights.whole(self._engine, keep=self._world.is_main)
 
     def state(self) -> EngineState:
-        """Rank 0's weights, and the loss scaler's state; a collective. :meth:`save_files` keeps the optimizer's."""
+        """Rank 0's weights, and what is no tensor; a collective. :meth:`save_files` keeps the optimizer's state."""
         scaler = self._scaler.state_dict() if self._scaler else {}
-        return EngineState(model=self.whole_model(), optimizer={}, optimizer_values={}, scaler=scaler)
+        values = self._settings.changed()
+        return EngineState(model=self.whole_model(), optimizer={}, optimizer_values=values, scaler=scaler)
 
     def load_state(self, state: EngineState) -> None:
         """Restores weights, whichever engine saved them, and the loss scale; or all of it, from DeepSpeed's own files.
@@ -399,6 +400,7 @@ class DeepSpeedEngine(Engine):
                 self.load_files(folder)
         elif state.model:
             self._weights.load(self._engine, state.model)
+        self._settings.restore(state.optimizer_values)
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))
 

@@ -103,6 +103,7 @@ class FSDP2Engine(Engine):
             self._parameters,
             (model,),
             options,
+            self._settings,
             window_open=lambda: self.window_open,
             all_reduce_shards=self._all_reduce_shards,
         )
