@@ -164,7 +164,7 @@ class Accumulator:
         self._evaluation_weights = EvaluationWeights(self._optimizers)
         self.engine: Engine = create(prepared, model, optimizer, self.world)
         try:
-            self._evaluation_weights.attach(self.engine)
+            self._evaluation_weights.attach(self.engine, lambda: self._open is not None)
         except ConfigError:
             self.engine.close()
             raise

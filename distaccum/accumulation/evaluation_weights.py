@@ -6,7 +6,7 @@ which replace the weights in place. It makes steps after the first, and is evalu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ class EvaluationWeights:
         ]
         self.eval()
 
-    def attach(self, engine: Engine) -> None:
-        """Watches the forwards of the engine's model.
+    def attach(self, engine: Engine, in_window: Callable[[], bool]) -> None:
+        """Watches the forwards of the engine's model; those ``in_window`` never switch, as those of a proof.
 
         Raises:
             ConfigError: there is such an optimizer, and the engine leaves a rank a share only: a switch would not reach
@@ -44,7 +44,7 @@ class EvaluationWeights:
         if engine.state_layout is not StateLayout.FULL:
             problem = "its train() and eval() replace the weights, of which this engine gives a rank a share only"
             raise ConfigError("optimizer", type(self._optimizers[0]).__name__, problem, "Use engine=ddp")
-        self._engine = engine
+        self._in_window = in_window
         self._hook = engine.unwrapped_model.register_forward_pre_hook(self._before_forward)
 
     def train(self) -> None:
@@ -64,5 +64,5 @@ class EvaluationWeights:
             self.eval()
 
     def _before_forward(self, model: Any, _: Any) -> None:
-        if not self._engine.window_open and not (model.training and torch.is_grad_enabled()):
+        if not self._in_window() and not (model.training and torch.is_grad_enabled()):
             self.eval()

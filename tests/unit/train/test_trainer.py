@@ -269,7 +269,7 @@ def test_a_checkpoint_keeps_the_configuration_that_trains(gloo_world: World, tmp
     assert kept["optim"] == {"clip_norm": 1.0, "clip_value": None}  # no rate of an optimizer that was not made
     assert kept["model"] == {"_target_": "torch.nn.modules.linear.Linear"}
     assert kept["loss"] == {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"}
-    assert kept["data"] == {"_target_": "distaccum.data.spec.DataSpec", "description": ""}
+    assert kept["data"] == {"_target_": "distaccum.data.spec.DataSpec", "description": "list"}
     assert list(kept["callbacks"]) == ["Heard-0"]
     assert kept["trainer"]["max_steps"] == 4
     assert kept["batch"] == asdict(config.batch)
