@@ -62,7 +62,8 @@ class ShardedModel:
     def __init__(self, model: nn.Module) -> None:
         self._root: Any = model
         self._groups, self._parameters = list(_groups(model)), list(_parameters(model))
-        self._of_unit = {unit: list(_parameters_of(unit)) for unit in model.modules() if isinstance(unit, FSDPModule)}
+        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        self._of_unit: dict[nn.Module, list[Any]] = {unit: list(_parameters_of(unit)) for unit in units}
         # Torch 2.15 accumulates in the gathered parameter's own gradient. Older ones move it where it is not fp32.
         kinds = {type(parameter) for parameter in self._parameters}
         self._moves = not any(isinstance(getattr(kind, _MOVED, None), property) for kind in kinds)
