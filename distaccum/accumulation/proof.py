@@ -207,7 +207,9 @@ class GradientProof:
         """See ``Verifier.before_step``."""
         held = dict(self._engine.reduced_gradients())
         # Also of what was frozen after it was wrapped: the engine looks at it too, and does not step.
-        frozen = [p.grad for p in self._engine.unwrapped_model.parameters() if not p.requires_grad and p.grad is not None]
+        frozen = [
+            p.grad for p in self._engine.unwrapped_model.parameters() if not p.requires_grad and p.grad is not None
+        ]
         finite = all(bool(to_local(gradient).isfinite().all()) for gradient in (*held.values(), *frozen))
         if self._sharded():
             self._prove_by_differences(held, divisor, finite=finite)
