@@ -451,7 +451,8 @@ class Accumulator:
         """Gives model, optimizer and scheduler back, which are then as any others: local, and final.
 
         A window that is open is dropped. The weights stay where the engine has put them: on the device, and sharded
-        where it shards. An engine that shards the optimizer's state gives the model back only: make a new optimizer.
+        where it shards. Where the engine leaves each rank a share of the optimizer's
+        state (fsdp2, DeepSpeed) make a new optimizer; zero1 gathers it, a collective.
         """
         if self._closed:
             return

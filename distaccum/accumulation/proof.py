@@ -20,8 +20,9 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
+from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.modules import trained
-from distaccum.errors import VerificationError, shorten
+from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss
 
@@ -205,7 +206,11 @@ class GradientProof:
     def before_step(self, divisor: float) -> None:
         """See ``Verifier.before_step``."""
         held = dict(self._engine.reduced_gradients())
-        finite = all(bool(gradient.isfinite().all()) for gradient in held.values())
+        # Also of what was frozen after it was wrapped: the engine looks at it too, and does not step.
+        frozen = [
+            p.grad for p in self._engine.unwrapped_model.parameters() if not p.requires_grad and p.grad is not None
+        ]
+        finite = all(bool(to_local(gradient).isfinite().all()) for gradient in (*held.values(), *frozen))
         if self._sharded():
             self._prove_by_differences(held, divisor, finite=finite)
             return
@@ -225,6 +230,9 @@ class GradientProof:
             self._problem = "the loss is not the same a second time"
             self._give_up()
             return
+        by_hand = self._world.all_gather_names([CHANGED_BY_HAND] if self._engine.gradients_changed else [])
+        if by_hand:
+            raise MisuseError(by_hand[0])
         raise VerificationError(self._mismatch(held, wrong))
 
     def _sharded(self) -> bool:

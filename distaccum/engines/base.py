@@ -145,6 +145,16 @@ class Engine(ABC):
         """Whether gradients of a window may lie there, which nobody but the engine may change."""
         return self._window_open
 
+    @property
+    def gives_optimizers_back(self) -> bool:
+        """Whether optimizers are whole after :meth:`close`; otherwise a rank is left with a share of their state."""
+        return self.state_layout is StateLayout.FULL
+
+    @property
+    def gradients_changed(self) -> bool:
+        """Whether this rank knows that somebody else has changed a gradient of the open window."""
+        return False
+
     def _open_window(self) -> None:
         """Opens a window unless one is open: what was accumulated before is none of it, and is dropped.
 
@@ -320,7 +330,7 @@ class Engine(ABC):
         self._closed = True
         self._close_window()
         if self.ownership is not None:
-            self.ownership.release(keeps_optimizers=self.state_layout is not StateLayout.FULL)
+            self.ownership.release(keeps_optimizers=not self.gives_optimizers_back)
 
 
 def forward_past_engine() -> MisuseError:

@@ -302,6 +302,16 @@ class DDPEngine(Engine):
         self._fault, self._micro_steps = "", None
         self._close_window()
 
+    @property
+    def gives_optimizers_back(self) -> bool:
+        """See :class:`Engine`; of zero1 :meth:`close` gathers the state."""
+        return True
+
+    @property
+    def gradients_changed(self) -> bool:
+        """Whether the gradients are others, or have other versions, than this engine left."""
+        return self._window_open and not self._watch.unchanged
+
     def _drop_stray_gradients(self) -> None:
         if not self._watch.unchanged:
             self._drop_gradients()

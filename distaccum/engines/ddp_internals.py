@@ -67,6 +67,9 @@ class Reduction:
             if unreached != ([] if complete else [0]):
                 raise _other_torch(f"says of a backward without its parameter 0 that it was without {unreached}")
             self.complete(unreached, 0.0)
+            if left_out:  # their memory goes before new buckets come, else there are two of each for a moment
+                for parameter in self._parameters:
+                    parameter.grad = None
             self._reducer._rebuild_buckets()
 
     def backward(self, loss: Tensor) -> None:

@@ -17,6 +17,8 @@ from dataclasses import replace
 from time import sleep
 from typing import Any
 
+import torch
+
 from distaccum.config.engine import EngineConfig, settings_of
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
@@ -31,6 +33,7 @@ SHAPE = {"n_layer": 6, "n_head": 4, "n_embd": 192}  # 2.7 million parameters, wh
 PARAMETERS = 4  # bytes an element
 SETTLE_S = 0.02  # seconds: gloo's threads drop what they have sent a moment after it has arrived
 WARM_UP = 2  # windows: the optimizer makes its state in the first
+GENERATOR = torch.get_rng_state().nbytes  # a micro-step draws numbers of its own, and keeps the outer state meanwhile
 REDUCTIONS = KINDS[:3]
 Figures = dict[str, Any]
 
@@ -77,6 +80,7 @@ def memory(loop: WindowLoop, baseline: dict[int, int]) -> dict[str, int]:
     after = now()
     # What is there within a window and not between windows is gradients, wherever an engine keeps them.
     boundary, step = (moment.gradients + moment.other - between.other for moment in moments)
+    boundary -= GENERATOR
     return {
         "parameters": after.parameters,
         "copies": after.copies,

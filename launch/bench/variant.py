@@ -154,9 +154,9 @@ class Variant:
     needs: str = ""
 
     def config(self, config: RunConfig) -> RunConfig:
-        """The run's configuration with this variant's settings."""
-        precision = replace(config.precision, **self.precision)
-        return replace(config, engine=self.engine or config.engine, precision=precision)
+        """The run's configuration with this variant's settings, and without the first window's proof."""
+        precision, trainer = replace(config.precision, **self.precision), replace(config.trainer, verify="never")
+        return replace(config, engine=self.engine or config.engine, precision=precision, trainer=trainer)
 
     def components(self, config: RunConfig, world: World) -> TrainingComponents:
         """The model, optimizer and data of the run with this variant's settings, new with each call."""

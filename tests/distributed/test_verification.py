@@ -18,7 +18,7 @@ COVERING = {  # each way of being wrong: in a part, by a factor, after the step,
     "mean of means": "the gradient of every parameter is off by",
     "the engine's averaging forgotten": "0.50x = 1 / (2 ranks)",
     "a leaked tail": "are still there after the step",
-    "division by the planned instead of the actual count": "times the true count",
+    "division by the planned instead of the actual count": "x the true count",
     "zero1: what each rank has stepped is not broadcast": "the weights are no longer the same",
     "fsdp2: the loss is weighed as for an average": "x ~ 2 ranks",
 }

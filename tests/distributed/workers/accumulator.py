@@ -95,7 +95,7 @@ def run(name: str, world: World) -> dict[str, Any]:
     used = resumed._optimizers[0]
     resumed.close()
     if name == "zero1":
-        found["used optimizer"] = refusal(lambda: Accumulator(model, used, **second))
+        found["used optimizer"] = refusal(lambda: Accumulator(model, used, **second).close())
         make(engine, world, model)[0].close()  # the model with a new one
     return found
 
