@@ -64,7 +64,9 @@ class LossSums:
     def add(self, loss: LossSum) -> None:
         """Adds one micro-batch's losses."""
         for name, part in as_loss_sums(loss).items():
-            self._sums[name] = self._sums[name] + part.detach() if name in self._sums else part.detach()
+            before = self._sums.get(name)
+            # A copy: the loop may change the loss that it gave in place.
+            self._sums[name] = part.detach().clone() if before is None else before + part.detach()
 
     def outcome(self, counts: Counts, step: StepOutput | None) -> Outcome:
         """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped."""

@@ -64,7 +64,7 @@ class Predictor(Protocol):
 def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
     """The sum of a loss that is a mean over ``count`` items; 0, not NaN, where it is a mean over none.
 
-    The gradient is then 0 too for torch's own losses. A mean that you compute yourself must not divide by 0: clamp its
+    The gradient is then 0 too for torch's own losses without weights of classes. A mean that you compute yourself must not divide by 0: clamp its
     divisor, or its backward gives NaN.
 
     Raises:
