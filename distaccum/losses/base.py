@@ -64,8 +64,8 @@ class Predictor(Protocol):
 def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
     """The sum of a loss that is a mean over ``count`` items; 0, not NaN, where it is a mean over none.
 
-    The gradient is then 0 too for torch's own losses without weights of classes. A mean that you compute yourself must not divide by 0: clamp its
-    divisor, or its backward gives NaN.
+    The gradient is then 0 too for torch's own losses without weights of classes. A mean that you compute yourself must
+    not divide by 0: clamp its divisor, or its backward gives NaN.
 
     Raises:
         MisuseError: the mean is no tensor, or the count no number that is at least 0.

@@ -202,6 +202,7 @@ class DeepSpeedEngine(Engine):
         hold, self._hold = self._hold, None
         assert hold is not None
         self._look_for_changes()
+        self._watch.forget()  # or it would hold the whole gradients through the step
         self._news = self._tell(internals.complete(self._engine.optimizer, self._trained))
         hold.__exit__(None, None, None)
         if not self._coalesces:
