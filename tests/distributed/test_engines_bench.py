@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from pathlib import Path
@@ -143,6 +144,7 @@ def test_what_is_not_installed_is_absent() -> None:
 
 def test_a_census_tells_roles_apart() -> None:
     """One step of Adam, and another tensor; memory that two tensors share counts once."""
+    gc.collect()  # tensors of tests before this one, which would be freed in between
     baseline = live_storages()
     model = nn.Linear(8, 4)
     optimizer = torch.optim.Adam(model.parameters())
