@@ -121,7 +121,17 @@ def test_levels_1_and_2_load_no_command_line(program: str) -> None:
 
 
 def test_engines_are_named_in_their_factory_only() -> None:
-    shared = {"base", "context", "dtensor", "extra_state", "factory", "gradient_watch", "group_settings", "guard", "host_copy"}
+    shared = {
+        "base",
+        "context",
+        "dtensor",
+        "extra_state",
+        "factory",
+        "gradient_watch",
+        "group_settings",
+        "guard",
+        "host_copy",
+    }
     shared |= {"modules", "state"}
     for path in FILES:
         for module in _imports(_parse(path)):
