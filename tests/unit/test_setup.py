@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import sysconfig
 import tomllib
 from importlib.metadata import distributions, requires
 from pathlib import Path
@@ -20,6 +21,7 @@ from distaccum.config.hydra_errors import from_hydra
 from tests.support.commands import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SITE = sysconfig.get_path("purelib")  # setuptools, once imported, shows copies of packages that it carries
 CUDA = re.compile("nvidia-|cuda-|triton$")  # torch pins these itself, where its wheel is one for GPUs
 
 
@@ -34,7 +36,7 @@ def _pins(name: str) -> dict[str, str]:
 def locked() -> None:
     """Skips in an environment of other versions: what they need is not what the lock files list."""
     pins = _pins("requirements.lock") | _pins("requirements-dev.lock")
-    installed = {canonicalize_name(one.name): one.version.partition("+")[0] for one in distributions()}
+    installed = {canonicalize_name(one.name): one.version.partition("+")[0] for one in distributions(path=[SITE])}
     other = sorted(name for name, number in pins.items() if installed.get(name) != number)
     if other:
         pytest.skip(f"not the locked versions: {', '.join(other)}")

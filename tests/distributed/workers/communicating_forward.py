@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -41,7 +42,7 @@ def main() -> None:
         except MisuseError as error:
             found[str(size)] = [str(error), bool(torch.equal(model.weight, before))]
             acc.abandon()
-    print(f"rank {acc.world.rank}: {json.dumps(found)}", flush=True)
+    os.write(1, f"rank {acc.world.rank}: {json.dumps(found)}\n".encode())  # in one piece: both ranks write to one file
 
 
 if __name__ == "__main__":
