@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.diagnose import buffers_restored
+from distaccum.accumulation.diagnose import Buffers, buffers_restored
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
@@ -86,11 +86,21 @@ class DirectionalRoad:
         window: whose loss is looked at.
         loss: sums it.
         states: the random numbers that each micro-batch's forward begins with.
+        buffers: those that the window began with.
     """
 
-    def __init__(self, engine: Engine, world: World, window: Window, loss: Loss, states: Sequence[RNGState]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        window: Window,
+        loss: Loss,
+        *,
+        states: Sequence[RNGState],
+        buffers: Buffers,
+    ) -> None:
         self._engine, self._world, self._window, self._loss = engine, world, window, loss
-        self._states = list(states)
+        self._states, self._buffers = list(states), buffers
         batches = [micro.batch for micro in window.micro_batches]
         everyone = world.all_gather_object(len(batches))
         self._own, self._most = len(batches), max(everyone)
@@ -112,6 +122,7 @@ class DirectionalRoad:
         outer = RNGState.capture(self._engine.device)
         try:
             with torch.no_grad(), buffers_restored(self._engine), self._engine.shifted(direction, distance) as moved:
+                self._buffers.restore()
                 predicted = sum(float(gradients[name].double().flatten() @ by.double()) for name, by in moved.items())
                 for i in range(self._most):
                     state = self._states[i] if i < len(self._states) else outer

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.accumulation.diagnose import state_restored
+from distaccum.accumulation.diagnose import Buffers, state_restored
 from distaccum.accumulation.directional import DirectionalRoad
 from distaccum.data.batches import to_device
 from distaccum.data.window import Window
@@ -31,9 +32,16 @@ _log = logging.getLogger(__name__)
 _ROUNDINGS = 64
 _OF_NORM = 1e-5  # what a clip's epsilon and a divisor in fp32 do to a norm
 _OF_SLOPE, _OF_SLOPE_16 = 0.03, 0.15  # of a difference of losses, in fp32 and in 16 bits
+_OF_WHOLE, _OF_WHOLE_16 = 0.03, 0.06  # of a factor that is a whole number, by such a difference
+_ONE_FACTOR = 0.01  # of a factor, from rank to rank
 _CHANGE, _CHANGE_16 = 0.04, 0.2  # of the loss, between the points of a difference: rounding drowns in it
 _FARTHEST = 0.01  # of the norm of the weights, for the points of a difference
 _CLOSING = "See docs/verification.md; trainer.verify=never, or Accumulator(verify='never'), trains without this check"
+_BY_DESIGN = (
+    "by design where the loss detaches a part of itself, or a backward gives another gradient than the forward's (a "
+    "straight-through estimator, gradient reversal, a hook that scales); else a fault: compare on engine=ddp with "
+    "verify=first"
+)
 _MOST_RANKS_TOLD_APART = 8
 _NAMED = 4
 _SHORT = (0.01, 1e4)  # factors that are written out
@@ -92,6 +100,8 @@ class GradientProof:
         """Whether no other window is to be tried: the gradient was compared and found right, or cannot be compared."""
         self.summary = ""
         """What was found, for people; known after the step."""
+        self.doubtful = False
+        """Whether :attr:`summary` tells of a gradient that is right only if the loss's is no slope by design."""
         self._engine, self._world, self._window = engine, world, window
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._loss: Loss | None = None
@@ -110,6 +120,15 @@ class GradientProof:
         self._coefficient, self._held_scale, self._scale_of_true = 1.0, 1.0, 1.0
         self._tolerance, self._allowed = _OF_NORM, 0.0
         self._road = "plain autograd over the bare model"
+        self._whole_factors: set[int] | None = None  # that no loss is likely to give by design; None: each is a fault
+        self._off: float | None = None  # a factor that may be by design
+        self._within_whole = _OF_WHOLE
+        self._buffers: Buffers | None = None  # that the window begins with
+        self._buffers_after: Buffers | None = None
+        self._other_memory = False  # the buffers that a second run ends with are others
+        self._squares: dict[int, float] = {}  # by optimizer, before foreign hooks
+        self._hooked = False
+        self._spoiled = False  # the engine has made a finite gradient NaN, and says why
         self._hooks: list[Any] = []
         scale = engine.loss_scale
         self._scale = None if scale is None else scale.clone()  # of the whole window
@@ -119,6 +138,7 @@ class GradientProof:
     def rerun_with(self, loss: Loss) -> None:
         """The forward is to be run again with ``loss``."""
         self._loss = loss
+        self._buffers = Buffers(self._engine)
 
     def recording(self, loss: Loss) -> Callable[[nn.Module, Any], LossSum]:
         """``loss``, noting the random numbers that it begins with."""
@@ -183,7 +203,11 @@ class GradientProof:
         assert self._loss is not None
         self._local, self._sizes, totals = {}, {}, []
         model, counts = self._engine.unwrapped_model, self._counts()
+        assert self._buffers is not None
+        if self._buffers_after is None:
+            self._buffers_after = Buffers(self._engine)
         with state_restored(self._engine):
+            self._buffers.restore()
             for state, micro in zip(self._states, self._window.micro_batches, strict=True):
                 state.restore()
                 batch = to_device(micro.batch, self._engine.device)
@@ -192,6 +216,7 @@ class GradientProof:
                 totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
                 factor = self._engine.gradient_divide_factor
                 self._add(normalize_loss(total, counts, gradient_divide_factor=factor), keep=False)
+            self._other_memory = not self._buffers_after.hold(within=_OF_NORM)
         return totals
 
     @property
@@ -228,6 +253,10 @@ class GradientProof:
             return
         if self._loss is not None and not self._is_repeatable():
             self._problem = "the loss is not the same a second time"
+            self._give_up()
+            return
+        if self._loss is not None and self._remembers():
+            self._problem = "its forward changes buffers of the model, and does not give the same from the first ones"
             self._give_up()
             return
         by_hand = self._world.all_gather_names([CHANGED_BY_HAND] if self._engine.gradients_changed else [])
@@ -334,18 +363,42 @@ class GradientProof:
         self._left = sum(p.numel() for p in held)
         norm = math.sqrt(self._whole)
         self._coefficient = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
-        self._hooks = [optimizer.register_step_pre_hook(self._before_optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
+            foreign = any(
+                not (getattr(hook, "__module__", "") or "").startswith("distaccum.") for hook in hooks.values()
+            )
+            first = optimizer.register_step_pre_hook(self._before_optimizer)
+            hooks.move_to_end(first.id, last=False)  # what a hook of the user's does is the user's
+            self._hooks.append(first)
+            if foreign:
+                self._hooks.append(optimizer.register_step_pre_hook(self._after_foreign_hooks))
+
+    def _after_foreign_hooks(self, optimizer: Optimizer, *_: Any) -> None:
+        """Says that step pre-hooks of the user's have changed what was compared before them."""
+        before, after = self._squares.get(id(optimizer), math.nan), self._square(optimizer)
+        if abs(after - before) > _OF_NORM * before and not self._hooked:
+            self._hooked = True
+            if self._world.is_main:
+                _log.info("a step pre-hook of the optimizer changes the gradient; it was compared before the hook")
+
+    def _square(self, optimizer: Optimizer) -> float:
+        """The squared norm of what an optimizer holds on this rank."""
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        return sum(
+            float(_wide(to_local(tensor.grad)).double().square().sum()) for tensor in tensors if tensor.grad is not None
+        )
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """A hook that runs before the optimizer moves a weight, with its gradients as they are then."""
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         divisor = getattr(optimizer, "grad_scale", None)
         skipped = getattr(optimizer, "found_inf", None)
-        square = sum(
-            float(_wide(to_local(tensor.grad)).double().square().sum()) for tensor in tensors if tensor.grad is not None
-        )
+        square = self._squares[id(optimizer)] = self._square(optimizer)
         square /= 1.0 if divisor is None else float(divisor) ** 2
-        square *= 1.0 if skipped is None else 1.0 - float(skipped)
+        if skipped is not None and bool(skipped):
+            self._spoiled = self._spoiled or not math.isfinite(square)
+            square = 0.0
         self._called = True
         if self._names is None:
             self._of_copies(square, sum(tensor.numel() for tensor in tensors))
@@ -369,11 +422,16 @@ class GradientProof:
         norms = math.sqrt(found), math.sqrt(expected) * self._coefficient
         allowed = self._tolerance * math.sqrt(expected) + self._coefficient * self._allowed
         wrong = not abs(norms[0] - norms[1]) <= allowed
-        (any_wrong,) = self._world.all_reduce_host([wrong])
+        any_wrong, spoiled = self._world.all_reduce_host([wrong, self._spoiled])
+        if spoiled:
+            return
         if not any_wrong:
             self.conclusive = True
             return
         everyone = self._world.all_gather_object((*norms, wrong))
+        if self._may_be_meant(self._world.all_gather_object((norms[0], math.sqrt(expected)))):
+            self.conclusive = True
+            return
         said = [
             (f"rank {rank}", norm / right if right else math.inf)
             for rank, (norm, right, bad) in enumerate(everyone)
@@ -382,6 +440,36 @@ class GradientProof:
         raise VerificationError(self._told(said))
 
     # --- where the model is sharded
+
+    def _is_whole(self, factor: float) -> bool:
+        """Whether a factor, or one over it, is a number that the window is made of: no loss gives it by design."""
+        if self._whole_factors is None or not factor > 0.0:
+            return True
+        larger = max(factor, 1.0 / factor)
+        return any(abs(larger - whole) <= self._within_whole * whole for whole in self._whole_factors)
+
+    def _may_be_meant(self, norms: list[tuple[float, float]]) -> bool:
+        """Whether the gradient that the optimizers get may be right, and by design not the slope of the loss.
+
+        Args:
+            norms: every rank's, and that of the engine's gradient as far as the slope says, before clipping.
+        """
+        if self._whole_factors is None:
+            return False
+        largest = max((right for _, right in norms), default=0.0)
+        factors = [norm / right for norm, right in norms if right > _OF_NORM * largest]
+        if not factors or not all(map(math.isfinite, factors)):
+            return False
+        factor = max(factors)
+        if factor - min(factors) > _ONE_FACTOR * factor and self._clip_value is None:
+            return False
+        total = factor * math.sqrt(self._whole)
+        if self._clip_norm is not None and total > (1 - _ONE_FACTOR) * self._clip_norm:
+            return total < (1 + _ONE_FACTOR) * self._clip_norm  # the norm that the step reports says by how much
+        if self._is_whole(factor):
+            return False
+        self._off = factor
+        return True
 
     def _prove_by_differences(self, held: Mapping[str, Tensor], divisor: float, *, finite: bool) -> None:
         """See ``directional.py``; a collective."""
@@ -393,13 +481,18 @@ class GradientProof:
         if failed:
             self._give_up()
             return
+        if not any(self._world.all_gather_object(len(held))):
+            return  # the engine says so
         assert self._loss is not None
+        assert self._buffers is not None
         gradients = {name: _wide(to_local(gradient)) for name, gradient in held.items()}
         own = sum(
             float(to_local(p.detach()).double().square().sum()) for p in self._engine.unwrapped_model.parameters()
         )
         norm = math.sqrt(self._world.all_reduce_host([own])[0])
-        road = DirectionalRoad(self._engine, self._world, self._window, self._loss, self._states)
+        road = DirectionalRoad(
+            self._engine, self._world, self._window, self._loss, states=self._states, buffers=self._buffers
+        )
         sixteen = max(self._engine.unit_roundoff(p) for p in self._engine.unwrapped_model.parameters()) > 2.0**-20
         self._tolerance = _OF_SLOPE_16 if sixteen else _OF_SLOPE
         counts = self._counts()
@@ -432,6 +525,11 @@ class GradientProof:
         self._parts = {}
         self._scale_of_true = 1.0
         self._road = "the slope of the window's loss along it"
+        self._within_whole = _OF_WHOLE_16 if sixteen else _OF_WHOLE
+        steps = self._world.all_gather_object(len(self._window.micro_batches))
+        made_of = {self._world.size, *steps, *(self._world.size * own for own in steps), sum(steps)}
+        made_of |= {round(self._engine.gradient_divide_factor), round(self._loss_scale)}
+        self._whole_factors = {whole for whole in made_of if whole > 1}
         for name, gradient in gradients.items():
             self._note_expected(name, gradient / self._held_scale, (gradient / self._held_scale).flatten())
         self._whole, self._expected_whole = self._world.all_reduce_host([self._whole, self._expected_whole])
@@ -443,8 +541,8 @@ class GradientProof:
         Args:
             reported: the norm of the gradient as the engine says it: clipping hides a wrong factor, this does not.
         """
-        if not self._hooks:
-            return
+        if not self._hooks or not math.isfinite(float(reported)):
+            return  # the engine has found a fault of its own, and says so
         if not self._called:  # the other ranks may wait in an optimizer's step
             self._agree_on(0.0, max(self._whole, 1e-30))
         left = [
@@ -454,6 +552,8 @@ class GradientProof:
         ]
         norm, found = math.sqrt(self._whole), float(reported)
         off = not abs(found - norm) <= self._tolerance * norm + self._allowed
+        if off and not self._is_whole(found / norm if norm else 0.0):
+            off, self._off = False, found / norm
         any_left, any_off = self._world.all_reduce_host([bool(left), off])
         if any_off:
             raise VerificationError(
@@ -466,6 +566,11 @@ class GradientProof:
                 f"gradients of {shorten(names, _NAMED)} are still there after the step, and would be added to those of "
                 "the next window. Nothing but the engine may accumulate into a parameter's grad"
             )
+        if self._off is not None or self._held_scale < 0.0:
+            factor = math.copysign(1.0 if self._off is None else self._off, self._held_scale)
+            self.doubtful = self.conclusive
+            self.summary = f"the window's gradient is {factor:.2f}x the loss's slope along it: {_BY_DESIGN}"
+            return
         self.summary = (
             f"the window's gradient, of norm {math.sqrt(self._whole):.4g}, agrees with {self._road}, and the optimizer "
             f"is given it ({len(self._expected)} parameters, {self._world.size} ranks)"
@@ -476,8 +581,16 @@ class GradientProof:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._local, self._states, self._loss = [], {}, [], None
+        self._buffers = self._buffers_after = None
 
     # --- words
+
+    def _remembers(self) -> bool:
+        """Whether the forward has a memory in buffers that a second run does not give back; a collective."""
+        assert self._buffers is not None
+        differs = self._other_memory or bool(self._differing_losses())
+        changed, differ = self._world.all_reduce_host([not self._buffers.hold(), differs])
+        return bool(changed) and bool(differ)
 
     def _is_repeatable(self) -> bool:
         """Whether a third run gives the second's losses and gradients, on all ranks; a collective."""
@@ -528,17 +641,22 @@ class GradientProof:
     def _forward_differs(self) -> str:
         """Whether the window's own losses were others than the bare model's; a collective."""
         differs = ""
-        if self._totals and len(self._own_totals) == len(self._totals):
-            own = [sum(float(part) for part in parts.values()) for parts in self._own_totals]
-            for i, (first, second) in enumerate(zip(own, self._totals, strict=True)):
-                if abs(first - second) > 1e-4 * max(abs(first), abs(second)):
-                    differs = (
-                        f" On rank {self._world.rank} micro-batch {i} has the loss {first:.6g}, and the bare model "
-                        f"gives {second:.6g}: the engine's forward computes something else."
-                    )
-                    break
+        if differing := self._differing_losses():
+            i, first, second = differing[0]
+            differs = (
+                f" On rank {self._world.rank} micro-batch {i} has the loss {first:.6g}, and the bare model "
+                f"gives {second:.6g}: the engine's forward computes something else."
+            )
         found = self._world.all_gather_names([differs] if differs else [])
         return found[0] if found else ""
+
+    def _differing_losses(self) -> list[tuple[int, float, float]]:
+        """The micro-batches whose loss was another in the window than in the bare model, and both."""
+        if not self._totals or len(self._own_totals) != len(self._totals):
+            return []
+        own = [sum(float(part) for part in parts.values()) for parts in self._own_totals]
+        pairs = enumerate(zip(own, self._totals, strict=True))
+        return [(i, a, b) for i, (a, b) in pairs if abs(a - b) > 1e-4 * max(abs(a), abs(b))]
 
     def _shares(self, held: Mapping[str, Tensor], names: Iterable[str]) -> str:
         """In words, what each rank's part counts for in the gradient that the engine holds; a collective."""

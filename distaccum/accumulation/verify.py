@@ -44,7 +44,7 @@ class Verifier:
     ) -> None:
         self._engine, self._world, self._when, self._count = engine, world, when, count
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._loss_checked = False
+        self._loss_checked = self._warned = False
         self.summary = ""
         """What the last proof found, for people; empty where there was none, or none could be given."""
         self.restart()
@@ -119,4 +119,8 @@ class Verifier:
         if proof.conclusive:
             self._since, self.summary = 1, proof.summary
             if self._world.is_main and self.summary:
-                _log.info("verified: %s", self.summary)
+                if proof.doubtful and not self._warned:
+                    self._warned = True
+                    _log.warning("not verified: %s", self.summary)
+                else:
+                    _log.info("verified: %s", self.summary)

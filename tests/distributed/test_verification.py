@@ -23,6 +23,23 @@ COVERING = {  # each way of being wrong: in a part, by a factor, after the step,
     "fsdp2: the loss is weighed as for an average": "x ~ 2 ranks",
 }
 CASES = verification.cases()
+AGREES, MEANT, ENGINES_OWN = "agrees with", "x the loss's slope along it: by design where", "MisuseError: "
+PROGRAMS = [  # right runs that a proof could take for wrong ones, and what they say
+    (Run(engine="fsdp2 boundary", program="own targets"), MEANT),
+    (Run(engine="fsdp2 every", program="own targets", clip_norm=0.05), MEANT),
+    (Run(engine="fsdp2 boundary", program="reversed"), "is -1.00" + MEANT),
+    (Run(engine="ddp", program="own targets"), AGREES),
+    (Run(engine="ddp", program="spectral norm"), AGREES),
+    (Run(engine="ddp", program="running mean", global_size=17), AGREES),
+    (Run(engine="zero1", program="running mean"), AGREES),
+    (Run(engine="fsdp2 boundary", program="running mean"), AGREES),
+    (Run(engine="ddp", program="other memory"), ""),
+    (Run(engine="ddp", program="step pre-hook"), AGREES),
+    (Run(engine="zero1", program="step pre-hook", clip_norm=0.05), AGREES),
+    (Run(engine="fsdp2 boundary", program="step pre-hook"), AGREES),
+    (Run(engine="ddp", program="of one rank"), ENGINES_OWN),
+    (Run(engine="fsdp2 boundary", program="swapped"), ENGINES_OWN),
+]
 RIGHT = [  # the number of ranks' micro-batches even and not; clipped and not
     Run(engine=engine, precision=precision, level=level, global_size=size, clip_norm=clip)
     for engine, precision, level, size, clip in (
@@ -70,6 +87,11 @@ def said_by(runs: list[Run], folder: Path, warm: str = "distaccum", world: int =
 def test_a_right_run_is_verified_on_every_engine(tmp_path: Path) -> None:
     for run, said in zip(RIGHT, said_by(RIGHT, tmp_path), strict=True):
         assert all(text.startswith("the window's gradient") and "agrees with" in text for text in said), (run, said)
+
+
+def test_no_right_program_is_accused(tmp_path: Path) -> None:
+    for (run, expected), said in zip(PROGRAMS, said_by([run for run, _ in PROGRAMS], tmp_path), strict=True):
+        assert all(expected in text and "VerificationError" not in text for text in said), (run, said)
 
 
 @pytest.mark.heavy

@@ -7,6 +7,7 @@ end what was verified, or ""), and a JSON file with the runs.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator, DataSpec, World
+from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
@@ -39,6 +41,7 @@ class Run:
         samples: of an epoch; two epochs are run.
         clip_norm: of the gradient.
         growth_interval: windows between two growths of the loss scale.
+        program: one of ``PROGRAMS``; by default a plain model and loss.
         overflow: the number of a sample of rank 0 whose gradient is infinite in fp16; -1: none.
     """
 
@@ -51,6 +54,7 @@ class Run:
     growth_interval: int = 2000
     overflow: int = -1
     epochs: int = 2
+    program: str = ""
 
 
 class Squares:
@@ -63,6 +67,85 @@ class Squares:
         factor = torch.where(batch["x"].amax() > MARK / 2, 2.0**30, 1.0)
         found = model(batch["x"]).float().square().sum(1) * batch["weight"]
         return (found * factor).sum()
+
+
+class Bootstrapped(Squares):
+    """Its targets are the model's own: by design they are no part of the gradient."""
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        target = 0.7 * model(batch["x"].flip(1)).detach() + 0.1
+        return ((model(batch["x"]) - target).square().sum(1) * batch["weight"]).sum()
+
+
+class Reversed(Squares):
+    """Its gradient is by design the opposite of its slope."""
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return super().__call__(lambda x: 2 * (found := model(x)).detach() - found, batch)  # type: ignore[arg-type]
+
+
+class Standardised(nn.Linear):
+    """Takes the mean of all inputs so far from its input."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, given: Tensor) -> Tensor:
+        mean = self.get_buffer("mean")
+        mean.lerp_(given.detach().float().mean(0), 0.3)
+        return super().forward(given - mean)
+
+
+class OfOneRank(nn.Linear):
+    """Left out on rank 1."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given if os.environ["RANK"] == "1" else super().forward(given)
+
+
+class Swapped(nn.Sequential):
+    """Runs its layers in another order on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+
+    def forward(self, given: Tensor) -> Tensor:
+        first, second = reversed(self) if os.environ["RANK"] == "1" else self
+        found: Tensor = second(first(given))
+        return found
+
+
+class Counted(nn.Linear):
+    """Remembers in a Python list, which nothing can set back, and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.register_buffer("runs", torch.zeros(()))
+        self._runs = 0
+
+    def forward(self, given: Tensor) -> Tensor:
+        self._runs = min(self._runs + 1, 9)  # so that two later runs agree
+        self.get_buffer("runs").fill_(self._runs)
+        return super().forward(given) * self._runs
+
+
+def _scale_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.02)
+
+
+FIRST_LAYERS = {
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, FEATURES)),
+    "running mean": Standardised,
+    "other memory": Counted,
+    "swapped": Swapped,
+    "of one rank": lambda: nn.Sequential(OfOneRank(FEATURES, FEATURES)),
+}
+LOSSES = {"own targets": Bootstrapped, "reversed": Reversed}
+PROGRAMS = (*FIRST_LAYERS, *LOSSES, "step pre-hook")
 
 
 def data(run: Run) -> list[dict[str, Tensor]]:
@@ -86,19 +169,24 @@ def train(run: Run, world: World) -> str:
         allow_fp16()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(FEATURES, 6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 3))
-    loss = Squares()
+    if run.program in FIRST_LAYERS:
+        model.insert(0, FIRST_LAYERS[run.program]())
+    loss = LOSSES.get(run.program, Squares)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if run.program == "step pre-hook":
+        optimizer.register_step_pre_hook(_scale_before_step)
     scaler = ScalerConfig(initial_scale_power=3, growth_interval=run.growth_interval)
     try:
         acc = Accumulator(
             model,
-            torch.optim.SGD(model.parameters(), lr=0.01),
+            optimizer,
             global_batch_size=run.global_size,
             micro_batch_size=MICRO_SIZE,
             count=loss.count,
             max_skips=1000,
             clip_norm=run.clip_norm,
             world=world,
-            engine=ENGINES[run.engine],
+            engine=FSDP2Config(blocks=["0.*"]) if run.program == "swapped" else ENGINES[run.engine],
             precision=PrecisionConfig(name=run.precision, scaler=scaler),
         )
         spec = DataSpec(train=data(run), eval_dataset=None, description="squares", shuffle=False)
