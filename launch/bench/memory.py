@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from distaccum.engines.dtensor import to_local
@@ -30,7 +31,7 @@ def storages(tensors: Iterable[Tensor]) -> Storages:
     """The memory of these tensors; of sharded ones this rank's shards."""
     found = {}
     for tensor in map(to_local, tensors):
-        if tensor.layout is torch.strided and not tensor.is_meta:
+        if tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor):
             storage = tensor.untyped_storage()
             with suppress(RuntimeError):  # a fake tensor, left over from compiling, has no memory
                 if storage.nbytes():
