@@ -20,7 +20,8 @@ ORDER = (
     {"config", "distributed", "losses", "models"},
     {"precision", "data"},
     {"engines"},
-    {"accumulation", "auditing"},
+    {"verification", "auditing"},
+    {"accumulation"},
     {"functional", "checkpoint", "audit"},
     {"train"},
 )
@@ -123,6 +124,7 @@ def test_levels_1_and_2_load_no_command_line(program: str) -> None:
 def test_engines_are_named_in_their_factory_only() -> None:
     shared = {
         "base",
+        "buffers",
         "context",
         "dtensor",
         "extra_state",

@@ -17,11 +17,9 @@ from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.replicas import Replicas
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
-from distaccum.accumulation.verify import Verifier
 from distaccum.config.checks import (
     NONFINITE,
     ON_DIVERGENCE,
@@ -50,6 +48,8 @@ from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, MisuseError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
+from distaccum.verification.replicas import Replicas
+from distaccum.verification.verifier import Verifier
 
 _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
 

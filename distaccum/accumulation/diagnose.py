@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
-from distaccum.distributed.random import KeyedRandom, RNGState
+from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.buffers import state_restored
 from distaccum.engines.dtensor import to_local
-from distaccum.engines.extra_state import takes_extra
 from distaccum.engines.modules import clean
 from distaccum.errors import shorten
 from distaccum.losses.base import Loss
@@ -216,63 +215,6 @@ def _state_restored(engine: Engine) -> Iterator[None]:
             yield
     finally:
         engine.zero_gradients()
-
-
-@contextmanager
-def state_restored(engine: Engine) -> Iterator[None]:
-    """Restores buffers, extra state and random number generators after the block."""
-    generators = RNGState.capture(engine.device)
-    try:
-        with buffers_restored(engine):
-            yield
-    finally:
-        generators.restore()
-
-
-@contextmanager
-def buffers_restored(engine: Engine) -> Iterator[None]:
-    """Restores the model's buffers and its modules' extra state after the block."""
-    before = Buffers(engine)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
-class Buffers:
-    """The model's buffers and its modules' extra state, as they are now."""
-
-    def __init__(self, engine: Engine) -> None:
-        modules = list(engine.unwrapped_model.modules())
-        self._kept = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in modules
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._extras = [(module, deepcopy(module.get_extra_state())) for module in modules if takes_extra(module)]
-
-    def restore(self) -> None:
-        """Sets them to what they were."""
-        for module, name, buffer, copy in self._kept:
-            with torch.no_grad():
-                buffer.copy_(copy)
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
-        for module, extra in self._extras:
-            module.set_extra_state(deepcopy(extra))
-
-    def hold(self, within: float = 0.0) -> bool:
-        """Whether the buffers still are what they were, up to a relative difference; reads the device."""
-        return all(_alike(getattr(module, name), copy, within) for module, name, _, copy in self._kept)
-
-
-def _alike(found: Any, expected: Tensor, within: float) -> bool:
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
-        return False
-    if not within or not expected.is_floating_point() or not expected.numel():
-        return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
-    largest = float(expected.abs().nan_to_num().max())
-    return torch.allclose(found, expected, rtol=within, atol=within * largest, equal_nan=True)
 
 
 def _floating(value: Any) -> list[Tensor]:

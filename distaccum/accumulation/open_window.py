@@ -11,7 +11,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.proof import GradientProof
 from distaccum.accumulation.step import LossSums
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
@@ -19,6 +18,7 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, normalize_loss
+from distaccum.verification.proof import GradientProof
 
 
 class Phase(Enum):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.workers.verify import Run
+from tests.distributed.workers.verify import MICRO_SIZE, Run
 from tests.mutants import verification
 from tests.support.commands import ROOT, succeed
 from tests.support.engine_matrix import ENGINES
@@ -67,7 +67,7 @@ def random_runs(number: int) -> list[Run]:
             engine=draw.choice((*whole, *whole, *sharded)),
             precision=draw.choice(("fp32", "fp32", "bf16", "fp16")),
             level=draw.choice((2, 3)),
-            global_size=(size := draw.randint(1, 24)),
+            global_size=(size := draw.randint(MICRO_SIZE, 24)),
             samples=size + draw.randint(0, 12),
             clip_norm=draw.choice((None, 0.05, 1.0)),
             epochs=draw.choice((1, 2)),

@@ -37,7 +37,7 @@ class Run:
         engine: a name of the engine matrix.
         precision: of the precision policy.
         level: 2: a loop of the user's; 3: whole windows, as the Trainer runs them.
-        global_size: samples of a window; an odd number of micro-batches makes the ranks uneven.
+        global_size: samples of a window, at least ``MICRO_SIZE``; an odd number of micro-batches makes ranks uneven.
         samples: of an epoch; two epochs are run.
         clip_norm: of the gradient.
         growth_interval: windows between two growths of the loss scale.

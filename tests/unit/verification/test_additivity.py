@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distaccum import Accumulator, CrossEntropy, DataSpec, World
-from distaccum.accumulation.additivity import suspicious_first_loss
 from distaccum.data.collate import PadCollator
 from distaccum.errors import VerificationError
+from distaccum.verification.additivity import suspicious_first_loss
 
 CLASSES, PADDED = 5, -100
 Batch = dict[str, Tensor]

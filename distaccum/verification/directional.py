@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.diagnose import Buffers, buffers_restored
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.buffers import Buffers, buffers_restored
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, as_loss_sums
 

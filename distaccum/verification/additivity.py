@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum.accumulation.diagnose import state_restored
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.buffers import state_restored
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from distaccum.accumulation.additivity import check_loss
-from distaccum.accumulation.proof import GradientProof
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count
+from distaccum.verification.additivity import check_loss
+from distaccum.verification.proof import GradientProof
 
 _log = logging.getLogger(__name__)
 FIRST, NEVER = "first", "never"

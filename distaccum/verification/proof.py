@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.accumulation.diagnose import Buffers, state_restored
-from distaccum.accumulation.directional import DirectionalRoad
 from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.buffers import Buffers, state_restored
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.modules import trained
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss
+from distaccum.verification.directional import DirectionalRoad
 
 _log = logging.getLogger(__name__)
 # Roundings of one term of a gradient: it is scaled, accumulated and reduced; kernels add up in an order of their own.
