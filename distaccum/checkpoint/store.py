@@ -97,7 +97,8 @@ class CheckpointStore:
         write_text(self.root / _LATEST, final.name + "\n")
 
     def _prune(self) -> None:
-        for path in self._steps()[: -self._keep] if self._keep else []:
+        folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
+        for path in folders[: -self._keep] if self._keep else []:
             shutil.rmtree(path)
 
 
@@ -106,17 +107,22 @@ def _number(path: Path) -> int:
 
 
 def _clear(path: Path) -> None:
-    """Takes a checkpoint out of the way of one that is being saved: only what is damaged is deleted."""
+    """Takes a checkpoint out of the way of one that is being saved; nothing is deleted."""
     try:
         verify(path)
     except UnreadableError:
-        pass
+        _set_aside(path, "aside")
     except CheckpointError:
-        shutil.rmtree(path)
-        return
-    aside = next(aside for i in count() if not (aside := path.with_name(f"aside-{path.name}-{i}")).exists())
+        _set_aside(path, "damaged")
+    else:
+        _set_aside(path, "aside")
+
+
+def _set_aside(path: Path, why: str) -> None:
+    names = (path.with_name(f"{why}-{path.name}{f'-{i}' if i else ''}") for i in count())
+    aside = next(name for name in names if not os.path.lexists(name))
     path.rename(aside)
-    _log.warning("%s is in the way of a checkpoint of this run, and not damaged: it is %s now", path, aside.name)
+    _log.warning("%s is %s now: it was in the way of a checkpoint of this run", path, aside.name)
 
 
 def verify(path: Path) -> None:

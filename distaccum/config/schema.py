@@ -174,13 +174,15 @@ class MetricsConfig:
 class RunConfig:
     """Every setting of a run.
 
-    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``init_from``: initial weights, a safetensors file or a
-    folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only while there is no
-    checkpoint.
+    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``resume_allow``: keys of settings, or their beginnings,
+    that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
+    safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
+    while there is no checkpoint.
     """
 
     seed: int = 0
     resume: str = "never"
+    resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
     batch: BatchConfig = field(default_factory=BatchConfig)
     engine: Any = field(default_factory=DDPConfig)  # an EngineConfig: OmegaConf has no union of dataclasses

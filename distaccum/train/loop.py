@@ -227,6 +227,7 @@ class Loop:
             config=self._components.record,
             callbacks=callback_states(self._components.callbacks),
             optimizer_format=self._components.config.optimizer_format(self._world.size),
+            facts=self._components.facts if self._world.is_main else {},
         )
         engine, data = self._accumulator.engine, self._loader.state()
         path = self._store.save(

@@ -133,6 +133,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
         model=components.model,
         world_size=environment.size,
         record=components.record,
+        facts=components.facts,
     )
 
 
