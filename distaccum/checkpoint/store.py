@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from distaccum.checkpoint.files import ABSENT, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
@@ -20,7 +21,7 @@ from distaccum.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_LATEST = "latest"
+_LATEST, _BEST = "latest", "best.json"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
 _READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$|deepspeed/")
@@ -79,6 +80,18 @@ class CheckpointStore:
                 return path
         return None
 
+    def mark_best(self, path: Path, *, metric: str, value: float) -> None:
+        """Keeps a checkpoint of this store beside the newest ones, in place of the one before; rank 0 calls it."""
+        write_json(self.root / _BEST, {"checkpoint": path.name, "metric": metric, "value": value})
+
+    def best(self) -> dict[str, Any] | None:
+        """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone."""
+        try:
+            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes))
+            return found if (self.root / found["checkpoint"]).is_dir() else None
+        except (*ABSENT, ValueError, KeyError, TypeError):
+            return None
+
     def _steps(self) -> list[Path]:
         try:
             found = retried(lambda: list(self.root.iterdir()))  # not glob, which passes over errors
@@ -98,8 +111,10 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
+        best = self.best() or {}
         for path in folders[: -self._keep] if self._keep else []:
-            shutil.rmtree(path)
+            if path.name != best.get("checkpoint"):
+                shutil.rmtree(path)
 
 
 def _number(path: Path) -> int:

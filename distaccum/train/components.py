@@ -174,6 +174,9 @@ def build_components(
         raise ConfigError("model", type(model).__name__, problem, "Run one batch through it before it is trained")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
+    best, evaluates = config.checkpoint.best, data.eval_dataset is not None and config.trainer.eval_every > 0
+    if best is not None and not evaluates:
+        raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     check_loss(loss)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)

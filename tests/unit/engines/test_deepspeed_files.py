@@ -46,9 +46,7 @@ def test_deepspeeds_own_files_are_read(tmp_path: Path) -> None:
 
 def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     step = _with_a_trap(tmp_path / "run", tmp_path / "canary")
-    with pytest.raises(
-        CheckpointError, match=r"cannot load: .*rank_1.*holds more than tensors .*mkdir"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot load: .*rank_1.*holds more than tensors .*mkdir"):
         files.check_inert(step, "load")
     assert not (tmp_path / "canary").exists()
 
