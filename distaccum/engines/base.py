@@ -121,6 +121,9 @@ class Engine(ABC):
     state_layout: StateLayout = StateLayout.FULL
     ownership: Ownership | None = None
     """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
+    meet: Callable[[], object] | None = None
+    """Called before a forward outside of a window where :attr:`forward_communicates`: a collective by which ranks that
+    have gone on without it notice; None: nobody does."""
     artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """The engine's own configuration files, by name, for the run directory; written as JSON."""
 
@@ -166,6 +169,11 @@ class Engine(ABC):
         if not self._window_open:
             self._drop_stray_gradients()
             self._window_open = True
+
+    def _meet_others(self) -> None:
+        """Before a forward that is in no micro-step."""
+        if self.meet is not None and not self._window_open:
+            self.meet()
 
     def _close_window(self) -> None:
         self._window_open = False

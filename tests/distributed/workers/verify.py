@@ -105,15 +105,15 @@ class OfOneRank(nn.Linear):
 
 
 class Swapped(nn.Sequential):
-    """Runs its layers in another order on rank 1."""
+    """Runs its layers, and one of them again: another one on each rank."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+        super().__init__(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
 
     def forward(self, given: Tensor) -> Tensor:
-        first, second = reversed(self) if os.environ["RANK"] == "1" else self
-        found: Tensor = second(first(given))
-        return found
+        for layer in (*self, self[int(os.environ["RANK"])]):
+            given = layer(given)
+        return given
 
 
 class Counted(nn.Linear):
