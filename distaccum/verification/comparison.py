@@ -22,6 +22,7 @@ from distaccum.verification.tensors import piece_of, square, whole_numel, wide, 
 _ROUNDINGS = 64
 _ROAD = "plain autograd over the bare model"
 _MOST_RANKS_TOLD_APART = 8
+_NO_SHARE = 1e-3  # of the largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,10 @@ def compare(
     expected = Expected(road=_ROAD, unit=unit, clip_value=clip_value)
     parts: dict[str, Part] = {}
     for name, parameter in parameters.items():
-        true = _summed(world, plain.parts.get(name), parameter)
+        part = plain.parts.get(name)
+        true = world.all_reduce_(
+            _none(parameter, engine.device) if part is None else part.detach().clone().contiguous()
+        )
         if name in held:
             own = piece_of(true, held[name], starts[name])
             found = wide(to_local(held[name])).flatten()[: own.numel()]
@@ -161,12 +165,10 @@ def _sizes(engine: Engine, world: World, plain: PlainGradient) -> dict[str, floa
     return dict(zip(names, summed, strict=True))
 
 
-def _summed(world: World, own: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """A parameter's true gradient, over all ranks; a collective."""
-    if own is None:
-        like = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        own = torch.zeros_like(like, dtype=widened(like.dtype))
-    return world.all_reduce_(own.detach().clone().contiguous())
+def _none(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """The gradient of a parameter that no loss reached: whole, also of one that is sharded."""
+    shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
+    return torch.zeros(shape, dtype=widened(parameter.dtype), device=device)
 
 
 def _median(pairs: list[tuple[float, float]]) -> float:
@@ -181,62 +183,94 @@ def _median(pairs: list[tuple[float, float]]) -> float:
 
 
 def shares_of_ranks(
-    engine: Engine,
-    world: World,
-    plain: PlainGradient,
-    held: Mapping[str, Tensor],
-    names: Iterable[str],
-    *,
-    unit: float,
+    engine: Engine, world: World, plain: PlainGradient, held: Mapping[str, Tensor], names: Iterable[str]
 ) -> str:
     """In words, what each rank's part counts for in the gradient that the engine holds; a collective.
 
-    By least squares over the parameters ``names``. Empty where it is the ranks' sum, or nothing that they give.
+    By least squares over the parameters ``names``, together or else one by one: of a reduction that was not ended each
+    may have another factor. Empty where it is the ranks' sum, or nothing that they give.
     """
-    size = world.size
-    if size > _MOST_RANKS_TOLD_APART or size == 1:
+    if world.size > _MOST_RANKS_TOLD_APART or world.size == 1:
         return ""
-    gram = torch.zeros(size, size, dtype=torch.float64)
-    right = torch.zeros(size, dtype=torch.float64)
-    found = 0.0
+    fits = _fits(engine, world, plain, held, set(names))
+    total = sum(fits.values(), _Fit.none(world.size))
+    together = [shares for shares in world.all_gather_object(total.shares()) if shares is not None]
+    if len(together) == world.size:
+        return _in_words(together)
+    alone = world.all_gather_object([_missing(fit.shares()) for fit in fits.values() if fit.found])
+    if any(len(set(each)) != 1 or not each[0] for each in alone):
+        return ""
+    return _in_words([[float(rank not in each[0]) for rank in range(world.size)] for each in alone])
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Of what this rank holds, as a sum of the ranks' parts with a share each: the normal equations, in fp64.
+
+    ``gram``: the parts' products, ``(ranks, ranks)``; ``right``: those with what is held, ``(ranks,)``; ``found``: its
+    squared norm.
+    """
+
+    gram: Tensor
+    right: Tensor
+    found: float
+
+    @classmethod
+    def none(cls, ranks: int) -> _Fit:
+        """Of a rank that holds nothing."""
+        return cls(torch.zeros(ranks, ranks, dtype=torch.float64), torch.zeros(ranks, dtype=torch.float64), 0.0)
+
+    def __add__(self, other: _Fit) -> _Fit:
+        """With one share a rank for both."""
+        return _Fit(self.gram + other.gram, self.right + other.right, self.found + other.found)
+
+    def shares(self) -> list[float] | None:
+        """One for each rank; None where no shares explain what is held."""
+        if not self.found or not bool(self.gram.any()):
+            return None
+        shares = torch.linalg.lstsq(self.gram, self.right).solution
+        left = self.found - 2 * float(shares @ self.right) + float(shares @ self.gram @ shares)
+        return shares.tolist() if left < 1e-4 * self.found else None
+
+
+def _fits(
+    engine: Engine, world: World, plain: PlainGradient, held: Mapping[str, Tensor], names: set[str]
+) -> dict[str, _Fit]:
+    """Of each parameter; a collective."""
     parameters = trained(engine.unwrapped_model)
     starts, _ = _layout(world, parameters, held)
-    for name in [name for name in parameters if name in set(names)]:
-        own = plain.parts.get(name)
-        if own is None:
-            own = torch.zeros(parameters[name].shape, dtype=widened(parameters[name].dtype))
-        parts = [torch.zeros_like(own).to(engine.device) for _ in range(size)]
-        torch.distributed.all_gather(parts, own.contiguous().to(engine.device))
+    fits: dict[str, _Fit] = {}
+    for name in [name for name in parameters if name in names]:
+        own = plain.parts.get(name, _none(parameters[name], engine.device))
+        parts = [torch.zeros_like(own) for _ in range(world.size)]
+        torch.distributed.all_gather(parts, own.contiguous())
         if name not in held:
+            fits[name] = _Fit.none(world.size)
             continue
-        piece = wide(to_local(held[name])).double().flatten()
         mine = torch.stack([piece_of(part, held[name], starts[name]).double().flatten() for part in parts])
-        piece = piece[: mine.shape[1]]
-        gram += (mine @ mine.T).cpu()
-        right += (mine @ piece).cpu()
-        found += square(piece)
-    shares = torch.linalg.lstsq(gram, right).solution if bool(gram.any()) else right
-    left = found - 2 * float(shares @ right) + float(shares @ gram @ shares)
-    explained = found > 0 and left < 1e-4 * found
-    everyone = world.all_gather_object((shares / max(unit, 1e-30)).tolist() if explained else None)
-    if any(each is None for each in everyone):
-        return ""
-    return _in_words(everyone, nominal=1.0 / max(unit, 1e-30))
+        piece = wide(to_local(held[name])).double().flatten()[: mine.shape[1]]
+        fits[name] = _Fit((mine @ mine.T).cpu(), (mine @ piece).cpu(), square(piece))
+    return fits
 
 
-def _in_words(everyone: list[list[float]], *, nominal: float) -> str:
+def _missing(shares: list[float] | None) -> tuple[int, ...]:
+    """The ranks that have none."""
+    if shares is None:
+        return ()
+    largest = max(map(abs, shares))
+    return tuple(rank for rank, share in enumerate(shares) if abs(share) < _NO_SHARE * largest)
+
+
+def _in_words(everyone: list[list[float]]) -> str:
     """Of each rank, the shares that the ranks have in what it holds."""
-    scale = max((abs(share) for each in everyone for share in each), default=1.0) or nominal
+    largest = max((abs(share) for shares in everyone for share in shares), default=0.0) or 1.0
     sayings: list[str] = []
-    for rank, each in enumerate(everyone):
-        missing = [str(other) for other, share in enumerate(each) if abs(share) < 1e-3 * scale]
-        part = [
-            f"{share / scale:.2f}x rank {other}'s" for other, share in enumerate(each) if abs(share) >= 1e-3 * scale
-        ]
-        if missing:
+    for rank, shares in enumerate(everyone):
+        if missing := [str(other) for other, share in enumerate(shares) if abs(share) < _NO_SHARE * largest]:
             sayings.append(f"on rank {rank}: rank {', '.join(missing)} did not take part")
-        elif max(each) - min(each) > 1e-3 * scale:
-            sayings.append(f"on rank {rank}: {' + '.join(part)} part")
+        elif max(shares) - min(shares) > _NO_SHARE * largest:
+            parts = [f"{share / largest:.2f}x rank {other}'s" for other, share in enumerate(shares)]
+            sayings.append(f"on rank {rank}: {' + '.join(parts)} part")
     if len({text.partition(": ")[2] for text in sayings}) == 1 and len(sayings) == len(everyone):
         return f"lacks a part: {sayings[0].partition(': ')[2]}"
     return f"is not the ranks' sum ({'; '.join(sayings)})" if sayings else ""

@@ -1,6 +1,8 @@
-"""The true gradient where every rank holds the whole model: plain autograd over the bare model, past the engine."""
+"""The true gradient where a rank can hold the whole model: plain autograd over the bare model, past the engine."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -42,10 +44,20 @@ class PlainGradient:
         Raises:
             RuntimeError: it cannot be walked twice.
         """
-        self._add(normalize_loss(total, counts, self._engine.gradient_divide_factor), keep=True)
+        value = normalize_loss(total, counts, self._engine.gradient_divide_factor)
+        self._add(value, trained(self._engine.unwrapped_model), keep=True)
 
     def run(self) -> None:
-        """Runs the window's forwards and backwards once more, as they began, and sets everything back."""
+        """Runs the window's forwards and backwards once more, as they began, and sets everything back.
+
+        A collective where the model is sharded; local within that, so that an error on one rank leaves none waiting.
+        """
+        weights = self._engine.whole_weights
+        assert weights is not None
+        with weights() as parameters:
+            self._run(parameters)
+
+    def _run(self, parameters: Mapping[str, Tensor]) -> None:
         recorded = self._recorded
         assert recorded.loss is not None
         assert recorded.buffers is not None
@@ -61,13 +73,12 @@ class PlainGradient:
                 with self._engine.autocast():
                     total = recorded.loss(model, batch)
                 totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
-                self._add(normalize_loss(total, recorded.counts, factor), keep=False)
+                self._add(normalize_loss(total, recorded.counts, factor), parameters, keep=False)
             self._other_memory = not self._buffers_after.hold(within=_SAME_BUFFERS)
         self._totals = totals
 
-    def _add(self, value: Tensor, *, keep: bool) -> None:
+    def _add(self, value: Tensor, parameters: Mapping[str, Tensor], *, keep: bool) -> None:
         """Adds the gradient of one micro-batch, times the loss scale, so that fp16 rounds as in the engine."""
-        parameters = trained(self._engine.unwrapped_model)
         if not value.requires_grad:
             return
         scaled = value if self._recorded.scale is None else value * self._recorded.scale

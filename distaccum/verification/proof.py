@@ -13,7 +13,6 @@ from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
-from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, LossSum
@@ -23,9 +22,12 @@ from distaccum.verification.optimizer_watch import OptimizerWatch
 from distaccum.verification.plain_autograd import PlainGradient
 from distaccum.verification.recorded import RecordedWindow
 from distaccum.verification.sharded import compare_with_slope
+from distaccum.verification.tensors import whole_numel
 from distaccum.verification.words import CLOSING, NAMED, first_line, words
 
 _log = logging.getLogger(__name__)
+MOST_ELEMENTS = 2**25
+"""Of a sharded model that is proved as a whole one is: 256 MiB of weights and gradients in fp32, on every rank."""
 _BY_DESIGN = (
     "by design where the loss detaches a part of itself, or a backward gives another gradient than the forward's (a "
     "straight-through estimator, gradient reversal, a hook that scales); else a fault: compare on engine=ddp with "
@@ -36,9 +38,9 @@ _BY_DESIGN = (
 class GradientProof:
     """The gradient of one window, computed once more without the engine.
 
-    Where every rank holds the whole model, by plain autograd over the bare model: micro-batch after micro-batch with
-    the same random numbers, summed over the ranks. With the loss at hand the forward is run again; in a loop of the
-    user's the graph of the loss is walked once more, past the engine. Where the model is sharded, by the difference of
+    Where a rank can hold the whole model, by plain autograd over the bare model: micro-batch after micro-batch with the
+    same random numbers, summed over the ranks. With the loss at hand the forward is run again; in a loop of the user's
+    the graph of the loss is walked once more, past the engine. Where a model is sharded and large, by the difference of
     the window's losses at two points on a line: see ``directional.py``.
 
     Two things are compared: before the step the gradient that the engine holds, parameter by parameter, up to one
@@ -72,6 +74,7 @@ class GradientProof:
         self._recorded = RecordedWindow(engine, window)
         self._plain = PlainGradient(engine, self._recorded)
         self._problem = ""  # of this rank: why the gradient cannot be compared
+        self._nothing = False  # whether no rank holds a gradient
         self._expected: Expected | None = None
         self._watch: OptimizerWatch | None = None
 
@@ -112,23 +115,34 @@ class GradientProof:
     def before_step(self, divisor: float) -> None:
         """See ``Verifier.before_step``."""
         held = dict(self._engine.reduced_gradients())
-        finite = self._is_finite(held)
-        sharded = self._engine.forward_communicates
+        sharded, whole = self._engine.forward_communicates, self._fits_a_rank()
         if sharded and self._recorded.loss is None:
             self._problem = self._problem or "this engine shards the model: call acc.verify(window, loss)"
-        elif not sharded and self._recorded.loss is not None and finite:
-            self._run_again()
-        infinite, failed = self._world.all_reduce_host([not finite, bool(self._problem)])
+        infinite, too_large, empty = self._world.all_reduce_host([not self._is_finite(held), not whole, not held])
         if infinite:
             return  # the step is skipped, and the next window verified
-        if failed:
+        if sharded and empty == self._world.size:
+            self._nothing = True  # the engine says so
+            return
+        if self._recorded.loss is not None and not too_large:
+            self._run_again()
+        (failed,) = self._world.all_reduce_host([bool(self._problem)])
+        if failed and (not sharded or self._recorded.loss is None):
             self._give_up()
             return
-        self._expected = self._by_slope(held, divisor) if sharded else self._by_autograd(held, divisor)
+        by_slope = sharded and (too_large or failed)
+        self._problem = ""
+        self._expected = self._by_slope(held, divisor) if by_slope else self._by_autograd(held, divisor)
         if self._expected is not None:
             self._watch = OptimizerWatch(
                 self._engine, self._world, self._expected, clip_norm=self._clip_norm, measures=self._measures()
             )
+
+    def _fits_a_rank(self) -> bool:
+        """Whether a rank can hold the whole model beside its part of it."""
+        elements = sum(whole_numel(p) for p in self._engine.unwrapped_model.parameters())
+        whole = elements <= MOST_ELEMENTS or not self._engine.forward_communicates
+        return whole and self._engine.whole_weights is not None
 
     def _is_finite(self, held: Mapping[str, Tensor]) -> bool:
         """Also of what was frozen after it was wrapped: the engine looks at it too, and does not step."""
@@ -150,9 +164,7 @@ class GradientProof:
             _log.warning("the window's gradient was not verified: %s", "; ".join(problems))
 
     def _by_slope(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
-        """Where the model is sharded; a collective. None where nothing can be told."""
-        if not any(self._world.all_gather_object(len(held))):
-            return None  # the engine says so
+        """Where the model is sharded, and too large for a rank; a collective. None where nothing can be told."""
         found = compare_with_slope(
             self._engine, self._world, self._recorded, held, divisor=divisor, clip_value=self._clip_value
         )
@@ -163,7 +175,7 @@ class GradientProof:
         return None
 
     def _by_autograd(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
-        """Where every rank holds the whole model; a collective. None where nothing can be told."""
+        """Where a rank can hold the whole model; a collective. None where nothing can be told."""
         found = compare(
             self._engine,
             self._world,
@@ -179,9 +191,10 @@ class GradientProof:
             self._problem = problem
             self._give_up()
             return None
-        by_hand = self._world.all_gather_names([CHANGED_BY_HAND] if self._engine.gradients_changed else [])
-        if by_hand:
-            raise MisuseError(by_hand[0])
+        fault = self._engine.known_fault()
+        faults = self._world.all_gather_names([fault] if fault else [])
+        if faults:
+            raise MisuseError(faults[0])
         raise VerificationError(self._mismatch(held, found))
 
     def _another_run(self, found: Comparison) -> str:
@@ -204,8 +217,12 @@ class GradientProof:
         Args:
             reported: the norm of the gradient as the engine says it.
         """
-        if self._watch is None or self._expected is None or not math.isfinite(float(reported)):
-            return  # or the engine has found a fault of its own, and says so
+        if not math.isfinite(float(reported)):
+            return  # the engine has found a fault of its own, and says so
+        if self._nothing:
+            raise VerificationError(f"no parameter has a gradient, on any rank: the step moves nothing. {CLOSING}")
+        if self._watch is None or self._expected is None:
+            return
         watch, expected = self._watch, self._expected
         watch.finish(float(reported))
         self.conclusive = watch.agrees
@@ -244,8 +261,7 @@ class GradientProof:
         names = list(dict.fromkeys(name for _, name, _ in found.wrong))
         what = "every parameter" if len(names) == len(found.parts) else shorten(names, NAMED)
         where = "" if len(ranks) == self._world.size else f" on rank {shorten(ranks)}"
-        unit = found.expected.unit
-        shares = shares_of_ranks(self._engine, self._world, self._plain, held, names, unit=unit)
+        shares = shares_of_ranks(self._engine, self._world, self._plain, held, names)
         off = max(self._world.all_gather_object(found.largest_error))
         forward = self._forward_differs()
         factors = {round(factor, 3) for _, _, factor in found.wrong if math.isfinite(factor)}

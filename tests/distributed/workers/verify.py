@@ -22,11 +22,13 @@ from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
+from distaccum.verification import proof
 from tests.distributed.workers.engine_matrix import allow_fp16
 from tests.support.engine_matrix import ENGINES
 
 FEATURES, MARK = 4, 256
 MICRO_SIZE = 2
+MOST_ELEMENTS = proof.MOST_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Run:
         clip_norm: of the gradient.
         growth_interval: windows between two growths of the loss scale.
         program: one of ``PROGRAMS``; by default a plain model and loss.
+        by_slope: whether a sharded model counts as too large for a rank.
         overflow: the number of a sample of rank 0 whose gradient is infinite in fp16; -1: none.
     """
 
@@ -55,6 +58,7 @@ class Run:
     overflow: int = -1
     epochs: int = 2
     program: str = ""
+    by_slope: bool = False
 
 
 class Squares:
@@ -165,6 +169,7 @@ def data(run: Run) -> list[dict[str, Tensor]]:
 
 def train(run: Run, world: World) -> str:
     """What the run ends with; what it has verified where it does not end before."""
+    proof.MOST_ELEMENTS = 0 if run.by_slope else MOST_ELEMENTS
     if run.engine.startswith("deepspeed"):
         allow_fp16()
     torch.manual_seed(1)
