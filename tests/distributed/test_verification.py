@@ -6,12 +6,14 @@ import json
 import random
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.workers.faults import FAULTS
 from tests.distributed.workers.verify import MICRO_SIZE, Run
 from tests.mutants import guards, verification
+from tests.support import engine_matrix, matrix
 from tests.support.commands import ROOT, succeed
 from tests.support.engine_matrix import ENGINES
 
@@ -24,6 +26,7 @@ COVERING = {  # each way of being wrong: in a part, by a factor, after the step,
     "fsdp2: the loss is weighed as for an average": "2.00x = 2 ranks",
 }
 CASES = verification.cases()
+CELLS_WORKER, COST_WORKER = (Path(__file__).parent / "workers" / f"verify_{name}.py" for name in ("cells", "cost"))
 AGREES, MEANT, ENGINES_OWN = "agrees with", "x the loss's slope along it: by design where", "MisuseError: "
 PROGRAMS = [  # right runs that a proof could take for wrong ones, and what they say
     (Run(engine="fsdp2 boundary", program="own targets", by_slope=True), MEANT),
@@ -104,6 +107,56 @@ def test_no_right_program_is_accused(tmp_path: Path) -> None:
 def test_a_right_run_is_verified_at_every_stage_of_deepspeed(tmp_path: Path) -> None:
     for run, said in zip(RIGHT_ON_DEEPSPEED, said_by(RIGHT_ON_DEEPSPEED, tmp_path, "deepspeed"), strict=True):
         assert all("agrees with" in text for text in said), (run, said)
+
+
+def cells_said(cells: list[Any], folder: Path, world: int) -> dict[Any, list[str]]:
+    """What the proofs of these cells log."""
+    chosen = [cell for cell in cells if cell.world == world]
+    asked, answered = folder / f"cells-{world}.json", folder / f"said-{world}.json"
+    asked.write_text(json.dumps([asdict(cell) for cell in chosen]))
+    warm = "deepspeed" if isinstance(chosen[0], engine_matrix.Cell) else "distaccum"
+    extra = {"LOCAL_RANK": "0"} if world == 1 else {}  # DeepSpeed asks for it
+    succeed(answered, asked, world=world, script=CELLS_WORKER, warm=warm, PYTHONPATH=str(ROOT), timeout=1200, **extra)
+    return dict(zip(chosen, json.loads(answered.read_text()), strict=True))
+
+
+def unproved(said: dict[Any, list[str]], windows: int) -> dict[Any, list[str]]:
+    """The cells of which fewer windows were proved, or of which something else was said."""
+    lines = {cell: [line for line in found if not line.startswith("replicas: ")] for cell, found in said.items()}
+    agreeing = {
+        cell: [line for line in found if "verified: " in line and AGREES in line] for cell, found in lines.items()
+    }
+    return {cell: found for cell, found in lines.items() if len(agreeing[cell]) < windows or found != agreeing[cell]}
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("world", matrix.AXES["world"])
+def test_every_cell_of_the_matrix_proves_its_gradient(tmp_path: Path, world: int) -> None:
+    cells = [cell for cell in matrix.every_cell() if cell.level > 1]  # level 1 has no accumulator to prove it
+    assert not unproved(cells_said(cells, tmp_path, world), windows=1)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("world", engine_matrix.WORLDS)
+def test_every_window_of_every_cell_of_the_engines_is_proved(tmp_path: Path, world: int) -> None:
+    assert not unproved(cells_said(engine_matrix.every_cell(), tmp_path, world), windows=4)
+
+
+def test_later_windows_cost_what_they_cost_without_a_proof(tmp_path: Path) -> None:
+    answered = tmp_path / "counts.json"
+    succeed(answered, world=2, script=COST_WORKER, PYTHONPATH=str(ROOT), timeout=120)
+    found = json.loads(answered.read_text())
+    later = found["first"]["later windows"]
+    assert later == found["never"]["later windows"]
+    assert later["aten ops"] <= 1.01 * found["plain"]["later windows"]["aten ops"]  # replicas compared once among them
+    windows = found["first"]["every"]
+    assert later["gradient reductions"] == windows * found["first"]["buckets"]
+    assert later["other reductions"] == windows  # their counts
+    assert later["other collectives"] == 0
+    first, plain = found["first"]["first window"]["aten ops"], found["never"]["first window"]["aten ops"]
+    assert first < 2.5 * plain  # a forward and a backward more, and what compares
 
 
 @pytest.mark.parametrize(("world", "number"), [(2, 12), pytest.param(3, 300, marks=pytest.mark.heavy)])
