@@ -143,9 +143,9 @@ def _layout(
 
     Ranks hold consecutive pieces, or all the whole.
     """
-    lengths = {name: to_local(piece).numel() for name, piece in held.items()}
+    lengths = {name: to_local(piece).numel() * _reals(piece) for name, piece in held.items()}
     everyone = world.all_gather_object(lengths)
-    whole = {name: whole_numel(p) for name, p in parameters.items()}
+    whole = {name: whole_numel(p) * _reals(p) for name, p in parameters.items()}
     total = sum(length for each in everyone for length in each.values())
     # A parameter that one rank has and another has not is an error where ranks hold the same, and no shard.
     replicated = world.size == 1 or total > 1.5 * sum(whole.values()) or not total
@@ -155,6 +155,11 @@ def _layout(
         for name, length in lengths.items()
     }
     return starts, replicated
+
+
+def _reals(tensor: Tensor) -> int:
+    """Real numbers of an element."""
+    return 2 if tensor.is_complex() else 1
 
 
 def _sizes(engine: Engine, world: World, plain: PlainGradient) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from distaccum.verification.tensors import wide
 _OTHER = 1e-4  # of a loss: what the window and a run of its own may differ by
 _SAME = 1e-6  # of a loss: what two runs of one kind may
 _SAME_BUFFERS = 1e-5
+_UNKNOWN: Counts = MappingProxyType({})  # a micro-batch's counts: the engine says what a loss without a gradient is
+_REENTRANT = "CheckpointFunction"  # of torch's own functions the only one with a backward in its backward
 
 
 class PlainGradient:
@@ -33,6 +37,8 @@ class PlainGradient:
         """By parameter; none where no loss reached it."""
         self.sizes: dict[str, float] = {}
         """By parameter: the norms of its micro-batches' gradients, added up. Rounding is measured by these."""
+        self.own_backwards: set[str] = set()
+        """Functions that may hold backwards of their own: what they add to a parameter is not seen here."""
         self._engine, self._recorded = engine, recorded
         self._totals: list[float] = []  # of each micro-batch's losses, in the last run
         self._buffers_after: Buffers | None = None
@@ -42,9 +48,12 @@ class PlainGradient:
         """Walks the graph of a micro-batch's losses, which the engine's backward walks afterwards.
 
         Raises:
-            RuntimeError: it cannot be walked twice.
+            RuntimeError: it cannot be walked twice; or it may not be, as backwards that are no autograd's may free or
+                change what they have kept.
         """
-        value = normalize_loss(total, counts, self._engine.gradient_divide_factor)
+        value = normalize_loss(total, counts, self._engine.gradient_divide_factor, own_counts=_UNKNOWN)
+        if own := own_backwards(value):
+            raise RuntimeError(f"{', '.join(own)} has a backward of its own, which may run once only")
         self._add(value, trained(self._engine.unwrapped_model), keep=True)
 
     def run(self) -> None:
@@ -73,7 +82,9 @@ class PlainGradient:
                 with self._engine.autocast():
                     total = recorded.loss(model, batch)
                 totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
-                self._add(normalize_loss(total, recorded.counts, factor), parameters, keep=False)
+                value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
+                self.own_backwards |= own_backwards(value)
+                self._add(value, parameters, keep=False)
             self._other_memory = not self._buffers_after.hold(within=_SAME_BUFFERS)
         self._totals = totals
 
@@ -128,3 +139,20 @@ class PlainGradient:
     def forget(self) -> None:
         """Frees what was computed."""
         self.parts, self._buffers_after = {}, None
+
+
+def own_backwards(value: Tensor) -> set[str]:
+    """The ``autograd.Function`` classes in a graph that are not torch's, and reentrant checkpoints, by name."""
+    seen: set[Any] = set()
+    found: set[str] = set()
+    left: list[Any] = [value.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and (function.__name__ == _REENTRANT or not function.__module__.startswith("torch.")):
+            found.add(function.__name__)
+        left += [following for following, _ in node.next_functions]
+    return found

@@ -15,7 +15,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.dtensor import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import Loss
-from distaccum.losses.normalize import SINGLE, LossSum
+from distaccum.losses.normalize import LossSum
 from distaccum.verification.comparison import Comparison, compare, shares_of_ranks
 from distaccum.verification.expected import Expected
 from distaccum.verification.optimizer_watch import OptimizerWatch
@@ -100,14 +100,15 @@ class GradientProof:
             provisional_count: what it is divided by where the count is not known yet.
         """
         self._recorded.note(total)
+        self._recorded.provisional_count = provisional_count
         if self._recorded.loss is not None or self._problem:
             return
         if self._engine.forward_communicates or self._engine.watches_backward:
             self._problem = "this engine does not let its graph be walked twice: call acc.verify(window, loss)"
             return
         try:
-            self._plain.walk(total, self._recorded.window.counts or {SINGLE: provisional_count})
-        except RuntimeError as error:  # reentrant checkpoints, compiled backwards, functions that free their tensors
+            self._plain.walk(total, self._recorded.counts)
+        except Exception as error:  # reentrant checkpoints, compiled backwards, functions that free their tensors
             self._problem = f"its graph cannot be walked twice ({first_line(error)}): call acc.verify(window, loss)"
 
     # --- before the step
@@ -188,6 +189,8 @@ class GradientProof:
         if not found.wrong:
             return found.expected
         if self._recorded.loss is not None and (problem := self._another_run(found)):
+            if self._engine.forward_communicates:
+                return self._by_slope(held, divisor)
             self._problem = problem
             self._give_up()
             return None
@@ -200,11 +203,20 @@ class GradientProof:
     def _another_run(self, found: Comparison) -> str:
         """In words, why the second run may be another than the window's; empty where it is not. A collective."""
         assert self._recorded.buffers is not None
+        unseen = {name for name, part in found.parts.items() if not part.expected and part.found}
+        own = self._plain.own_backwards if unseen else set()
+        if functions := self._world.all_gather_names(sorted(own)):
+            return f"{', '.join(functions)} has a backward of its own, whose gradients only the engine gets"
         repeats = self._plain.repeats({name: part.allowed for name, part in found.parts.items()})
         (noisy,) = self._world.all_reduce_host([not repeats])
         if noisy:
             return "the loss is not the same a second time"
-        changed, differ = self._world.all_reduce_host([not self._recorded.buffers.hold(), self._plain.remembers])
+        bare = bool(self._plain.differing_losses()) and not self._engine.forward_communicates
+        changed, differ, other = self._world.all_reduce_host(
+            [not self._recorded.buffers.hold(), self._plain.remembers, bare]
+        )
+        if other:  # with the same weights, and no engine in the forward
+            return "its forward or the loss has a memory, and gives another loss the second time"
         if changed and differ:
             return "its forward changes buffers of the model, and does not give the same from the first ones"
         return ""

@@ -34,6 +34,8 @@ class RecordedWindow:
         self.buffers: Buffers | None = None
         """That the window begins with; with :attr:`loss`."""
         scale = engine.loss_scale
+        self.provisional_count = float(window.samples)
+        """What losses are divided by where the count is known at the window's end only."""
         self.scale = None if scale is None else scale.clone()
         """The loss scale of the whole window: 0-dim, on the device; None without a loss scaler."""
         self._engine = engine
@@ -71,7 +73,7 @@ class RecordedWindow:
     @property
     def counts(self) -> Mapping[str, float]:
         """What the losses are divided by."""
-        return self.window.counts or {SINGLE: float(self.window.samples)}
+        return self.window.counts or {SINGLE: self.provisional_count}
 
     @property
     def micro_batches(self) -> int:
