@@ -90,7 +90,7 @@ NAMED = {
     "ProbeBefore": _OFF,
     "ProbeBeforeOnFSDP2": _OFF,
     "TwoAccumulators": _OFF,
-    "InDDPAlready": "the gradient of every parameter on rank",
+    "InDDPAlready": "compared with plain autograd over the bare model",  # two reductions race: by how much is luck
     "NothingOnFSDP2": "no parameter has a gradient, on any rank",
     "SecondAccumulator": _DIFFERS,
     "MeanLoss": "it is a mean over its count",
