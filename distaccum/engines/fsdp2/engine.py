@@ -23,6 +23,7 @@ from distaccum.engines.base import (
     LocalGradients,
     StateLayout,
     StepOutput,
+    WholeWeights,
     mebibytes,
 )
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
@@ -478,6 +479,36 @@ class FSDP2Engine(Engine):
             for name, shard in own.items():
                 shard.copy_(before[name])
             self._reshard()
+
+    def known_fault(self) -> str:
+        """See :class:`Engine`."""
+        same = len(set(self._world.all_gather_object(self._order))) == 1
+        return super().known_fault() if same else _OTHER_BLOCKS
+
+    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See :class:`Engine`; frees what a forward has left gathered, in whose places the shards are then again."""
+        self._free_gathered()
+        yield from super().reduced_gradients()
+
+    @property
+    def whole_weights(self) -> WholeWeights | None:
+        """See :class:`Engine`; none where code was compiled, or a hook changes what a shard was given."""
+        odd = internals.is_compiled(self._model) or any(map(internals.accumulation_hooks, self._parameters.values()))
+        return None if odd else self._whole_weights
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[Mapping[str, Tensor]]:
+        self._reshard()
+        leaves: dict[int, nn.Parameter] = {}
+        for shard in self._model.parameters():
+            leaf = nn.Parameter(full_tensor(shard.detach()).to(self.device), requires_grad=shard.requires_grad)
+            for hook in self._sharded.hooks_of(shard):
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            leaves[id(shard)] = leaf
+        dtype = self._policy.compute_dtype if self._gathers_compute else None
+        cast = {key: leaf.to(dtype) if leaf.is_floating_point() else leaf for key, leaf in leaves.items()}
+        with internals.computing_with(self._model, cast):
+            yield {name: leaves[id(shard)] for name, shard in self._parameters.items() if shard.requires_grad}
 
     def _reshard(self) -> None:
         """Frees what is gathered, so that the next forward gathers the shards as they are."""

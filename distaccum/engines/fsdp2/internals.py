@@ -6,9 +6,11 @@ not in the middle of a run.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ _OF_GROUP = ("fsdp_params", "_partial_reduce_output", "_training_state", "_post_
 _MOVED = "unsharded_accumulated_grad"
 _LOCAL = "_local_tensor"
 _MOVES = "to_accumulated_grad_if_needed"  # where gradients are moved (before 2.15)
+_WRAPPING = ("torch.distributed.", "distaccum.engines.")  # modules whose hooks gather, and tell what was gathered
 _OF_PARAMETER = ("sharded_param", "_module_info", _MOVED)
 _OF_EVERY_GROUP = ("post_backward", "reduce_grads")
 # What a sharded module's instance has, and a copy has not: FSDP2's state, and what this package puts there.
@@ -236,6 +239,59 @@ class ShardedModel:
         (found,) = (parameter for parameter in self._parameters if parameter.sharded_param is shard)
         leaf: nn.Parameter = found._unsharded_param
         return leaf
+
+    def hooks_of(self, shard: Tensor) -> list[Callable[..., Any]]:
+        """What ``register_hook`` was given for the parameter that forwards compute with in place of ``shard``."""
+        leaves = [
+            getattr(found, "_unsharded_param", None) for found in self._parameters if found.sharded_param is shard
+        ]
+        return [hook for leaf in leaves if leaf is not None for hook in gradient_hooks(leaf)]
+
+
+@contextmanager
+def computing_with(model: nn.Module, weights: Mapping[int, Tensor]) -> Iterator[None]:
+    """Within the block forwards gather nothing: other tensors are in the places of the parameters.
+
+    Hooks of FSDP2 and of the engine are away; those of the user, and of the precision policy, run.
+
+    Args:
+        model: wrapped, and not gathered.
+        weights: by the ``id`` of the parameter whose place they take.
+    """
+    before = [
+        (module, module._forward_pre_hooks, module._forward_hooks, dict(module._parameters))
+        for module in model.modules()
+    ]
+    try:
+        for module, earlier, later, parameters in before:
+            module._forward_pre_hooks, module._forward_hooks = _of_others(earlier), _of_others(later)
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = cast(nn.Parameter, weights[id(parameter)])
+        yield
+    finally:
+        for module, earlier, later, parameters in before:
+            module._forward_pre_hooks, module._forward_hooks = earlier, later
+            module._parameters.update(parameters)
+
+
+def _of_others(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not _origin(hook).startswith(_WRAPPING))
+
+
+def _origin(hook: Any) -> str:
+    """The module that a hook's function is from."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module of it was given to ``torch.compile``, or compiled in place."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 def _refuse_to_change(unit: nn.Module, change: Callable[[Tensor], Tensor], *_: Any, **__: Any) -> nn.Module:
