@@ -119,9 +119,14 @@ class Reduction:
         self._reducer._remove_autograd_hooks()
 
 
-def ignore(body: nn.Module, names: Sequence[str]) -> None:
-    """Has DDP leave out these parameters and buffers of what it is about to wrap."""
-    body._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+@contextmanager
+def ignoring(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within the block DDP leaves out these parameters and buffers of a model that it wraps."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = list(names)  # past __setattr__: a compiled model passes it on
+    try:
+        yield
+    finally:
+        del vars(model)["_ddp_params_and_buffers_to_ignore"]
 
 
 @contextmanager
