@@ -196,6 +196,7 @@ class Accumulator:
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
+        self._loop = object()  # the latest one over windows()
 
     @property
     def model(self) -> nn.Module:
@@ -308,7 +309,7 @@ class Accumulator:
                 iterable as this rank's own stream of micro-batches, of any length; or a ``WindowLoader``.
 
         Raises:
-            MisuseError: a window was left before its last micro-batch was run.
+            MisuseError: a window was left before its last micro-batch was run, or another loop has begun meanwhile.
             DataError: no window of the epoch counts anything.
             NonFiniteError: too many gradients were NaN or infinite; raised on every rank, the weights are untouched.
         """
@@ -322,6 +323,7 @@ class Accumulator:
             loader.resize(self._change)
             self._loaders_change = self._change
         start, counted, self._abandoned = self.progress.epoch_window, False, False
+        loop = self._loop = object()
         try:
             for window in self._planned(loader):
                 if self._count is not None and not any(window.counts.values()):
@@ -336,10 +338,14 @@ class Accumulator:
                     prefetch=self._prefetch,
                     finish=self._finish,
                     provisional_count=window.samples * self._items_per_sample,
+                    ranks=self.world.size,
                     proof=self._verifier.proof,
                 )
                 yield self._open
                 self._expect_no_window("the next window")
+                if self._loop is not loop:
+                    remedy = "run one loop after the other: they would take turns at one epoch, and train on windows twice"
+                    refuse("the next window", "of a loop in which another acc.windows() began", remedy)
                 if self._abandoned:
                     self._abandoned = False
                     self.tracker.skip_window(window.samples)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
 from typing import NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ class Phase(Enum):
     DONE = "on a window that is done"
 
 
+# Windows whose iterator was made and has not begun: zip() makes all of its iterators first.
+_asked_for: WeakSet[OpenWindow] = WeakSet()
+
+
 class OpenWindow:
     """Iterates over this rank's micro-batches, which are on the device by then.
 
@@ -43,6 +48,7 @@ class OpenWindow:
         finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
             count.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
+        ranks: that share the window.
         proof: of the window's gradient, which notes what runs; None where it is not verified.
     """
 
@@ -54,11 +60,12 @@ class OpenWindow:
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
         provisional_count: float,
+        ranks: int,
         proof: GradientProof | None = None,
     ) -> None:
         self.proof = proof
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
-        self._engine, self._prefetch, self._finish = engine, prefetch, finish
+        self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
@@ -94,7 +101,16 @@ class OpenWindow:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches; a rank without any takes part in the reduction when it asks for the first."""
+        _asked_for.add(self)
+        return self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
         self.expect(Phase.OPEN, "iterating over a window", "take its micro-batches once")
+        _asked_for.discard(self)
+        if len(_asked_for) and self.samples < self._ranks:  # on every rank, at the same place
+            what = f"two windows in one zip(), of {self.samples} samples for {self._ranks} ranks,"
+            remedy = "take one window's micro-batches after the other's, or drop the ragged end of the data"
+            refuse(what, "of which some rank has no micro-batch: the zip() ends there before the second", remedy)
         self._engine.begin_window(len(self.plain.micro_batches))
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
@@ -192,7 +208,8 @@ class OpenWindow:
         self._autocast = None
 
     def _run_finish(self) -> None:
-        self._finish(self._sums, self._late_count)
+        with self._engine.finishing():
+            self._finish(self._sums, self._late_count)
         self.mark_done()
 
 

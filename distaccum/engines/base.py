@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -293,6 +293,10 @@ class Engine(ABC):
         ``divisor``: the count, where it was not known before the backward. Where the gradient is NaN or infinite on any
         rank, no optimizer steps on any rank.
         """
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """Around what follows a window's last backward, which may lie in another accumulator's micro-step."""
+        return nullcontext()
 
     @abstractmethod
     def zero_gradients(self) -> None:

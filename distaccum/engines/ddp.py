@@ -22,7 +22,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine, mebibytes
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.context import EngineContext
-from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring
+from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring, uncounted
 from distaccum.engines.ddp_model import DDPModel
 from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
@@ -211,20 +211,23 @@ class DDPEngine(Engine):
         if not self._syncs:
             if loss.requires_grad:
                 scaled.backward()  # type: ignore[no-untyped-call]
-        elif self._unused is None:
-            self._reduce(scaled)
-        elif loss.requires_grad:
-            self._reduction.backward(scaled)
-            self._end_reduction()
         else:
-            self.shadow_micro_step()
+            with uncounted():
+                self._reduce(scaled)
         self._watch.note()
 
     def _reduce(self, loss: Tensor) -> None:
-        """The boundary's backward, which has to reach every parameter.
+        """The boundary's backward, which has to reach every parameter, unless unused ones are looked for.
 
         What it leaves out this rank sends as NaN: no rank then waits for it, and none steps.
         """
+        if self._unused is not None:
+            if loss.requires_grad:
+                self._reduction.backward(loss)
+                self._end_reduction()
+            else:
+                self.shadow_micro_step()
+            return
         if loss.requires_grad:
             self._reduction.backward(loss)
         if not loss.requires_grad or self._watch.unchanged:
@@ -301,6 +304,10 @@ class DDPEngine(Engine):
         self._ran = self._reduced = False
         self._fault, self._micro_steps = "", None
         self._close_window()
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """See :class:`Engine`."""
+        return uncounted()
 
     @property
     def gives_optimizers_back(self) -> bool:
