@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
+from distaccum.accumulation.lockstep import Lockstep, Place
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
@@ -41,11 +43,11 @@ from distaccum.data.plan.resized import Resize
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, StateLayout
+from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
-from distaccum.errors import ConfigError, DataError, MisuseError, NonFiniteError
+from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
@@ -169,6 +171,8 @@ class Accumulator:
             self.engine.close()
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
+        self._count, self._prefetch = count, prefetch
+        self._counter = GlobalCounter(self.world, count)
         self.tracker = ProgressTracker(
             self.engine,
             self.world,
@@ -176,13 +180,14 @@ class Accumulator:
             schedulers=self._schedulers,
             skips=nonfinite == "skip",
             max_skips=max_skips,
+            meet=self._counter.sum_together,
         )
         loader_of = partial(as_loader, world=self.world, seed=seed, together=True, **sizes)
+        self._place = Place(epoch=0, window=0, steps=0)  # of the next window to be counted
+        self._unchecked = 0  # windows since the replicas were compared at once
         self._cursor = DataCursor(loader_of, self._resize)
         self._sizes, self._change = sizes, None if global_batch_size is None else _start(global_batch_size)
         self._loaders_change = self._change  # the one that loaders have got
-        self._count, self._prefetch = count, prefetch
-        self._counter = GlobalCounter(self.world, count)
         self._verifier = Verifier(
             self.engine,
             self.world,
@@ -192,7 +197,7 @@ class Accumulator:
             count=count,
         )
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
-        self._counter.rider = self.replicas
+        self._counter.riders = (Lockstep(self.world, lambda: self._place), self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
@@ -337,14 +342,15 @@ class Accumulator:
                     self.engine,
                     prefetch=self._prefetch,
                     finish=self._finish,
+                    failed=self._fail,
                     provisional_count=window.samples * self._items_per_sample,
                     ranks=self.world.size,
                     proof=self._verifier.proof,
                 )
                 yield self._open
-                self._expect_no_window("the next window")
+                self._expect_no_window("the next window", tells=True)
                 if self._loop is not loop:
-                    remedy = "run one loop after the other: they would take turns at one epoch, and train on windows twice"
+                    remedy = "run one loop after the other: they would take turns at one epoch"
                     refuse("the next window", "of a loop in which another acc.windows() began", remedy)
                 if self._abandoned:
                     self._abandoned = False
@@ -354,6 +360,8 @@ class Accumulator:
         self.tracker.raise_if_nonfinite()
         if self._counter.stopping:
             return
+        if self.replicas.every and self._unchecked >= self.replicas.every:
+            self._check_replicas("the end of an epoch")
         if not counted and not start:
             raise DataError(f"epoch {self.progress.epoch}: none of its windows counts anything for the loss")
         self.tracker.next_epoch()
@@ -362,7 +370,10 @@ class Accumulator:
         """The rest of the epoch, planned anew where the global batch changes."""
         while True:
             change = self._change
-            for window in loader.windows(self.progress.epoch, self.progress.epoch_window, self._counter):
+            epoch, start = self.progress.epoch, self.progress.epoch_window
+            self._place = replace(self._place, epoch=epoch, window=start)
+            for window in loader.windows(epoch, start, self._counter):
+                self._place = replace(self._place, window=self._place.window + 1)
                 yield window
                 if change is not self._change:
                     break
@@ -419,6 +430,8 @@ class Accumulator:
             outcome = run_window(self.engine, window.plain, run, prefetch=self._prefetch, before_step=self._begin_step)
             report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)
+        self._place = replace(self._place, steps=self._place.steps + 1)
+        self._unchecked += 1
         self.replicas.window_ended(window.plain)
         self._open = None
         window.mark_done()
@@ -444,31 +457,44 @@ class Accumulator:
         window.proof = self._verifier.prove(window.plain, loss)
 
     def abandon(self) -> None:
-        """Drops the current window and its gradients, as after an error; every rank must call it.
+        """Drops the current window and its gradients, as after an error.
 
-        If the loop over :meth:`windows` goes on, the window is skipped; if it is left, the next one begins with it.
+        On ddp and zero1 one rank that calls it is enough: no rank steps on the window, and in fp16 the loss scale falls
+        once. Elsewhere every rank must call it, at the same place; so must they on ddp after the window's last
+        backward, and where the model's forward communicates.
+
+        If the loop over :meth:`windows` goes on, the window is skipped; if it is left, on all ranks, the next one
+        begins with it.
         """
-        self.engine.zero_gradients()
-        self._abandoned = self._abandoned or self._open is not None
-        self._verifier.drop()
-        self._open = None
+        if self._open is not None and self.engine.gives_up_alone:
+            self._give_up(self._open)
+        self._drop()
 
     def close(self) -> None:
-        """Gives model, optimizer and scheduler back, which are then as any others: local, and final.
+        """Gives model, optimizer and scheduler back, which are then as any others: final, and for every rank.
 
-        A window that is open is dropped. The weights stay where the engine has put them: on the device, and sharded
-        where it shards. Where the engine leaves each rank a share of the optimizer's
-        state (fsdp2, DeepSpeed) make a new optimizer; zero1 gathers it, a collective.
+        The ranks' weights are compared a last time. Where a window is open, which is dropped, or while an error is
+        handled, they are not, and the call is local. The weights stay where the engine has put them: on the device, and
+        sharded where it shards. Where the engine leaves each rank a share of the optimizer's state (fsdp2, DeepSpeed)
+        make a new optimizer; zero1 gathers it, a collective in any case.
+
+        Raises:
+            VerificationError: the ranks' weights differ; on all ranks, and after everything was given back.
         """
         if self._closed:
             return
+        alone = self._open is not None or self._abandoned or sys.exc_info()[0] is not None
         self.tracker.resolve_last_step()  # the schedulers include the last window
-        self.abandon()
-        self._evaluation_weights.close()
-        self.engine.close()
-        for scheduler in self._schedulers:
-            scheduler.release()
-        self._closed = True
+        try:
+            if self._unchecked and not alone:
+                self._check_replicas("close()")
+        finally:
+            self._drop()
+            self._evaluation_weights.close()
+            self.engine.close()
+            for scheduler in self._schedulers:
+                scheduler.release()
+            self._closed = True
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
@@ -481,9 +507,10 @@ class Accumulator:
         if that is where the engine gathers them. The states of random number generators are not in it. What the model
         draws in micro-steps does not need them: it depends on the seed and the micro-batch alone.
 
-        A collective where the engine shards its state over the ranks.
+        A collective, in which the ranks' weights are compared.
 
         Raises:
+            VerificationError: the ranks' weights differ; on all of them.
             MisuseError: in the middle of a window, as accumulated gradients are not saved; or after :meth:`abandon` on
                 a stream, whose items are taken.
             NonFiniteError: as :meth:`windows`.
@@ -493,9 +520,8 @@ class Accumulator:
         if self._abandoned and cursor["data"] is not None:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
-        self.tracker.raise_if_nonfinite(together=False)
-        if self.engine.state_layout is not StateLayout.FULL:
-            self._counter.sum_together("state_dict()")
+        self._check_replicas("state_dict()")
+        self.tracker.raise_if_nonfinite()
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
         return {
@@ -552,11 +578,53 @@ class Accumulator:
         if change is not None and own is not None and change != _start(own):
             loader.resize(change)
 
-    def _expect_no_window(self, what: str) -> None:
+    def _expect_no_window(self, what: str, *, tells: bool = False) -> None:
+        """Raises MisuseError where a window is open; where it ``tells``, the other ranks learn of it."""
         if self._closed:
             refuse(what, "after close()", "make a new Accumulator")
-        if self._open is not None:
+        if self._open is None:
+            return
+        try:
             refuse(what, self._open.phase.value, "run every micro-batch of a window before")
+        except MisuseError as error:
+            if tells:
+                self._fail(error)
+            raise
+
+    def _check_replicas(self, what: str) -> None:
+        """Compares the ranks' weights at once; a collective that all ranks make as a part of ``what``."""
+        if self.world.size > 1:
+            self._counter.sum_together(what)
+            self.replicas.check()
+        self._unchecked = 0
+
+    def _drop(self) -> None:
+        """Drops the current window, on this rank."""
+        self.engine.zero_gradients()
+        self._verifier.drop()
+        if self._open is not None:
+            self._open.drop()
+            self._open, self._abandoned = None, True
+
+    def _give_up(self, window: OpenWindow) -> None:
+        """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it."""
+        sends = self.engine.give_up()
+        if not sends and window.counts:  # they step, unless they call abandon() too
+            self._begin_step()
+            return
+        self._finish(LossSums(self.engine.device), nan, given_up=True)
+        if window.counts:  # else they were told with the count
+            self.tracker.note_given_up()
+
+    def _fail(self, error: MisuseError) -> None:
+        """Tells the other ranks of an error that this one is about to raise, and that they may not have."""
+        window = self._open
+        if window is None or not self.engine.gives_up_alone:
+            return
+        with suppress(DistaccumError):
+            self._give_up(window)
+        self._drop()
+        self._counter.tell(error)
 
     def _begin_step(self, divisor: float = 1.0) -> None:
         try:
@@ -565,19 +633,21 @@ class Accumulator:
             NonFiniteError,
             MisuseError,
         ):  # raised for the window before: this one made no step, and can be run again
-            self.abandon()
+            self._drop()
             raise
         self._verifier.before_step(divisor)
 
-    def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
-        """Makes the step of a window that was run micro-batch by micro-batch."""
+    def _finish(self, sums: LossSums, late_count: float | Tensor, *, given_up: bool = False) -> None:
+        """Makes the step of a window that was run micro-batch by micro-batch; none where a rank has given it up."""
         assert self._open is not None
         window, counts, divisor = self._open.plain, self._open.counts, 1.0
         if not counts:  # reads the device once, if the loop counted there
             own = float(late_count)
-            (total,) = self.world.all_reduce_host([own if 0 <= own < inf else nan])  # NaN refuses it on every rank
+            total, ranks_gone = self.world.all_reduce_host([own if 0 <= own < inf else nan, given_up])
+            total = 0.0 if ranks_gone else total  # NaN refuses it on every rank
             counts, divisor = as_counts({SINGLE: total}), total / self._open.provisional_count
-            self._items_per_sample = nearest_power_of_two(total / window.samples)
+            if total:
+                self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
             with self._verifier.stepping() as report:
                 self._begin_step(divisor)
@@ -587,9 +657,12 @@ class Accumulator:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
             self._verifier.drop()
-        self.tracker.end_step(window, outcome)
+        self._place = replace(self._place, steps=self._place.steps + 1)
+        self._unchecked += 1
         self.replicas.window_ended(window)
-        self._open = None
+        if not given_up:
+            self.tracker.end_step(window, outcome)
+            self._open = None
 
 
 def _start(global_batch_size: int) -> Resize:

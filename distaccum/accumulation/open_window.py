@@ -30,6 +30,7 @@ class Phase(Enum):
     FORWARD = "in accumulate(), before its backward()"
     BACKWARD = "in accumulate(), after its backward()"
     DONE = "on a window that is done"
+    DROPPED = "on a window that was abandoned"
 
 
 # Windows whose iterator was made and has not begun: zip() makes all of its iterators first.
@@ -47,6 +48,7 @@ class OpenWindow:
         prefetch: micro-batches on the device at once, the one being computed included.
         finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
             count.
+        failed: called before a call out of order raises, with what it raises, since other ranks may be in order.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
         ranks: that share the window.
         proof: of the window's gradient, which notes what runs; None where it is not verified.
@@ -59,6 +61,7 @@ class OpenWindow:
         *,
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
+        failed: Callable[[MisuseError], None],
         provisional_count: float,
         ranks: int,
         proof: GradientProof | None = None,
@@ -66,6 +69,7 @@ class OpenWindow:
         self.proof = proof
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
+        self._failed = failed
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
@@ -116,13 +120,17 @@ class OpenWindow:
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch
         ):
-            self.expect(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
+            if self.phase is Phase.DROPPED:
+                return
+            self._expect_or_tell(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._current
         if not self.plain.micro_batches:
             self._engine.shadow_micro_step()
             self._run_finish()
-        self.expect(Phase.DONE, "the end of the window", "run each micro-batch in `with acc.accumulate():`")
+        if self.phase is not Phase.DROPPED:
+            remedy = "run each micro-batch in `with acc.accumulate():`"
+            self._expect_or_tell(Phase.DONE, "the end of the window", remedy)
 
     def __enter__(self) -> None:
         self.expect(Phase.GIVEN, "accumulate()", "enter it once for each micro-batch of `for micro in window:`")
@@ -144,9 +152,14 @@ class OpenWindow:
             self._end_autocast()
         self._micro_step.__exit__(kind, value, trace)
         self._random.end()
-        if kind is not None:
+        if self.phase is Phase.DROPPED:
             return
-        self.expect(Phase.BACKWARD, "the end of accumulate()", "call acc.backward() in it, also for a loss of zero")
+        if kind is not None:
+            if isinstance(value, MisuseError):
+                self._failed(value)
+            return
+        remedy = "call acc.backward() in it, also for a loss of zero"
+        self._expect_or_tell(Phase.BACKWARD, "the end of accumulate()", remedy)
         self._left -= 1
         if self._left:
             self.phase = Phase.OPEN
@@ -172,6 +185,18 @@ class OpenWindow:
         """Raises MisuseError unless the window is in ``phase``."""
         if self.phase is not phase:
             refuse(what, self.phase.value, remedy)
+
+    def _expect_or_tell(self, phase: Phase, what: str, remedy: str) -> None:
+        """As :meth:`expect`, and tells the other ranks, which would wait for this one."""
+        try:
+            self.expect(phase, what, remedy)
+        except MisuseError as error:
+            self._failed(error)
+            raise
+
+    def drop(self) -> None:
+        """Ends a window of which nothing is kept; its micro-batches end where they are."""
+        self.phase = Phase.DROPPED
 
     def mark_done(self) -> None:
         """Ends a window whose step was made; no call is legal afterwards."""

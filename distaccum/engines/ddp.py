@@ -294,12 +294,38 @@ class DDPEngine(Engine):
         self.zero_gradients()
         return output
 
+    @property
+    def gives_up_alone(self) -> bool:
+        """See :class:`Engine`; not where the other ranks may wait in a forward."""
+        return self._world.size > 1 and not self._communicating()
+
+    def give_up(self) -> bool:
+        """See :class:`Engine`. What was sent before becomes NaN here alone."""
+        self._open_window()
+        sends = not self._reduced
+        with self._unused_ignored():
+            if self._reduction.running:
+                self._end_interrupted()
+            else:
+                self._drop_gradients()
+                if sends:
+                    self._reduction.join(nan)
+                else:
+                    torch._foreach_add_([view for view in self._views if view is not None], nan)
+        self._reduced = True
+        self._watch.note()
+        return sends
+
+    def _end_interrupted(self) -> None:
+        if self._watch.unchanged:
+            self._reduction.join(nan)
+        else:
+            self._reduction.complete(self._reduction.unreached(), nan)
+
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""
-        if self._reduction.running and self._watch.unchanged:
-            self._reduction.join(nan)
-        elif self._reduction.running:
-            self._reduction.complete(self._reduction.unreached(), nan)
+        if self._reduction.running:
+            self._end_interrupted()
         self._drop_gradients()
         self._ran = self._reduced = False
         self._fault, self._micro_steps = "", None
