@@ -321,6 +321,8 @@ class Accumulator:
         self._expect_no_window("windows()")
         if self.stopping:
             return
+        if self._cursor.loader is not None and not self._cursor.holds(data):
+            self._counter.sum_together("the first window of other data")
         if self.progress.epoch_window and self._cursor.leaves_epoch(data):
             self.tracker.next_epoch()
         loader = self._cursor.as_loader(data)
@@ -521,7 +523,7 @@ class Accumulator:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
         self._check_replicas("state_dict()")
-        self.tracker.raise_if_nonfinite()
+        self.tracker.raise_if_nonfinite(together=self.world.size > 1)  # all ranks are here
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
         return {

@@ -11,7 +11,7 @@ from zlib import crc32
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
-from distaccum.errors import MisuseError, PeerError
+from distaccum.errors import GONE, MisuseError, PeerError
 from distaccum.losses.normalize import Count, Counts, as_counts
 
 # What a rank adds to the number of those that ask to stop: one with an error, and one that is not at a window's
@@ -61,7 +61,7 @@ class GlobalCounter:
         self._stop_requested = self.stopping = False
 
     def sum_together(self, what: str, numbers: Sequence[float] = ()) -> list[float]:
-        """The sums of ``numbers`` over the ranks, for a collective ``what`` that a loop calls between two windows.
+        """The sums of ``numbers`` over the ranks, for a collective ``what`` that a loop makes between two windows.
 
         It has the form of :meth:`all_reduce`, so that a rank which goes on to its next window meets it, and both say so
         instead of waiting for each other.
@@ -77,8 +77,12 @@ class GlobalCounter:
         if signals % _ELSEWHERE >= _FAILED:
             raise_on_all(self._world, None, f"while this one called {what}")
         if signals != self._world.size * own:
-            problem = f"{what} was called on some ranks alone, and the others have gone on to their next window"
-            remedy = f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
+            if what.endswith("()"):
+                problem = f"{what} was called on some ranks alone, and the others have gone on to their next window"
+                remedy = f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
+            else:
+                problem = f"the ranks have gone apart: this one is at {what}, and others are elsewhere"
+                remedy = "let all ranks decide together on a break or abandon(), as acc.stop() does"
             raise_on_all(self._world, MisuseError(f"{problem}: {remedy}"), "between two windows")
         return sums[: len(numbers)] if fits else self._world.all_reduce_host(numbers)
 
@@ -96,8 +100,7 @@ class GlobalCounter:
         try:
             return self._world.all_reduce_host(numbers)
         except RuntimeError as error:  # of the backend
-            reason = "a rank is gone, or did not come within the process group's timeout; its own output says why"
-            raise PeerError(reason, "while this one waited for it") from error
+            raise PeerError(GONE, "while this one waited for it") from error
 
     def micro_batch(self, batch: Any) -> MicroBatch:
         """The batch with its counts."""
@@ -134,7 +137,7 @@ class GlobalCounter:
         self._width = len(numbers) - 1
         signals, *sums = self._sum(numbers)
         if signals >= _FAILED:  # or elsewhere: that rank says where
-            where = "while this one began a window" if signals >= _ELSEWHERE else "while it loaded its part of a window"
+            where = "while this one began a window" if signals >= _ELSEWHERE else "before its next window"
             raise_on_all(self._world, error, where)
         self.stopping = self.stopping or signals > 0
         rest = iter(sums[len(own) + len(more) :])

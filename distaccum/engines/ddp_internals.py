@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
 
 _NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
+_OF_GLOO = "/gloo/"
 _TWICE = "mark a variable ready only once"
 _UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
@@ -80,6 +81,8 @@ class Reduction:
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if _OF_GLOO in str(error):  # the only backend that says so in a backward, at once
+                raise PeerError(GONE, "while this one waited for its gradient") from error
             if _TWICE not in str(error):
                 raise
             problem = "a backward reached a parameter twice, as of one that several reentrant checkpoints share"
