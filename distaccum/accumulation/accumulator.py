@@ -21,6 +21,7 @@ from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (
     NONFINITE,
@@ -196,6 +197,8 @@ class Accumulator:
             clip_value=prepared.clip_value,
             count=count,
         )
+        alone = self.world.size == 1 and count is not None and self.engine.loss_scale is None
+        self._strangers = Strangers(exact=alone)
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._counter.riders = (Lockstep(self.world, lambda: self._place), self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
@@ -345,6 +348,7 @@ class Accumulator:
                     prefetch=self._prefetch,
                     finish=self._finish,
                     failed=self._fail,
+                    strangers=self._strangers,
                     provisional_count=window.samples * self._items_per_sample,
                     ranks=self.world.size,
                     proof=self._verifier.proof,
@@ -429,11 +433,19 @@ class Accumulator:
         self._verifier.check_loss(window.plain, loss)
         run: Any = loss if window.proof is None else window.proof.recording(loss)
         with self._verifier.stepping() as report:
-            outcome = run_window(self.engine, window.plain, run, prefetch=self._prefetch, before_step=self._begin_step)
+            outcome = run_window(
+                self.engine,
+                window.plain,
+                run,
+                prefetch=self._prefetch,
+                before_step=self._begin_step,
+                around_backward=self._strangers.watching,
+            )
             report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)
         self._place = replace(self._place, steps=self._place.steps + 1)
         self._unchecked += 1
+        self._strangers.window_ended()
         self.replicas.window_ended(window.plain)
         self._open = None
         window.mark_done()
@@ -493,6 +505,7 @@ class Accumulator:
         finally:
             self._drop()
             self._evaluation_weights.close()
+            self._strangers.close()
             self.engine.close()
             for scheduler in self._schedulers:
                 scheduler.release()
@@ -661,6 +674,7 @@ class Accumulator:
             self._verifier.drop()
         self._place = replace(self._place, steps=self._place.steps + 1)
         self._unchecked += 1
+        self._strangers.window_ended()
         self.replicas.window_ended(window)
         if not given_up:
             self.tracker.end_step(window, outcome)

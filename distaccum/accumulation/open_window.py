@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distaccum.accumulation.step import LossSums
+from distaccum.accumulation.strangers import Strangers
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import KeyedRandom
@@ -49,6 +50,7 @@ class OpenWindow:
         finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
             count.
         failed: called before a call out of order raises, with what it raises, since other ranks may be in order.
+        strangers: looks at the losses.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
         ranks: that share the window.
         proof: of the window's gradient, which notes what runs; None where it is not verified.
@@ -62,6 +64,7 @@ class OpenWindow:
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
         failed: Callable[[MisuseError], None],
+        strangers: Strangers,
         provisional_count: float,
         ranks: int,
         proof: GradientProof | None = None,
@@ -69,7 +72,7 @@ class OpenWindow:
         self.proof = proof
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
-        self._failed = failed
+        self._failed, self._strangers = failed, strangers
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
@@ -177,7 +180,9 @@ class OpenWindow:
         factor = self._engine.gradient_divide_factor
         if self.proof is not None:
             self.proof.before_backward(loss, self.provisional_count)
-        self._engine.backward(normalize_loss(loss, counts, factor, own_counts=own_counts))
+        total = normalize_loss(loss, counts, factor, own_counts=own_counts)
+        with self._strangers.watching(total):
+            self._engine.backward(total)
         self._sums.add(loss)
         self.phase = Phase.BACKWARD
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,7 @@ def run_window(
     *,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
+    around_backward: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
@@ -96,6 +98,7 @@ def run_window(
         loss: gives a sum for each micro-batch.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
+        around_backward: the context of each backward, given what it goes back from.
     """
     sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
     engine.begin_window(len(window.micro_batches))
@@ -106,7 +109,9 @@ def run_window(
             with engine.autocast():
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
-            engine.backward(normalize_loss(total, window.counts, factor, own_counts=own_counts))
+            divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
+            with around_backward(divided):
+                engine.backward(divided)
         sums.add(total)
     if not window.micro_batches:
         engine.shadow_micro_step()  # the other ranks' reduction needs this rank's zeros
