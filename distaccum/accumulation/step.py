@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
+from distaccum.errors import MisuseError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 
@@ -76,6 +77,23 @@ class LossSums:
         return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
 
 
+@contextmanager
+def one_graph_each() -> Iterator[None]:
+    """Around a backward, which frees its graph.
+
+    Raises:
+        MisuseError: a part of the graph is another backward's, and freed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        problem = "the loss depends on what was computed in an earlier micro-batch, or before its accumulate()"
+        remedy = "detach what is carried on, as in hidden = hidden.detach(), and compute the rest in each accumulate()"
+        raise MisuseError(f"{problem}, whose graph is freed: {remedy}") from error
+
+
 def run_window(
     engine: Engine,
     window: Window,
@@ -110,7 +128,7 @@ def run_window(
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
             divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
-            with around_backward(divided):
+            with around_backward(divided), one_graph_each():
                 engine.backward(divided)
         sums.add(total)
     if not window.micro_batches:
