@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
-from distaccum.accumulation.lockstep import Lockstep, Place
+from distaccum.accumulation.global_batch import GlobalBatch
+from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
@@ -40,7 +41,6 @@ from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
-from distaccum.data.plan.resized import Resize
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
@@ -184,11 +184,8 @@ class Accumulator:
             meet=self._counter.sum_together,
         )
         loader_of = partial(as_loader, world=self.world, seed=seed, together=True, **sizes)
-        self._place = Place(epoch=0, window=0, steps=0)  # of the next window to be counted
-        self._unchecked = 0  # windows since the replicas were compared at once
-        self._cursor = DataCursor(loader_of, self._resize)
-        self._sizes, self._change = sizes, None if global_batch_size is None else _start(global_batch_size)
-        self._loaders_change = self._change  # the one that loaders have got
+        self._global_batch = GlobalBatch(sizes)
+        self._cursor = DataCursor(loader_of, self._global_batch.give_on)
         self._verifier = Verifier(
             self.engine,
             self.world,
@@ -200,7 +197,8 @@ class Accumulator:
         alone = self.world.size == 1 and count is not None and self.engine.loss_scale is None
         self._strangers = Strangers(exact=alone)
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
-        self._counter.riders = (Lockstep(self.world, lambda: self._place), self.replicas)
+        self._lockstep = Lockstep(self.world, self._counter, self.replicas)
+        self._counter.riders = (self._lockstep, self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
@@ -234,7 +232,7 @@ class Accumulator:
     @property
     def global_batch_size(self) -> int | None:
         """Samples of the next window over all ranks; None where ``tokens`` says its size."""
-        return None if self._change is None else self._change.global_batch_size
+        return self._global_batch.size
 
     def set_global_batch_size(self, global_batch_size: int) -> None:
         """Changes the global batch from the next window on; between two windows, a collective.
@@ -248,26 +246,8 @@ class Accumulator:
                 your own.
         """
         self._expect_no_window("set_global_batch_size()")
-        if self._change is None:
-            refuse("set_global_batch_size()", "where tokens= cuts the windows", "give global_batch_size= instead")
-        size, error = 0, None
-        try:
-            check_sizes(whole_number("global_batch_size", global_batch_size), self._sizes["micro_batch_size"] or 1)
-            size = int(global_batch_size)
-        except ConfigError as own:  # the other ranks are told first
-            error = own
-        most, fewest = self.world.all_reduce_max_host([size, -size])
-        if error is not None:
-            raise error
-        remedy = "Give every rank the same"
-        require(most == -fewest, "global_batch_size", size, f"and from {-fewest} to {most} on other ranks", remedy)
-        epoch, window = self.progress.epoch, self.progress.epoch_window
-        position = self._change.position_of(epoch, window)
-        change = Resize(global_batch_size=size, epoch=epoch, window=window, position=position)
-        if self._cursor.loader is not None:
-            self._cursor.loader.resize(change)
-            self._loaders_change = change
-        self._change = change
+        size = self._global_batch.agree(global_batch_size, self.world)
+        self._global_batch.set(size, self.progress, self._cursor.loader)
 
     def scheduler_step(self, metric: float | Tensor) -> None:
         """Steps the ``ReduceLROnPlateau`` among the schedulers with ``metric``; between two windows, a collective.
@@ -329,9 +309,7 @@ class Accumulator:
         if self.progress.epoch_window and self._cursor.leaves_epoch(data):
             self.tracker.next_epoch()
         loader = self._cursor.as_loader(data)
-        if self._change is not None and self._change != self._loaders_change:  # set before there was a loader
-            loader.resize(self._change)
-            self._loaders_change = self._change
+        self._global_batch.give(loader)
         start, counted, self._abandoned = self.progress.epoch_window, False, False
         loop = self._loop = object()
         try:
@@ -366,8 +344,7 @@ class Accumulator:
         self.tracker.raise_if_nonfinite()
         if self._counter.stopping:
             return
-        if self.replicas.every and self._unchecked >= self.replicas.every:
-            self._check_replicas("the end of an epoch")
+        self._lockstep.epoch_ended()
         if not counted and not start:
             raise DataError(f"epoch {self.progress.epoch}: none of its windows counts anything for the loss")
         self.tracker.next_epoch()
@@ -375,15 +352,15 @@ class Accumulator:
     def _planned(self, loader: WindowLoader) -> Iterator[Window]:
         """The rest of the epoch, planned anew where the global batch changes."""
         while True:
-            change = self._change
+            change = self._global_batch.change
             epoch, start = self.progress.epoch, self.progress.epoch_window
-            self._place = replace(self._place, epoch=epoch, window=start)
+            self._lockstep.begin(epoch, start)
             for window in loader.windows(epoch, start, self._counter):
-                self._place = replace(self._place, window=self._place.window + 1)
+                self._lockstep.window_counted()
                 yield window
-                if change is not self._change:
+                if change is not self._global_batch.change:
                     break
-            if change is self._change or self._counter.stopping:
+            if change is self._global_batch.change or self._counter.stopping:
                 return
 
     def batches(self, data: Any) -> Iterator[Any]:
@@ -443,8 +420,7 @@ class Accumulator:
             )
             report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)
-        self._place = replace(self._place, steps=self._place.steps + 1)
-        self._unchecked += 1
+        self._lockstep.window_ended()
         self._strangers.window_ended()
         self.replicas.window_ended(window.plain)
         self._open = None
@@ -500,8 +476,8 @@ class Accumulator:
         alone = self._open is not None or self._abandoned or sys.exc_info()[0] is not None
         self.tracker.resolve_last_step()  # the schedulers include the last window
         try:
-            if self._unchecked and not alone:
-                self._check_replicas("close()")
+            if self._lockstep.ran and not alone:
+                self._lockstep.check_replicas("close()")
         finally:
             self._drop()
             self._evaluation_weights.close()
@@ -535,7 +511,7 @@ class Accumulator:
         if self._abandoned and cursor["data"] is not None:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
-        self._check_replicas("state_dict()")
+        self._lockstep.check_replicas("state_dict()")
         self.tracker.raise_if_nonfinite(together=self.world.size > 1)  # all ranks are here
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
@@ -544,7 +520,7 @@ class Accumulator:
             "progress": asdict(self.progress),
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            "batch": None if self._change is None else self._sizes | {"change": asdict(self._change)},
+            "batch": self._global_batch.state(),
             **cursor,
         }
 
@@ -561,18 +537,8 @@ class Accumulator:
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._items_per_sample = state["per_sample"]
-        self._restore_batch(state.get("batch"))
+        self._global_batch.restore(state.get("batch"))
         self.restore(Progress(**state["progress"]), state["position"], state["data"])
-
-    def _restore_batch(self, saved: Mapping[str, Any] | None) -> None:
-        """Takes the saved global batch, if this accumulator began with the same one, or with what it was set to."""
-        own = self._sizes["global_batch_size"]
-        if own is None:
-            return
-        self._change = _start(own)
-        if saved is not None and own in (saved["global_batch_size"], saved["change"]["global_batch_size"]):
-            self._change = Resize(**saved["change"])  # otherwise the data's position says what does not fit
-        self._loaders_change = self._change
 
     def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
         """Sets the progress and where the next :meth:`windows` begins, and forgets a :meth:`stop`."""
@@ -587,12 +553,6 @@ class Accumulator:
             refuse(what, "outside a window", "loop over acc.windows(...)")
         return self._open
 
-    def _resize(self, loader: WindowLoader) -> None:
-        """Gives a loader the global batch that the one before had, if it is not what the accumulator was made with."""
-        change, own = self._loaders_change, self._sizes["global_batch_size"]
-        if change is not None and own is not None and change != _start(own):
-            loader.resize(change)
-
     def _expect_no_window(self, what: str, *, tells: bool = False) -> None:
         """Raises MisuseError where a window is open; where it ``tells``, the other ranks learn of it."""
         if self._closed:
@@ -605,13 +565,6 @@ class Accumulator:
             if tells:
                 self._fail(error)
             raise
-
-    def _check_replicas(self, what: str) -> None:
-        """Compares the ranks' weights at once; a collective that all ranks make as a part of ``what``."""
-        if self.world.size > 1:
-            self._counter.sum_together(what)
-            self.replicas.check()
-        self._unchecked = 0
 
     def _drop(self) -> None:
         """Drops the current window, on this rank."""
@@ -672,15 +625,9 @@ class Accumulator:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
             self._verifier.drop()
-        self._place = replace(self._place, steps=self._place.steps + 1)
-        self._unchecked += 1
+        self._lockstep.window_ended()
         self._strangers.window_ended()
         self.replicas.window_ended(window)
         if not given_up:
             self.tracker.end_step(window, outcome)
             self._open = None
-
-
-def _start(global_batch_size: int) -> Resize:
-    """The size that holds from the first window on."""
-    return Resize(global_batch_size=global_batch_size, epoch=0, window=0, position=0)
