@@ -31,6 +31,7 @@ REFUSED = {  # on rank 0, and on rank 1
     "leaves for other data": ("rank 1: MisuseError: the ranks have gone apart", "the ranks have gone apart"),
     "edited, state": ("VerificationError: the weights are no longer the same", "in head.bias"),
     "edited, close": ("VerificationError: the weights are no longer the same", "in head.bias"),
+    "edited, a run": ("VerificationError: the weights are no longer the same", "in head.bias"),
     "zipped, an empty rank": ("two windows in one zip(), of 1 samples for 2 ranks",) * 2,
     "nested": ("the next window of a loop in which another acc.windows() began",) * 2,
     "carried": ("detach what is carried on",) * 2,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distaccum import Accumulator, DataSpec, World
+from distaccum import Accumulator, Callback, DataSpec, RunConfig, Trainer, World
 from distaccum.errors import DistaccumError
 
 SAMPLES, GLOBAL_SIZE, MICRO_SIZE = 21, 8, 2  # the last window: two micro-batches on rank 0, one or two on rank 1
@@ -247,6 +247,49 @@ def critic(world: World, *, zeroing: bool) -> float:
     return error(model)
 
 
+class Editor(Callback):
+    """Edits a weight of rank 1 after the last update."""
+
+    def __init__(self, model: Net, rank: int) -> None:
+        self._model, self._rank = model, rank
+
+    def on_update(self, run: Any, outcome: Any) -> None:
+        if self._rank == 1 and run.progress.step == 3:
+            self._model.head.bias.data.add_(1.0)
+
+
+class Squares:
+    """A loss for the Trainer."""
+
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return squares(model, batch)
+
+
+def run(world: World) -> None:
+    """A run that saves no checkpoint."""
+    model = make()
+    settings = {
+        "batch": {"global_size": GLOBAL_SIZE, "micro_size": MICRO_SIZE},
+        "optim": {"clip_norm": None},
+        "trainer": {"max_steps": 3},
+        "checkpoint": {"every": 0},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+    trainer = Trainer(
+        model,
+        Squares(),
+        plain(),
+        optimizer=SGD(model.parameters(), lr=0.05),
+        callbacks=[Editor(model, world.rank)],
+        run_dir=Path(sys.argv[1]).parent / "run",
+        config=RunConfig.from_dict(settings),
+    )
+    trainer.fit()
+
+
 PLACES = ("before", "forward", "inside", "backward")
 CASES: dict[str, Callable[[World], Any]] = {
     **{f"abandoned, {where}": partial(abandoned, at=0, where=where) for where in PLACES},
@@ -269,6 +312,7 @@ CASES: dict[str, Callable[[World], Any]] = {
     "zipped, an empty rank": partial(zipped, order="first", samples=2 * GLOBAL_SIZE + 1),
     "nested": nested,
     **{f"by parts of acc.{how}": partial(by_parts, how=how) for how in ("module", "model")},
+    "edited, a run": run,
     "carried": carried,
     **{f"learned, {engine}": partial(learned, options={"engine": engine}) for engine in ("ddp", "zero1", "fsdp2")},
     **{f"critic, {zeroing}": partial(critic, zeroing=zeroing) for zeroing in (False, True)},
