@@ -73,6 +73,10 @@ class DataWarning(UserWarning):
     """A stream whose loading processes may each yield all of it."""
 
 
+class UndividedLossWarning(UserWarning):
+    """A window of a hand-written loop was stepped on, and nobody has read what its losses are to be divided by."""
+
+
 class UntrainedParameterWarning(UserWarning):
     """A parameter that needs a gradient has got none in any window so far."""
 

@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -36,7 +37,7 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
-from distaccum.errors import MisuseError
+from distaccum.errors import MisuseError, UndividedLossWarning
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
 from distaccum.losses.normalize import Count, WatchedCounts, normalize_loss
@@ -114,8 +115,8 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
     decides how many of those in a row are too many.
 
     Raises:
-        MisuseError: this rank could not compute its gradient, and no rank has stepped; or the losses were not divided
-            by ``window.counts``, or with another factor than the engine's.
+        MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
+            another factor than the engine's.
     """
     if not window.micro_batches:
         engine.shadow_micro_step()
@@ -127,11 +128,11 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
 
 
 def _check_division(counts: WatchedCounts, factor: int) -> None:
-    """Raises MisuseError for what is seen at no cost; the rest is for an audit."""
+    """Raises MisuseError, or warns where a constant may be the count, of what is seen at no cost."""
     remedy = "engine.backward(normalize_loss(loss_sum, window.counts, engine.gradient_divide_factor))"
     if not counts.read:
-        problem = "nobody has read window.counts: the window's losses are not divided by its count on all ranks"
-        raise MisuseError(f"{problem}. Write {remedy}")
+        problem = "nobody has read window.counts: are the losses divided by the window's count on all ranks?"
+        warnings.warn(f"{problem} Write {remedy}", UndividedLossWarning, stacklevel=3)
     wrong = counts.factors - {factor}
     if wrong:
         problem = f"losses were normalized with the factor {wrong.pop()}, and this engine divides by {factor}"

@@ -13,7 +13,7 @@ from distaccum import functional as da
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.errors import MisuseError
+from distaccum.errors import MisuseError, UndividedLossWarning
 
 Divide = Callable[[Tensor, Window, MicroBatch, Engine], Tensor]
 
@@ -46,24 +46,23 @@ def _right(total: Tensor, window: Window, _: MicroBatch, engine: Engine) -> Tens
     return da.normalize_loss(total, window.counts, engine.gradient_divide_factor)
 
 
-REFUSED: dict[str, tuple[Divide, str]] = {
-    "undivided": (lambda total, *_: total, "nobody has read window.counts"),
-    "by the micro-batch's count": (
-        lambda total, _, micro, engine: da.normalize_loss(total, micro.counts, engine.gradient_divide_factor),
-        "nobody has read window.counts",
-    ),
-    "with another factor": (
-        lambda total, window, _, engine: da.normalize_loss(total, window.counts, engine.gradient_divide_factor + 1),
-        "the factor 2, and this engine divides by 1",
+UNREAD: dict[str, Divide] = {
+    "undivided": lambda total, *_: total,
+    "by the micro-batch's count": lambda total, _, micro, engine: da.normalize_loss(
+        total, micro.counts, engine.gradient_divide_factor
     ),
 }
 
 
-@pytest.mark.parametrize("fault", REFUSED)
-def test_a_wrong_division_is_refused(gloo_world: World, fault: str) -> None:
-    divide, words = REFUSED[fault]
-    with pytest.raises(MisuseError, match=words):
-        _train(gloo_world, divide)
+@pytest.mark.parametrize("fault", UNREAD)
+def test_a_loss_that_the_windows_count_does_not_divide_is_warned_of(gloo_world: World, fault: str) -> None:
+    with pytest.warns(UndividedLossWarning, match=r"nobody has read window.counts"):
+        assert "NOT the global batch's" in _train(gloo_world, UNREAD[fault])
+
+
+def test_another_factor_than_the_engines_is_refused(gloo_world: World) -> None:
+    with pytest.raises(MisuseError, match="with the factor 2, and this engine divides by 1"):
+        _train(gloo_world, lambda total, window, *_: da.normalize_loss(total, window.counts, 2))
 
 
 def test_a_division_by_hand_is_right_and_an_audit_names_one_too_many(gloo_world: World) -> None:
