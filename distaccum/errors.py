@@ -39,10 +39,13 @@ class DataError(DistaccumError, ValueError):
     """Data that gives the loss nothing to learn from, or other samples or batches than a window is made of."""
 
 
-class PeerError(DataError):
-    """Raised where another rank could not load its part of a window; that rank raises its own error.
+GONE = "a rank is gone, or did not come within the process group's timeout; its own output says why"
 
-    ``reason`` is ``rank N: Type: message``.
+
+class PeerError(DataError):
+    """Raised where another rank could not do its part of a window; that rank raises its own error.
+
+    ``reason`` is ``rank N: Type: message``, or that a rank is gone.
     """
 
     def __init__(self, reason: str, where: str) -> None:
@@ -68,6 +71,10 @@ class BatchStatisticsWarning(UserWarning):
 
 class DataWarning(UserWarning):
     """A stream whose loading processes may each yield all of it."""
+
+
+class UndividedLossWarning(UserWarning):
+    """A window of a hand-written loop was stepped on, and nobody has read what its losses are to be divided by."""
 
 
 class UntrainedParameterWarning(UserWarning):

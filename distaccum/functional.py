@@ -19,8 +19,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from distaccum.accumulation import step
@@ -35,10 +37,10 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
-from distaccum.errors import MisuseError
+from distaccum.errors import MisuseError, UndividedLossWarning
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
-from distaccum.losses.normalize import Count, normalize_loss
+from distaccum.losses.normalize import Count, WatchedCounts, normalize_loss
 
 __all__ = [
     "BatchPlan",
@@ -87,7 +89,13 @@ def plan_windows(
     require_seed("seed", seed)
     loader = as_loader(data, world, **sizes, seed=seed)
     counter = GlobalCounter(world, count)
-    return lambda epoch: (window for window in loader.windows(epoch, 0, counter) if any(window.counts.values()))
+
+    def windows(epoch: int) -> Iterator[Window]:
+        for window in loader.windows(epoch, 0, counter):
+            if any(window.counts.values()):
+                yield replace(window, counts=WatchedCounts(window.counts))
+
+    return windows
 
 
 def keyed_random(engine: Engine, window: Window, i: int) -> AbstractContextManager[None]:
@@ -107,14 +115,28 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
     decides how many of those in a row are too many.
 
     Raises:
-        MisuseError: this rank could not compute its gradient; no rank has stepped.
+        MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
+            another factor than the engine's.
     """
     if not window.micro_batches:
         engine.shadow_micro_step()
+    elif isinstance(window.counts, WatchedCounts):
+        _check_division(window.counts, engine.gradient_divide_factor)
     output = engine.step()
-    if output.fault:
-        raise MisuseError(output.fault)
+    _raise_fault(output)
     return output
+
+
+def _check_division(counts: WatchedCounts, factor: int) -> None:
+    """Raises MisuseError, or warns where a constant may be the count, of what is seen at no cost."""
+    remedy = "engine.backward(normalize_loss(loss_sum, window.counts, engine.gradient_divide_factor))"
+    if not counts.read:
+        problem = "nobody has read window.counts: are the losses divided by the window's count on all ranks?"
+        warnings.warn(f"{problem} Write {remedy}", UndividedLossWarning, stacklevel=3)
+    wrong = counts.factors - {factor}
+    if wrong:
+        problem = f"losses were normalized with the factor {wrong.pop()}, and this engine divides by {factor}"
+        raise MisuseError(f"{problem}. Write {remedy}")
 
 
 def run_window(
@@ -138,6 +160,13 @@ def run_window(
         MisuseError: as :func:`finish_step`.
     """
     outcome = step.run_window(engine, window, loss, prefetch=prefetch, before_step=before_step)
-    if outcome.step is not None and outcome.step.fault:
-        raise MisuseError(outcome.step.fault)
+    if outcome.step is not None:
+        _raise_fault(outcome.step)
     return outcome
+
+
+def _raise_fault(output: StepOutput) -> None:
+    """Raises MisuseError if this rank could not compute its gradient; waits for the device where only that can tell."""
+    why = output.fault or (output.complaint if output.late_faults and not output.applied else "")
+    if why:
+        raise MisuseError(why)

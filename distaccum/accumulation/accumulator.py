@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
 from math import inf, nan
@@ -15,10 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
+from distaccum.accumulation.global_batch import GlobalBatch
+from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (
     NONFINITE,
@@ -37,15 +41,14 @@ from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
-from distaccum.data.plan.resized import Resize
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, StateLayout
+from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
-from distaccum.errors import ConfigError, DataError, MisuseError, NonFiniteError
+from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
@@ -169,6 +172,8 @@ class Accumulator:
             self.engine.close()
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
+        self._count, self._prefetch = count, prefetch
+        self._counter = GlobalCounter(self.world, count)
         self.tracker = ProgressTracker(
             self.engine,
             self.world,
@@ -176,13 +181,11 @@ class Accumulator:
             schedulers=self._schedulers,
             skips=nonfinite == "skip",
             max_skips=max_skips,
+            meet=self._counter.sum_together,
         )
         loader_of = partial(as_loader, world=self.world, seed=seed, together=True, **sizes)
-        self._cursor = DataCursor(loader_of, self._resize)
-        self._sizes, self._change = sizes, None if global_batch_size is None else _start(global_batch_size)
-        self._loaders_change = self._change  # the one that loaders have got
-        self._count, self._prefetch = count, prefetch
-        self._counter = GlobalCounter(self.world, count)
+        self._global_batch = GlobalBatch(sizes)
+        self._cursor = DataCursor(loader_of, self._global_batch.give_on)
         if self.engine.forward_communicates:
             everywhere = "call it on every rank: it is a collective on this engine, also in an evaluation"
             self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=everywhere)
@@ -194,11 +197,15 @@ class Accumulator:
             clip_value=prepared.clip_value,
             count=count,
         )
+        alone = self.world.size == 1 and count is not None and self.engine.loss_scale is None
+        self._strangers = Strangers(exact=alone)
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
-        self._counter.rider = self.replicas
+        self._lockstep = Lockstep(self.world, self._counter, self.replicas)
+        self._counter.riders = (self._lockstep, self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
+        self._loop = object()  # the latest one over windows()
 
     @property
     def model(self) -> nn.Module:
@@ -228,7 +235,7 @@ class Accumulator:
     @property
     def global_batch_size(self) -> int | None:
         """Samples of the next window over all ranks; None where ``tokens`` says its size."""
-        return None if self._change is None else self._change.global_batch_size
+        return self._global_batch.size
 
     def set_global_batch_size(self, global_batch_size: int) -> None:
         """Changes the global batch from the next window on; between two windows, a collective.
@@ -242,26 +249,8 @@ class Accumulator:
                 your own.
         """
         self._expect_no_window("set_global_batch_size()")
-        if self._change is None:
-            refuse("set_global_batch_size()", "where tokens= cuts the windows", "give global_batch_size= instead")
-        size, error = 0, None
-        try:
-            check_sizes(whole_number("global_batch_size", global_batch_size), self._sizes["micro_batch_size"] or 1)
-            size = int(global_batch_size)
-        except ConfigError as own:  # the other ranks are told first
-            error = own
-        most, fewest = self.world.all_reduce_max_host([size, -size])
-        if error is not None:
-            raise error
-        remedy = "Give every rank the same"
-        require(most == -fewest, "global_batch_size", size, f"and from {-fewest} to {most} on other ranks", remedy)
-        epoch, window = self.progress.epoch, self.progress.epoch_window
-        position = self._change.position_of(epoch, window)
-        change = Resize(global_batch_size=size, epoch=epoch, window=window, position=position)
-        if self._cursor.loader is not None:
-            self._cursor.loader.resize(change)
-            self._loaders_change = change
-        self._change = change
+        size = self._global_batch.agree(global_batch_size, self.world)
+        self._global_batch.set(size, self.progress, self._cursor.loader)
 
     def scheduler_step(self, metric: float | Tensor) -> None:
         """Steps the ``ReduceLROnPlateau`` among the schedulers with ``metric``; between two windows, a collective.
@@ -311,20 +300,21 @@ class Accumulator:
                 iterable as this rank's own stream of micro-batches, of any length; or a ``WindowLoader``.
 
         Raises:
-            MisuseError: a window was left before its last micro-batch was run.
+            MisuseError: a window was left before its last micro-batch was run, or another loop has begun meanwhile.
             DataError: no window of the epoch counts anything.
             NonFiniteError: too many gradients were NaN or infinite; raised on every rank, the weights are untouched.
         """
         self._expect_no_window("windows()")
         if self.stopping:
             return
+        if self._cursor.loader is not None and not self._cursor.holds(data):
+            self._counter.sum_together("the first window of other data")
         if self.progress.epoch_window and self._cursor.leaves_epoch(data):
             self.tracker.next_epoch()
         loader = self._cursor.as_loader(data)
-        if self._change is not None and self._change != self._loaders_change:  # set before there was a loader
-            loader.resize(self._change)
-            self._loaders_change = self._change
+        self._global_batch.give(loader)
         start, counted, self._abandoned = self.progress.epoch_window, False, False
+        loop = self._loop = object()
         try:
             for window in self._planned(loader):
                 if self._count is not None and not any(window.counts.values()):
@@ -338,11 +328,17 @@ class Accumulator:
                     self.engine,
                     prefetch=self._prefetch,
                     finish=self._finish,
+                    failed=self._fail,
+                    strangers=self._strangers,
                     provisional_count=window.samples * self._items_per_sample,
+                    ranks=self.world.size,
                     proof=self._verifier.proof,
                 )
                 yield self._open
-                self._expect_no_window("the next window")
+                self._expect_no_window("the next window", tells=True)
+                if self._loop is not loop:
+                    remedy = "run one loop after the other: they would take turns at one epoch"
+                    refuse("the next window", "of a loop in which another acc.windows() began", remedy)
                 if self._abandoned:
                     self._abandoned = False
                     self.tracker.skip_window(window.samples)
@@ -351,6 +347,7 @@ class Accumulator:
         self.tracker.raise_if_nonfinite()
         if self._counter.stopping:
             return
+        self._lockstep.epoch_ended()
         if not counted and not start:
             raise DataError(f"epoch {self.progress.epoch}: none of its windows counts anything for the loss")
         self.tracker.next_epoch()
@@ -358,12 +355,15 @@ class Accumulator:
     def _planned(self, loader: WindowLoader) -> Iterator[Window]:
         """The rest of the epoch, planned anew where the global batch changes."""
         while True:
-            change = self._change
-            for window in loader.windows(self.progress.epoch, self.progress.epoch_window, self._counter):
+            change = self._global_batch.change
+            epoch, start = self.progress.epoch, self.progress.epoch_window
+            self._lockstep.begin(epoch, start)
+            for window in loader.windows(epoch, start, self._counter):
+                self._lockstep.window_counted()
                 yield window
-                if change is not self._change:
+                if change is not self._global_batch.change:
                     break
-            if change is self._change or self._counter.stopping:
+            if change is self._global_batch.change or self._counter.stopping:
                 return
 
     def batches(self, data: Any) -> Iterator[Any]:
@@ -413,9 +413,18 @@ class Accumulator:
         self._verifier.check_loss(window.plain, loss)
         run: Any = loss if window.proof is None else window.proof.recording(loss)
         with self._verifier.stepping() as report:
-            outcome = run_window(self.engine, window.plain, run, prefetch=self._prefetch, before_step=self._begin_step)
+            outcome = run_window(
+                self.engine,
+                window.plain,
+                run,
+                prefetch=self._prefetch,
+                before_step=self._begin_step,
+                around_backward=self._strangers.watching,
+            )
             report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)
+        self._lockstep.window_ended()
+        self._strangers.window_ended()
         self.replicas.window_ended(window.plain)
         self._open = None
         window.mark_done()
@@ -441,31 +450,45 @@ class Accumulator:
         window.proof = self._verifier.prove(window.plain, loss)
 
     def abandon(self) -> None:
-        """Drops the current window and its gradients, as after an error; every rank must call it.
+        """Drops the current window and its gradients, as after an error.
 
-        If the loop over :meth:`windows` goes on, the window is skipped; if it is left, the next one begins with it.
+        On ddp and zero1 one rank that calls it is enough: no rank steps on the window, and in fp16 the loss scale falls
+        once. Elsewhere every rank must call it, at the same place; so must they on ddp after the window's last
+        backward, and where the model's forward communicates.
+
+        If the loop over :meth:`windows` goes on, the window is skipped; if it is left, on all ranks, the next one
+        begins with it.
         """
-        self.engine.zero_gradients()
-        self._abandoned = self._abandoned or self._open is not None
-        self._verifier.drop()
-        self._open = None
+        if self._open is not None and self.engine.gives_up_alone:
+            self._give_up(self._open)
+        self._drop()
 
     def close(self) -> None:
-        """Gives model, optimizer and scheduler back, which are then as any others: local, and final.
+        """Gives model, optimizer and scheduler back, which are then as any others: final, and for every rank.
 
-        A window that is open is dropped. The weights stay where the engine has put them: on the device, and sharded
-        where it shards. Where the engine leaves each rank a share of the optimizer's
-        state (fsdp2, DeepSpeed) make a new optimizer; zero1 gathers it, a collective.
+        The ranks' weights are compared a last time. Where a window is open, which is dropped, or while an error is
+        handled, they are not, and the call is local. The weights stay where the engine has put them: on the device, and
+        sharded where it shards. Where the engine leaves each rank a share of the optimizer's state (fsdp2, DeepSpeed)
+        make a new optimizer; zero1 gathers it, a collective in any case.
+
+        Raises:
+            VerificationError: the ranks' weights differ; on all ranks, and after everything was given back.
         """
         if self._closed:
             return
+        alone = self._open is not None or self._abandoned or sys.exc_info()[0] is not None
         self.tracker.resolve_last_step()  # the schedulers include the last window
-        self.abandon()
-        self._evaluation_weights.close()
-        self.engine.close()
-        for scheduler in self._schedulers:
-            scheduler.release()
-        self._closed = True
+        try:
+            if self._lockstep.ran and not alone:
+                self._lockstep.check_replicas("close()")
+        finally:
+            self._drop()
+            self._evaluation_weights.close()
+            self._strangers.close()
+            self.engine.close()
+            for scheduler in self._schedulers:
+                scheduler.release()
+            self._closed = True
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
@@ -478,9 +501,10 @@ class Accumulator:
         if that is where the engine gathers them. The states of random number generators are not in it. What the model
         draws in micro-steps does not need them: it depends on the seed and the micro-batch alone.
 
-        A collective where the engine shards its state over the ranks.
+        A collective, in which the ranks' weights are compared.
 
         Raises:
+            VerificationError: the ranks' weights differ; on all of them.
             MisuseError: in the middle of a window, as accumulated gradients are not saved; or after :meth:`abandon` on
                 a stream, whose items are taken.
             NonFiniteError: as :meth:`windows`.
@@ -490,9 +514,8 @@ class Accumulator:
         if self._abandoned and cursor["data"] is not None:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
-        self.tracker.raise_if_nonfinite(together=False)
-        if self.engine.state_layout is not StateLayout.FULL:
-            self._counter.sum_together("state_dict()")
+        self._lockstep.check_replicas("state_dict()")
+        self.tracker.raise_if_nonfinite(together=self.world.size > 1)  # all ranks are here
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
         return {
@@ -500,7 +523,7 @@ class Accumulator:
             "progress": asdict(self.progress),
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            "batch": None if self._change is None else self._sizes | {"change": asdict(self._change)},
+            "batch": self._global_batch.state(),
             **cursor,
         }
 
@@ -517,18 +540,8 @@ class Accumulator:
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._items_per_sample = state["per_sample"]
-        self._restore_batch(state.get("batch"))
+        self._global_batch.restore(state.get("batch"))
         self.restore(Progress(**state["progress"]), state["position"], state["data"])
-
-    def _restore_batch(self, saved: Mapping[str, Any] | None) -> None:
-        """Takes the saved global batch, if this accumulator began with the same one, or with what it was set to."""
-        own = self._sizes["global_batch_size"]
-        if own is None:
-            return
-        self._change = _start(own)
-        if saved is not None and own in (saved["global_batch_size"], saved["change"]["global_batch_size"]):
-            self._change = Resize(**saved["change"])  # otherwise the data's position says what does not fit
-        self._loaders_change = self._change
 
     def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
         """Sets the progress and where the next :meth:`windows` begins, and forgets a :meth:`stop`."""
@@ -543,17 +556,46 @@ class Accumulator:
             refuse(what, "outside a window", "loop over acc.windows(...)")
         return self._open
 
-    def _resize(self, loader: WindowLoader) -> None:
-        """Gives a loader the global batch that the one before had, if it is not what the accumulator was made with."""
-        change, own = self._loaders_change, self._sizes["global_batch_size"]
-        if change is not None and own is not None and change != _start(own):
-            loader.resize(change)
-
-    def _expect_no_window(self, what: str) -> None:
+    def _expect_no_window(self, what: str, *, tells: bool = False) -> None:
+        """Raises MisuseError where a window is open; where it ``tells``, the other ranks learn of it."""
         if self._closed:
             refuse(what, "after close()", "make a new Accumulator")
-        if self._open is not None:
+        if self._open is None:
+            return
+        try:
             refuse(what, self._open.phase.value, "run every micro-batch of a window before")
+        except MisuseError as error:
+            if tells:
+                self._fail(error)
+            raise
+
+    def _drop(self) -> None:
+        """Drops the current window, on this rank."""
+        self.engine.zero_gradients()
+        self._verifier.drop()
+        if self._open is not None:
+            self._open.drop()
+            self._open, self._abandoned = None, True
+
+    def _give_up(self, window: OpenWindow) -> None:
+        """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it."""
+        sends = self.engine.give_up()
+        if not sends and window.counts:  # they step, unless they call abandon() too
+            self._begin_step()
+            return
+        self._finish(LossSums(self.engine.device), nan, given_up=True)
+        if window.counts:  # else they were told with the count
+            self.tracker.note_given_up()
+
+    def _fail(self, error: MisuseError) -> None:
+        """Tells the other ranks of an error that this one is about to raise, and that they may not have."""
+        window = self._open
+        if window is None or not self.engine.gives_up_alone:
+            return
+        with suppress(DistaccumError):
+            self._give_up(window)
+        self._drop()
+        self._counter.tell(error)
 
     def _begin_step(self, divisor: float = 1.0) -> None:
         try:
@@ -562,19 +604,21 @@ class Accumulator:
             NonFiniteError,
             MisuseError,
         ):  # raised for the window before: this one made no step, and can be run again
-            self.abandon()
+            self._drop()
             raise
         self._verifier.before_step(divisor)
 
-    def _finish(self, sums: LossSums, late_count: float | Tensor) -> None:
-        """Makes the step of a window that was run micro-batch by micro-batch."""
+    def _finish(self, sums: LossSums, late_count: float | Tensor, *, given_up: bool = False) -> None:
+        """Makes the step of a window that was run micro-batch by micro-batch; none where a rank has given it up."""
         assert self._open is not None
         window, counts, divisor = self._open.plain, self._open.counts, 1.0
         if not counts:  # reads the device once, if the loop counted there
             own = float(late_count)
-            (total,) = self.world.all_reduce_host([own if 0 <= own < inf else nan])  # NaN refuses it on every rank
+            total, ranks_gone = self.world.all_reduce_host([own if 0 <= own < inf else nan, given_up])
+            total = 0.0 if ranks_gone else total  # NaN refuses it on every rank
             counts, divisor = as_counts({SINGLE: total}), total / self._open.provisional_count
-            self._items_per_sample = nearest_power_of_two(total / window.samples)
+            if total:
+                self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
             with self._verifier.stepping() as report:
                 self._begin_step(divisor)
@@ -584,11 +628,9 @@ class Accumulator:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
             self._verifier.drop()
-        self.tracker.end_step(window, outcome)
+        self._lockstep.window_ended()
+        self._strangers.window_ended()
         self.replicas.window_ended(window)
-        self._open = None
-
-
-def _start(global_batch_size: int) -> Resize:
-    """The size that holds from the first window on."""
-    return Resize(global_batch_size=global_batch_size, epoch=0, window=0, position=0)
+        if not given_up:
+            self.tracker.end_step(window, outcome)
+            self._open = None

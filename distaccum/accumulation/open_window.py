@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
 from typing import NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.step import LossSums
+from distaccum.accumulation.step import LossSums, one_graph_each
+from distaccum.accumulation.strangers import Strangers
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import KeyedRandom
@@ -29,6 +31,11 @@ class Phase(Enum):
     FORWARD = "in accumulate(), before its backward()"
     BACKWARD = "in accumulate(), after its backward()"
     DONE = "on a window that is done"
+    DROPPED = "on a window that was abandoned"
+
+
+# Windows whose iterator was made and has not begun: zip() makes all of its iterators first.
+_asked_for: WeakSet[OpenWindow] = WeakSet()
 
 
 class OpenWindow:
@@ -42,7 +49,10 @@ class OpenWindow:
         prefetch: micro-batches on the device at once, the one being computed included.
         finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
             count.
+        failed: called before a call out of order raises, with what it raises, since other ranks may be in order.
+        strangers: looks at the losses.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
+        ranks: that share the window.
         proof: of the window's gradient, which notes what runs; None where it is not verified.
     """
 
@@ -53,12 +63,16 @@ class OpenWindow:
         *,
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
+        failed: Callable[[MisuseError], None],
+        strangers: Strangers,
         provisional_count: float,
+        ranks: int,
         proof: GradientProof | None = None,
     ) -> None:
         self.proof = proof
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
-        self._engine, self._prefetch, self._finish = engine, prefetch, finish
+        self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
+        self._failed, self._strangers = failed, strangers
         self._sums = LossSums(engine.device)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
@@ -94,19 +108,32 @@ class OpenWindow:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches; a rank without any takes part in the reduction when it asks for the first."""
+        _asked_for.add(self)
+        return self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
         self.expect(Phase.OPEN, "iterating over a window", "take its micro-batches once")
+        _asked_for.discard(self)
+        if len(_asked_for) and self.samples < self._ranks:  # on every rank, at the same place
+            what = f"two windows in one zip(), of {self.samples} samples for {self._ranks} ranks,"
+            remedy = "take one window's micro-batches after the other's, or drop the ragged end of the data"
+            refuse(what, "of which some rank has no micro-batch: the zip() ends there before the second", remedy)
         self._engine.begin_window(len(self.plain.micro_batches))
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch
         ):
-            self.expect(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
+            if self.phase is Phase.DROPPED:
+                return
+            self._expect_or_tell(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._current
         if not self.plain.micro_batches:
             self._engine.shadow_micro_step()
             self._run_finish()
-        self.expect(Phase.DONE, "the end of the window", "run each micro-batch in `with acc.accumulate():`")
+        if self.phase is not Phase.DROPPED:
+            remedy = "run each micro-batch in `with acc.accumulate():`"
+            self._expect_or_tell(Phase.DONE, "the end of the window", remedy)
 
     def __enter__(self) -> None:
         self.expect(Phase.GIVEN, "accumulate()", "enter it once for each micro-batch of `for micro in window:`")
@@ -128,9 +155,14 @@ class OpenWindow:
             self._end_autocast()
         self._micro_step.__exit__(kind, value, trace)
         self._random.end()
-        if kind is not None:
+        if self.phase is Phase.DROPPED:
             return
-        self.expect(Phase.BACKWARD, "the end of accumulate()", "call acc.backward() in it, also for a loss of zero")
+        if kind is not None:
+            if isinstance(value, MisuseError):
+                self._failed(value)
+            return
+        remedy = "call acc.backward() in it, also for a loss of zero"
+        self._expect_or_tell(Phase.BACKWARD, "the end of accumulate()", remedy)
         self._left -= 1
         if self._left:
             self.phase = Phase.OPEN
@@ -148,7 +180,9 @@ class OpenWindow:
         factor = self._engine.gradient_divide_factor
         if self.proof is not None:
             self.proof.before_backward(loss, self.provisional_count)
-        self._engine.backward(normalize_loss(loss, counts, factor, own_counts=own_counts))
+        total = normalize_loss(loss, counts, factor, own_counts=own_counts)
+        with self._strangers.watching(total), one_graph_each():
+            self._engine.backward(total)
         self._sums.add(loss)
         self.phase = Phase.BACKWARD
 
@@ -156,6 +190,18 @@ class OpenWindow:
         """Raises MisuseError unless the window is in ``phase``."""
         if self.phase is not phase:
             refuse(what, self.phase.value, remedy)
+
+    def _expect_or_tell(self, phase: Phase, what: str, remedy: str) -> None:
+        """As :meth:`expect`, and tells the other ranks, which would wait for this one."""
+        try:
+            self.expect(phase, what, remedy)
+        except MisuseError as error:
+            self._failed(error)
+            raise
+
+    def drop(self) -> None:
+        """Ends a window of which nothing is kept; its micro-batches end where they are."""
+        self.phase = Phase.DROPPED
 
     def mark_done(self) -> None:
         """Ends a window whose step was made; no call is legal afterwards."""
@@ -192,7 +238,8 @@ class OpenWindow:
         self._autocast = None
 
     def _run_finish(self) -> None:
-        self._finish(self._sums, self._late_count)
+        with self._engine.finishing():
+            self._finish(self._sums, self._late_count)
         self.mark_done()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
+from distaccum.errors import MisuseError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 
@@ -75,6 +77,23 @@ class LossSums:
         return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
 
 
+@contextmanager
+def one_graph_each() -> Iterator[None]:
+    """Around a backward, which frees its graph.
+
+    Raises:
+        MisuseError: a part of the graph is another backward's, and freed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        problem = "the loss depends on what was computed in an earlier micro-batch, or before its accumulate()"
+        remedy = "detach what is carried on, as in hidden = hidden.detach(), and compute the rest in each accumulate()"
+        raise MisuseError(f"{problem}, whose graph is freed: {remedy}") from error
+
+
 def run_window(
     engine: Engine,
     window: Window,
@@ -82,6 +101,7 @@ def run_window(
     *,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
+    around_backward: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
@@ -96,6 +116,7 @@ def run_window(
         loss: gives a sum for each micro-batch.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
+        around_backward: the context of each backward, given what it goes back from.
     """
     sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
     engine.begin_window(len(window.micro_batches))
@@ -106,7 +127,9 @@ def run_window(
             with engine.autocast():
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
-            engine.backward(normalize_loss(total, window.counts, factor, own_counts=own_counts))
+            divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
+            with around_backward(divided), one_graph_each():
+                engine.backward(divided)
         sums.add(total)
     if not window.micro_batches:
         engine.shadow_micro_step()  # the other ranks' reduction needs this rank's zeros

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import inf
 from typing import Protocol
@@ -21,6 +23,8 @@ from distaccum.engines.modules import trained
 from distaccum.errors import MisuseError, NonFiniteError, shorten
 from distaccum.losses.base import Loss
 
+_log = logging.getLogger(__name__)
+_GIVEN_UP = "gave up its window"  # in place of a fault
 _MOST_NAMED = 16  # sample ids of a rank, or parameters, in a message
 
 
@@ -45,6 +49,7 @@ class ProgressTracker:
         skips: whether a NaN or infinite gradient only skips its window. Otherwise it ends the run, unless a loss scale
             can still fall.
         max_skips: windows skipped in a row, at the lowest loss scale, that end the run in any case.
+        meet: called on all ranks, with what for, before they tell each other why a gradient was not finite.
     """
 
     def __init__(
@@ -56,8 +61,9 @@ class ProgressTracker:
         schedulers: Sequence[OwnedScheduler],
         skips: bool,
         max_skips: int,
+        meet: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._engine, self._world = engine, world
+        self._engine, self._world, self._meet = engine, world, meet
         self._schedule, self._schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
         self._progress = self._known_progress = Progress()
@@ -133,6 +139,10 @@ class ProgressTracker:
         """Notes a window that counts nothing and was not run, or that was abandoned."""
         self._progress = self.progress.after(samples=samples, tokens=0, applied=False)
 
+    def note_given_up(self) -> None:
+        """Notes that this rank gave up a window that it had begun, in place of :meth:`end_step`."""
+        self._own_fault = f"rank {self._world.rank} {_GIVEN_UP}"
+
     def resolve_last_step(self) -> None:
         """Asks whether the last step was applied, if nobody has: progress and schedulers then include it."""
         if self._unresolved is None:
@@ -167,15 +177,27 @@ class ProgressTracker:
         self.resolve_last_step()
         if self._own_fault is not None:
             own = [self._own_fault] if self._own_fault else []
-            faults = self._world.all_gather_names(own) if together else own
+            if together:
+                self._meet("the next step")
+            said = self._world.all_gather_names(own) if together else own
+            faults = [one for one in said if not one.endswith(_GIVEN_UP)]
             if faults:
                 raise MisuseError("; ".join(faults))
             if together:
                 self._own_fault = None
+                self._forgive(said, here=bool(own))
         if self._fatal is not None:
             explanation = self._explanation(*self._fatal, together=together)
             self._fatal, self._skips_in_a_row = None, 0
             raise NonFiniteError(explanation)
+
+    def _forgive(self, given_up: Sequence[str], *, here: bool) -> None:
+        """Takes a window for skipped that is NaN because some rank has given it up, perhaps this one."""
+        if given_up and not here:
+            self._skips_in_a_row, self._fatal = self._skips_in_a_row - 1, None
+            self._progress = replace(self._progress, nonfinite=self._progress.nonfinite - 1)
+        if given_up and self._world.is_main:
+            _log.warning("%s with abandon(): no rank has stepped on it", "; ".join(given_up))
 
     def _explanation(self, window: Window, outcome: Outcome, loss: Loss | None, *, together: bool) -> str:
         assert outcome.step is not None

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from typing import Any, Protocol
 from zlib import crc32
 
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
-from distaccum.errors import MisuseError
+from distaccum.errors import GONE, MisuseError, PeerError
 from distaccum.losses.normalize import Count, Counts, as_counts
 
 # What a rank adds to the number of those that ask to stop: one with an error, and one that is not at a window's
 # beginning, but in a collective of the user's loop.
 _FAILED = 2.0**32
 _ELSEWHERE = 2.0**42
-_PLACE = 2.0**20  # times a number below 2**16 for the collective, so that ranks in two of them notice
+_PLACES = 2**19  # by which those in different collectives are told apart
 
 
 class Rider(Protocol):
@@ -48,7 +50,7 @@ class GlobalCounter:
         self._stop_requested = False
         self._width = 0  # numbers in the last all-reduce, next to the signal
         self.stopping = False
-        self.rider: Rider | None = None
+        self.riders: tuple[Rider, ...] = ()
 
     def request_stop(self) -> None:
         """Asks all ranks to stop; the next :meth:`all_reduce` tells them. Safe in a signal handler."""
@@ -59,23 +61,46 @@ class GlobalCounter:
         self._stop_requested = self.stopping = False
 
     def sum_together(self, what: str, numbers: Sequence[float] = (), *, remedy: str = "") -> list[float]:
-        """The sums of ``numbers`` over the ranks, for a collective ``what`` that a loop calls between two windows.
+        """The sums of ``numbers`` over the ranks, for a collective ``what`` that a loop makes between two windows.
 
         It has the form of :meth:`all_reduce`, so that a rank which goes on to its next window meets it, and both say so
         instead of waiting for each other.
 
         Raises:
             MisuseError: some ranks do not call it; the others raise PeerError.
+            PeerError: another rank has failed, or is gone.
         """
         fits = len(numbers) <= self._width
         given = [*numbers, *[0.0] * (self._width - len(numbers))] if fits else [0.0] * self._width
-        place = _ELSEWHERE + _PLACE * (crc32(what.encode()) % 2**16)
-        signals, *sums = self._world.all_reduce_host([place, *given])
-        if signals != self._world.size * place:
-            problem = f"{what} was called on some ranks alone, and the others have gone on to their next window"
-            remedy = remedy or f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
+        own = _ELSEWHERE + crc32(what.encode()) % _PLACES
+        signals, *sums = self._sum([own, *given])
+        if signals % _ELSEWHERE >= _FAILED:
+            raise_on_all(self._world, None, f"while this one called {what}")
+        if signals != self._world.size * own:
+            if remedy or what.endswith("()"):
+                problem = f"{what} was called on some ranks alone, and the others have gone on to their next window"
+                remedy = remedy or f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
+            else:
+                problem = f"the ranks have gone apart: this one is at {what}, and others are elsewhere"
+                remedy = "let all ranks decide together on a break or abandon(), as acc.stop() does"
             raise_on_all(self._world, MisuseError(f"{problem}: {remedy}"), "between two windows")
         return sums[: len(numbers)] if fits else self._world.all_reduce_host(numbers)
+
+    def tell(self, error: Exception) -> None:
+        """Answers the other ranks' next count, or what else they do together, with ``error``, which is not raised here.
+
+        They raise PeerError. Whoever is gone by then is not told.
+        """
+        with suppress(PeerError):
+            self._sum([_FAILED, *[0.0] * self._width])
+            with suppress(type(error)):
+                raise_on_all(self._world, error, "")
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        try:
+            return self._world.all_reduce_host(numbers)
+        except RuntimeError as error:  # of the backend
+            raise PeerError(GONE, "while this one waited for it") from error
 
     def micro_batch(self, batch: Any) -> MicroBatch:
         """The batch with its counts."""
@@ -93,7 +118,7 @@ class GlobalCounter:
 
         Raises:
             MisuseError: a batch counts under a name that no batch of the first window had.
-            PeerError: another rank has an ``error``.
+            PeerError: another rank has an ``error``, or is gone.
         """
         if self._names is None:  # a rank without a batch cannot know the names: gathered once per run
             names = self._world.all_gather_names([name for micro in micro_batches for name in micro.counts])
@@ -107,13 +132,15 @@ class GlobalCounter:
                     known = f"and the first window only {sorted(own)}: count 0 there"
                     error = error or MisuseError(f"a batch counts {name!r}, {known}")
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
-        riding = self.rider.outgoing(len(micro_batches), len(own)) if self.rider else []
-        self._width = len(own) + len(more) + len(riding)
-        signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more, *riding])
+        riding = [rider.outgoing(len(micro_batches), len(own)) for rider in self.riders]
+        numbers = [signal, *own.values(), *more, *chain.from_iterable(riding)]
+        self._width = len(numbers) - 1
+        signals, *sums = self._sum(numbers)
         if signals >= _FAILED:  # or elsewhere: that rank says where
-            where = "while this one began a window" if signals >= _ELSEWHERE else "while it loaded its part of a window"
+            where = "while this one began a window" if signals >= _ELSEWHERE else "before its next window"
             raise_on_all(self._world, error, where)
         self.stopping = self.stopping or signals > 0
-        if self.rider:
-            self.rider.incoming(sums[len(own) + len(more) :])
+        rest = iter(sums[len(own) + len(more) :])
+        for rider, sent in zip(self.riders, riding, strict=True):
+            rider.incoming(list(islice(rest, len(sent))))
         return dict(zip(own, sums, strict=False)), sums[len(own) : len(own) + len(more)]

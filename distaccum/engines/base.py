@@ -316,6 +316,25 @@ class Engine(ABC):
         rank, no optimizer steps on any rank.
         """
 
+    def finishing(self) -> AbstractContextManager[None]:
+        """Around what follows a window's last backward, which may lie in another accumulator's micro-step."""
+        return nullcontext()
+
+    @property
+    def gives_up_alone(self) -> bool:
+        """Whether a rank can end an open window that others go on with: see :meth:`give_up`."""
+        return False
+
+    def give_up(self) -> bool:
+        """Ends the accumulation of a window whose gradient this rank cannot compute: the others are sent NaN for it.
+
+        The window's :meth:`step` follows on every rank, and steps nowhere. Only where :attr:`gives_up_alone`.
+
+        Returns:
+            Whether the others get NaN; False: they were sent the gradient before.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def zero_gradients(self) -> None:
         """Zeroes in place, for a window that is not applied."""

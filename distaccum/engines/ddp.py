@@ -22,7 +22,8 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine, mebibytes
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.context import EngineContext
-from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignore
+from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring, uncounted
+from distaccum.engines.ddp_model import DDPModel
 from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import clean, trained
@@ -73,20 +74,19 @@ class DDPEngine(Engine):
         self.gradient_divide_factor = 1 if options.scaler else world.size
         self._sums_to = world.size if options.scaler else 1  # a factor that the reduced gradient is still to get
         self._shards = shards
+        self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
             self.state_layout = StateLayout.SHARDED
             shards.partition(optimizers)
-        self._body = _Body(model)
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
-        buffers = [name for name, _ in self._body.named_buffers(remove_duplicate=False)]
-        odd = {name: p for name, p in self._body.named_parameters(remove_duplicate=False) if _is_odd(p)}
-        ignore(self._body, [*buffers, *odd])
+        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
         for parameter in {id(parameter): parameter for parameter in odd.values()}.values():
             world.broadcast_(parameter.detach())
-        with dense_gradients(model):
-            self._ddp = DistributedDataParallel(
-                self._body,
+        with dense_gradients(model), ignoring(model, [*buffers, *odd]):
+            self._ddp = DDPModel(
+                model,
                 bucket_cap_mb=config.bucket_cap_mb,
                 gradient_as_bucket_view=True,
                 **_NO_BUFFER_SYNC,
@@ -105,7 +105,7 @@ class DDPEngine(Engine):
         self._optimizer_step = OptimizerStep(
             optimizers,
             self._named,
-            (model, self._body, self._ddp),
+            (model, self._ddp),
             options,
             self._settings,
             window_open=lambda: self.window_open,
@@ -130,7 +130,7 @@ class DDPEngine(Engine):
     @property
     def unwrapped_model(self) -> nn.Module:
         """The model inside the wrapper."""
-        return self._body.model
+        return self._model
 
     def describe(self) -> str:
         """See :class:`Engine`."""
@@ -185,7 +185,7 @@ class DDPEngine(Engine):
             self._compare_micro_steps(communicating)
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
-        self._body.called = False
+        self._ddp.called = False
         if not self._ran and not self._communicates and self._world.size > 1:
             self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
@@ -199,7 +199,7 @@ class DDPEngine(Engine):
         Raises:
             MisuseError: see :class:`Engine`; or gradients were changed by hand; or the window is reduced already.
         """
-        if not self._body.called:
+        if not self._ddp.called:
             raise forward_past_engine()
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
@@ -211,20 +211,23 @@ class DDPEngine(Engine):
         if not self._syncs:
             if loss.requires_grad:
                 scaled.backward()  # type: ignore[no-untyped-call]
-        elif self._unused is None:
-            self._reduce(scaled)
-        elif loss.requires_grad:
-            self._reduction.backward(scaled)
-            self._end_reduction()
         else:
-            self.shadow_micro_step()
+            with uncounted():
+                self._reduce(scaled)
         self._watch.note()
 
     def _reduce(self, loss: Tensor) -> None:
-        """The boundary's backward, which has to reach every parameter.
+        """The boundary's backward, which has to reach every parameter, unless unused ones are looked for.
 
         What it leaves out this rank sends as NaN: no rank then waits for it, and none steps.
         """
+        if self._unused is not None:
+            if loss.requires_grad:
+                self._reduction.backward(loss)
+                self._end_reduction()
+            else:
+                self.shadow_micro_step()
+            return
         if loss.requires_grad:
             self._reduction.backward(loss)
         if not loss.requires_grad or self._watch.unchanged:
@@ -291,16 +294,46 @@ class DDPEngine(Engine):
         self.zero_gradients()
         return output
 
+    @property
+    def gives_up_alone(self) -> bool:
+        """See :class:`Engine`; not where the other ranks may wait in a forward."""
+        return self._world.size > 1 and not self._communicating()
+
+    def give_up(self) -> bool:
+        """See :class:`Engine`. What was sent before becomes NaN here alone."""
+        self._open_window()
+        sends = not self._reduced
+        with self._unused_ignored():
+            if self._reduction.running:
+                self._end_interrupted()
+            else:
+                self._drop_gradients()
+                if sends:
+                    self._reduction.join(nan)
+                else:
+                    torch._foreach_add_([view for view in self._views if view is not None], nan)
+        self._reduced = True
+        self._watch.note()
+        return sends
+
+    def _end_interrupted(self) -> None:
+        if self._watch.unchanged:
+            self._reduction.join(nan)
+        else:
+            self._reduction.complete(self._reduction.unreached(), nan)
+
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""
-        if self._reduction.running and self._watch.unchanged:
-            self._reduction.join(nan)
-        elif self._reduction.running:
-            self._reduction.complete(self._reduction.unreached(), nan)
+        if self._reduction.running:
+            self._end_interrupted()
         self._drop_gradients()
         self._ran = self._reduced = False
         self._fault, self._micro_steps = "", None
         self._close_window()
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """See :class:`Engine`."""
+        return uncounted()
 
     @property
     def gives_optimizers_back(self) -> bool:
@@ -376,16 +409,3 @@ def _is_odd(parameter: nn.Parameter) -> bool:
     """A frozen parameter, quantised perhaps, of a type that not every backend sends."""
     usual = parameter.is_complex() or (parameter.is_floating_point() and parameter.itemsize > 1)
     return not (parameter.requires_grad or usual)
-
-
-class _Body(nn.Module):
-    """What DDP wraps: the user's model, which it calls; notes that it was called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.called = False  # since the last micro-step began
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.called = True
-        return self.model(*args, **kwargs)

@@ -9,15 +9,17 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
 
 _NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
+_OF_GLOO = "/gloo/"
 _TWICE = "mark a variable ready only once"
 _UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
@@ -79,6 +81,8 @@ class Reduction:
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if _OF_GLOO in str(error):  # the only backend that says so in a backward, at once
+                raise PeerError(GONE, "while this one waited for its gradient") from error
             if _TWICE not in str(error):
                 raise
             problem = "a backward reached a parameter twice, as of one that several reentrant checkpoints share"
@@ -119,9 +123,14 @@ class Reduction:
         self._reducer._remove_autograd_hooks()
 
 
-def ignore(body: nn.Module, names: Sequence[str]) -> None:
-    """Has DDP leave out these parameters and buffers of what it is about to wrap."""
-    body._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+@contextmanager
+def ignoring(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within the block DDP leaves out these parameters and buffers of a model that it wraps."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = list(names)  # past __setattr__: a compiled model passes it on
+    try:
+        yield
+    finally:
+        del vars(model)["_ddp_params_and_buffers_to_ignore"]
 
 
 @contextmanager
@@ -137,8 +146,13 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
             module.sparse = True
 
 
+_watching: WeakSet[Collectives] = WeakSet()
+
+
 class Collectives:
     """Tells whether a collective was called since :meth:`note`, on the default process group; costs none itself.
+
+    Those within :func:`uncounted` do not count.
 
     Args:
         device: this rank's.
@@ -147,22 +161,49 @@ class Collectives:
     def __init__(self, device: torch.device) -> None:
         self._backends = list(_backends({torch.device("cpu"), torch.device(device.type)}))
         self._before: list[int] | None = None
+        self._called = False  # before the last pause
         self.watching = False
 
     def note(self) -> None:
         """Begins to watch."""
-        self._before, self.watching = self._numbers(), True
+        self._before, self._called, self.watching = self._numbers(), False, True
+        _watching.add(self)
 
     def called(self) -> bool:
         """Whether there was one; False where the group does not count. Ends the watching."""
-        before, self._before, self.watching = self._before, None, False
-        return before is not None and before != self._numbers()
+        called, self.watching = self._called or self._differs(), False
+        _watching.discard(self)
+        return called
+
+    def pause(self) -> None:
+        """What follows is not counted, until :meth:`resume`."""
+        self._called = self._called or self._differs()
+
+    def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+        self._before = self._numbers()
+
+    def _differs(self) -> bool:
+        return self._before is not None and self._before != self._numbers()
 
     def _numbers(self) -> list[int] | None:
         try:
             return [int(backend._get_sequence_number_for_group()) for backend in self._backends]
         except RuntimeError:  # of a backend that does not count
             return None
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within the block a collective is the library's own, though a micro-step of another accumulator is open."""
+    watching = list(_watching)
+    for collectives in watching:
+        collectives.pause()
+    try:
+        yield
+    finally:
+        for collectives in watching:
+            collectives.resume()
 
 
 def _backends(devices: set[torch.device]) -> Iterator[Any]:

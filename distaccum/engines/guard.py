@@ -19,6 +19,11 @@ def _always() -> bool:
     return True
 
 
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Whether an engine steps it."""
+    return _ATTRIBUTE in vars(optimizer)
+
+
 class StepGuard:
     """Within the ``with`` block the optimizers step; anywhere else ``step`` raises MisuseError.
 

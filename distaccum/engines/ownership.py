@@ -14,6 +14,11 @@ from distaccum.errors import MisuseError
 _owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()
 
 
+def is_owned(thing: object) -> bool:
+    """Whether an engine that is not closed has this optimizer or parameter."""
+    return thing in _owners
+
+
 class Ownership:
     """One engine's claim to its optimizers and to the parameters that it trains, until :meth:`release`.
 

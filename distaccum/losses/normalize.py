@@ -22,6 +22,34 @@ SINGLE = "loss"
 _WIDE = (torch.float32, torch.float64)
 
 
+class WatchedCounts(dict[str, float]):
+    """A window's counts, which know whether somebody has read one, and what factors losses were normalized with."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__(counts)
+        self.read = False
+        self.factors: set[int] = set()
+
+    def __getitem__(self, name: str) -> float:
+        self.read = True
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        self.read = True
+        return super().get(name, default)
+
+    def values(self) -> Any:
+        """As a dictionary's."""
+        self.read = True
+        return super().values()
+
+    def items(self) -> Any:
+        """As a dictionary's."""
+        self.read = True
+        return super().items()
+
+
 def as_counts(count: float | Counts) -> Counts:
     """Counts by name; a bare number is the count of a single loss. NumPy's numbers become Python's.
 
@@ -119,6 +147,8 @@ def normalize_loss(
             or losses and counts have different names.
     """
     sums = as_loss_sums(loss)
+    if isinstance(counts, WatchedCounts):
+        counts.factors.add(gradient_divide_factor)
     if sums.keys() != counts.keys():
         if isinstance(getattr(loss, "loss", None), Tensor):
             refuse_loss(loss)

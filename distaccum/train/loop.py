@@ -255,6 +255,7 @@ class Loop:
         A preempted run makes the checkpoint alone: the process that continues it makes the rest, and there is no time.
         """
         self._look_at_last(self.progress)
+        self._accumulator.replicas.check()  # a checkpoint may not follow
         if self._ended or self._accumulator.stopping:
             self._take_reasons()
         if self.preempted:

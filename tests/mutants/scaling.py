@@ -18,9 +18,9 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "            self.shadow_micro_step()\n        self._watch.note()\n",
+                "                self._reduce(scaled)\n        self._watch.note()\n",
                 (
-                    "            self.shadow_micro_step()\n        self._watch.note()\n"
+                    "                self._reduce(scaled)\n        self._watch.note()\n"
                     "        if self._scaler:\n"
                     "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())\n"
                 ),

@@ -127,7 +127,7 @@ def operators(world: World, *, riding: bool) -> int:
         world=world,
     )
     if not riding:
-        acc._counter.rider = None
+        acc._counter.riders = ()
     windows = acc.windows(data())
     for _ in range(2):
         acc.step(next(windows), loss)

@@ -40,7 +40,7 @@ def counts(world: World, verify: str, *, riding: bool, windows: int) -> dict[str
         verify=verify,
     )
     if not riding:
-        acc._counter.rider = None
+        acc._counter.riders = ()
     found: dict[str, Any] = {}
     each = acc.windows([(row[:-1], row[1:]) for row in tokens])
     for name, number in (("first window", 1), ("later windows", windows)):

@@ -685,7 +685,7 @@ def test_level_one_tells_of_a_fault_and_of_calls_out_of_order() -> None:
         engine.zero_gradients()
         for i, micro in enumerate(window.micro_batches):
             with engine.micro_step(sync=i == len(window.micro_batches) - 1):
-                engine.backward(engine.model(micro.batch).square().sum() / GLOBAL * world.size)
+                engine.backward(engine.model(micro.batch).square().sum() / window.counts["loss"] * world.size)
         with pytest.raises(MisuseError, match="after the window's reduction"):
             engine.backward(engine.model(window.micro_batches[0].batch).sum())
         with pytest.raises(MisuseError, match="a micro-step after the window's last"):

@@ -1,0 +1,45 @@
+"""What a training forward calls on DDP: torch's wrapper, which has the attributes and methods of the user's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class DDPModel(DistributedDataParallel):
+    """``model.encode(x)``, ``model.head`` and ``model.config`` are the wrapped model's, as ``model.module`` is it.
+
+    A forward by one of its parts or methods is as good as one of the whole: the reduction begins with a backward that
+    the engine announces, and no forward takes part in it.
+
+    Setting an attribute that the wrapped model has sets it there, where its forward reads it.
+    """
+
+    called: bool = False
+    """Whether a forward, a method or a part of the model was asked for since this was last set to False."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what an instance's dictionary and the class have not: modules, torch's and the user's."""
+        try:
+            found = super().__getattr__(name)
+        except AttributeError:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None:  # torch's own constructor is at work
+                raise
+            found = getattr(module, name)
+            if isinstance(found, nn.Module) or callable(found):
+                vars(self)["called"] = True
+            return found
+        if name == "module":  # torch's forward asks for it too
+            vars(self)["called"] = True
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = vars(self).get("_modules", {}).get("module")
+        own = name in vars(self) or hasattr(type(self), name) or module is None
+        if own or name in vars(self)["_modules"] or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
