@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -177,6 +177,11 @@ class Engine(ABC):
     def optimizers(self) -> Sequence[Optimizer]:
         """Those that the step asks to step."""
         return self._optimizers
+
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """Within this context the optimizers' groups hold what the step gives them: on some engines a rank's part."""
+        return nullcontext()
 
     @property
     def loss_scale(self) -> Tensor | None:

@@ -29,6 +29,7 @@ from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
+from distaccum.engines.whole_groups import WholeGroups
 from distaccum.engines.zero1 import ZeRO1
 from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
@@ -76,7 +77,9 @@ class DDPEngine(Engine):
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
             self.state_layout = StateLayout.SHARDED
+            self._groups = WholeGroups(optimizers)
             shards.partition(optimizers)
+            self._groups.show()
         self._body = _Body(model)
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
         buffers = [name for name, _ in self._body.named_buffers(remove_duplicate=False)]
@@ -283,7 +286,11 @@ class DDPEngine(Engine):
             raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
         self._watch.check()
         among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
-        output = self._optimizer_step.step(divisor / self._sums_to, among=among)
+        if self._shards is not None:
+            self._groups.check()
+            self._shards.take_in()
+        with self.stepped_groups:
+            output = self._optimizer_step.step(divisor / self._sums_to, among=among)
         if self._fault:
             output = replace(output, fault=self._fault)
         if self._shards is not None:
@@ -306,6 +313,11 @@ class DDPEngine(Engine):
     def gives_optimizers_back(self) -> bool:
         """See :class:`Engine`; of zero1 :meth:`close` gathers the state."""
         return True
+
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`Engine`; of zero1 what this rank steps."""
+        return _NOTHING if self._shards is None else self._groups
 
     @property
     def gradients_changed(self) -> bool:
@@ -347,7 +359,8 @@ class DDPEngine(Engine):
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
         load_model_state(self.unwrapped_model, state.model)
-        self._optimizer_step.load_state(state)
+        with self.stepped_groups:
+            self._optimizer_step.load_state(state)
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:

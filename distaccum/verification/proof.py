@@ -356,7 +356,8 @@ class GradientProof:
         """Until :meth:`close`, looks at what each optimizer is given before it moves a weight; a collective."""
         optimizers = self._engine.optimizers
         by_id = {id(p): name for name, p in trained(self._engine.unwrapped_model).items()}
-        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        with self._engine.stepped_groups:
+            held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         (known,) = self._world.all_reduce_host([any(id(p) in by_id for p in held)])
         # An engine may step on copies of its own, which hold several parameters end to end.
         self._names = by_id if known else None

@@ -20,13 +20,14 @@ from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed.compat import check_optimizers, load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.module import EngineLock, compute_in
 from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
-from distaccum.engines.deepspeed.weights import MasterWeights
+from distaccum.engines.deepspeed.weights import EditedWeights, MasterWeights
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.uneven_inputs import UnevenInputs
+from distaccum.engines.whole_groups import WholeGroups
 from distaccum.errors import CheckpointError, MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -96,6 +97,7 @@ class DeepSpeedEngine(Engine):
         deepspeed = load_deepspeed(world.device)
         internals.check_version(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
+        self._groups = WholeGroups(optimizers)
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
@@ -104,6 +106,8 @@ class DeepSpeedEngine(Engine):
         self._stage: int = int(self._engine.zero_optimization_stage())
         self._gradients = internals.gradients_of(self._engine, parameters)
         internals.check(self._engine, self._gradients, deepspeed.__version__)
+        self._edited = EditedWeights(self._engine, self._gradients, self._trained)
+        self._groups.show()
         # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
         self._coalesces = self._gradients.sharded
         for parameter in self._trained:
@@ -216,6 +220,11 @@ class DeepSpeedEngine(Engine):
         dtype = torch.float64 if self._gradients.sharded or held is None else held.dtype
         return torch.tensor(numbers, device=self.device, dtype=dtype)
 
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`Engine`; at most stages flat fp32 weights of this rank."""
+        return self._groups
+
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`."""
         self._open_window()
@@ -274,10 +283,12 @@ class DeepSpeedEngine(Engine):
             self._fault = self._fault or _DIFFERENT_MODULES
             faults = 1.0
         self._refuse(faults=bool(faults), used=used)
+        self._groups.check()
         applied = False
         if total**0.5 / factor <= torch.finfo(torch.float32).max:  # NaN is not less
+            self._edited.take_in()
             self._gradients.divide(factor)
-            with self._lock:
+            with self._lock, self._groups:
                 self._engine.set_gradient_accumulation_boundary(True)
                 self._engine.step()
             applied = bool(self._engine.was_step_applied())
@@ -326,6 +337,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def shifted(self, direction: Mapping[str, Tensor], distance: float) -> Iterator[Mapping[str, Tensor]]:
         """See :class:`Engine`: at stage 3 this rank's part of each parameter moves, and is gathered anew."""
+        self._edited.take_into_shards()
         parameters: Iterator[tuple[str, Any]] = self._model.named_parameters()
         shards = {clean(name): parameter.ds_tensor for name, parameter in parameters}
         own = {name: shards[name].data.flatten()[: direction[name].numel()] for name in direction}
@@ -376,6 +388,7 @@ class DeepSpeedEngine(Engine):
 
     def whole_model(self) -> dict[str, Tensor]:
         """Rank 0's: the fp32 weights and the buffers by name, on the host; empty elsewhere. A collective."""
+        self._edited.take_in()
         return self._weights.whole(self._engine, keep=self._world.is_main)
 
     def state(self) -> EngineState:
@@ -410,11 +423,15 @@ class DeepSpeedEngine(Engine):
 
     def save_files(self, folder: Path) -> None:
         """DeepSpeed's own checkpoint, in the folder ``deepspeed``."""
-        deepspeed_files.save(self._engine, folder, self._about(), self._world)
+        self._edited.take_in()
+        with self._groups:
+            deepspeed_files.save(self._engine, folder, self._about(), self._world)
 
     def load_files(self, folder: Path) -> None:
         """Restores :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
-        deepspeed_files.load(self._engine, folder, self._about())
+        self._edited.take_in()  # what was put elsewhere lies in its place again
+        with self._groups:
+            deepspeed_files.load(self._engine, folder, self._about())
         internals.own_loss_scale(self._engine.optimizer)
         self._gradients.divide_by_nothing()
 

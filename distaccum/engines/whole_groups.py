@@ -1,0 +1,64 @@
+"""The optimizers' groups, which hold a rank's part while the engine steps, and all of the user's parameters otherwise.
+
+A loop over ``optimizer.param_groups`` (a norm, a clamp, a copy of the weights) then does the same on every engine. If it
+met one rank's part, or flat copies of it, forwards would go on with other weights than the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any
+
+from torch.optim import Optimizer
+
+from distaccum.errors import MisuseError
+
+
+class WholeGroups:
+    """Within the ``with`` block groups hold what the engine has put there; outside what the user gave.
+
+    Args:
+        optimizers: before the engine changes their groups.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._given: list[list[Any]] = [group["params"] for group in self._groups()]
+        self._parameters = [list(parameters) for parameters in self._given]
+        self._engines: list[list[Any]] = []
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """Those of now: loading an optimizer's state makes new ones."""
+        for optimizer in self._optimizers:
+            yield from optimizer.param_groups
+
+    def show(self) -> None:
+        """Called once the engine has changed the groups: keeps what it put there, and puts the user's back."""
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        for group, engines in zip(self._groups(), self._engines, strict=True):
+            group["params"] = engines
+
+    def __exit__(self, *_: object) -> None:
+        self._engines = [group["params"] for group in self._groups()]
+        for group, given in zip(self._groups(), self._given, strict=True):
+            group["params"] = given
+
+    def check(self) -> None:
+        """Called outside of the block.
+
+        Raises:
+            MisuseError: somebody has added or removed a group, or a parameter of one.
+        """
+        now = [group["params"] for group in self._groups()]
+        if len(now) != len(self._parameters) or not all(map(_same, now, self._parameters)):
+            raise MisuseError(
+                "the optimizer's groups hold other parameters than when the engine was made (add_param_group, or "
+                'group["params"] written by hand): set them up before, or close() the accumulator and make a new one'
+            )
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
