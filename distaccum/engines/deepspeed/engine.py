@@ -122,6 +122,7 @@ class DeepSpeedEngine(Engine):
         )
         self._backwards = internals.Backwards(self._engine)
         self._trace = internals.Trace(self._engine, world.size) if gathers else None
+        self._lost_edits = internals.LostEdits(parameters) if gathers else None
         self._watch = GradientWatch(partial(internals.accumulated, self._engine.optimizer, self._trained))
         self._fault = ""
         self._news = self._tell([True] * len(self._trained))
@@ -179,6 +180,13 @@ class DeepSpeedEngine(Engine):
             self._fault = (
                 f"requires_grad of {changed} was changed after the model was wrapped, and DeepSpeed steps what it was "
                 "given: freeze or unfreeze before, or make a new model and Accumulator"
+            )
+        lost = "" if self._lost_edits is None else self._lost_edits.find()
+        if lost:
+            self._fault = (
+                f"{lost} was changed outside of a window, which changes nothing at engine.stage=3, where no rank holds "
+                "it whole: do it within `with deepspeed.zero.GatheredParameters([p], modifier_rank=0):`, load weights "
+                "with acc.load_state_dict(), or use engine.stage=2"
             )
 
     def _hold_back(self) -> None:

@@ -464,6 +464,40 @@ def shards_from_whole(optimizer: Any) -> None:
             parameter.ds_tensor.data[: own.numel()].copy_(own)
 
 
+class LostEdits:
+    """At stage 3: finds weights that were changed while no rank held them whole, which changes nothing.
+
+    Versions count what was written into a tensor, and DeepSpeed writes past them. What was changed within
+    ``GatheredParameters`` has reached this rank's part, whose version then counts too.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._trained: list[tuple[str, Any]] = list(trained.items())
+        self.note()
+
+    def note(self) -> None:
+        """From here on changes are the user's."""
+        self._versions = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(p._version, p.ds_tensor._version) for _, p in self._trained]
+
+    def find(self) -> str:
+        """The name of a parameter whose change since :meth:`note` was lost; empty where there is none."""
+        now, rank = self._now(), torch.distributed.get_rank()
+        lost = ""
+        for (name, p), (version, of_shard), (before, shard_before) in zip(
+            self._trained, now, self._versions, strict=True
+        ):
+            if p.ds_persist or p.ds_tensor.ds_numel * rank >= p.ds_numel:
+                continue  # stays whole; or nothing of it lies here
+            put_aside = p.numel() and p.ds_status.name == "NOT_AVAILABLE"  # by p.data = ...
+            if put_aside or (version != before and of_shard == shard_before):
+                lost = lost or name
+        self._versions = now
+        return lost
+
+
 def fp32_copies(optimizer: Any) -> dict[int, Tensor]:
     """The fp32 weights that stage 0 keeps next to 16-bit ones, by the parameter's ``id``."""
     if not (hasattr(optimizer, "fp16_groups") and hasattr(optimizer, "fp32_groups")):
