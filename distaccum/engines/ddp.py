@@ -27,6 +27,7 @@ from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
 from distaccum.engines.whole_groups import WholeGroups
@@ -77,6 +78,9 @@ class DDPEngine(Engine):
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
             self.state_layout = StateLayout.SHARDED
+            for optimizer in optimizers:
+                check_hooks(optimizer)
+                check_parts(optimizer, "zero1", warn=world.is_main)
             self._groups = WholeGroups(optimizers)
             shards.partition(optimizers)
             self._groups.show()
@@ -288,6 +292,7 @@ class DDPEngine(Engine):
         among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
         if self._shards is not None:
             self._groups.check()
+            expect_no_hooks(self._optimizers)
             self._shards.take_in()
         with self.stepped_groups:
             output = self._optimizer_step.step(divisor / self._sums_to, among=among)

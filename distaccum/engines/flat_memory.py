@@ -1,4 +1,4 @@
-"""Parameters that an engine has laid into flat memory, which it sends and steps: a user may put others in their place."""
+"""Parameters that lie in flat memory, which an engine sends and steps: a user may have put them elsewhere."""
 
 from __future__ import annotations
 

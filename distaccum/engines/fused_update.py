@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from distaccum.engines.base import StepOutput
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.rules import foreign_hooks
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 
@@ -114,9 +115,9 @@ class FusedUpdate:
         if not ((begun and all(fused)) or HostCopy(applied).read() == 1.0):
             return
         for optimizer, folds in zip(self._optimizers, fused, strict=True):
-            if folds and applied.dtype == torch.float32:
+            if folds and applied.dtype == torch.float32 and not foreign_hooks(optimizer):
                 _step_fused(optimizer, remaining, 1.0 - applied)
-            elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits
+            elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits; hooks see gradients
                 _divide(_gradients_of(optimizer), remaining)
                 _step_fused(optimizer, None, 1.0 - applied)
             else:

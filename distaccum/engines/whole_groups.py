@@ -1,7 +1,7 @@
-"""The optimizers' groups, which hold a rank's part while the engine steps, and all of the user's parameters otherwise.
+"""The optimizers' groups: a rank's part while the engine steps, and all of the user's parameters otherwise.
 
-A loop over ``optimizer.param_groups`` (a norm, a clamp, a copy of the weights) then does the same on every engine. If it
-met one rank's part, or flat copies of it, forwards would go on with other weights than the step.
+A loop over ``optimizer.param_groups`` (a norm, a clamp, a copy of the weights) then does the same on every engine. If
+it met one rank's part, or flat copies of it, forwards would go on with other weights than the step.
 """
 
 from __future__ import annotations

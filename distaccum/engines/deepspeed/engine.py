@@ -26,6 +26,7 @@ from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.packed_files import is_packed, unpacked
+from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.engines.whole_groups import WholeGroups
 from distaccum.errors import CheckpointError, MisuseError, shorten
@@ -92,6 +93,9 @@ class DeepSpeedEngine(Engine):
         self._needs_gradient = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         if settings.get("zero_optimization", {}).get("stage", 0):
             check_rule(optimizers[0], parameters)
+        self._steps_copies = policy.casts or bool(settings.get("zero_optimization", {}).get("stage", 0))
+        if self._steps_copies:
+            check_hooks(optimizers[0])
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         deepspeed = load_deepspeed(world.device)
@@ -271,6 +275,12 @@ class DeepSpeedEngine(Engine):
             MisuseError: on all ranks alike, before a weight moves: gradients or ``requires_grad`` were changed by hand
                 on some rank, ranks ran different modules (stage 3), or parameters without a gradient would be moved.
         """
+        try:
+            self._groups.check()
+            if self._steps_copies:
+                expect_no_hooks(self._optimizers)
+        except MisuseError as error:
+            self._fault = self._fault or str(error)
         if self._due and self._hold is not None:
             self._reduce()
         else:
@@ -291,7 +301,6 @@ class DeepSpeedEngine(Engine):
             self._fault = self._fault or _DIFFERENT_MODULES
             faults = 1.0
         self._refuse(faults=bool(faults), used=used)
-        self._groups.check()
         applied = False
         if total**0.5 / factor <= torch.finfo(torch.float32).max:  # NaN is not less
             self._edited.take_in()

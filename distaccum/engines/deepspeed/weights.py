@@ -20,7 +20,6 @@ from distaccum.engines.deepspeed.internals import (
 from distaccum.engines.extra_state import extra_state, set_extra_state, to_bytes
 from distaccum.engines.flat_memory import put_back
 
-
 _ELEMENTS = 2**24  # that are compared at once
 
 
