@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from distaccum.errors import ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)
-_STEPS = 2
+_STEPS, _RATE = 2, 1e-2
 _SCALES = (1.0, 1e4, 1e-4)  # of gradients: a norm may be clipped only where it is large
 _SIZE = 6  # a trial's dimensions, at most
 _OURS = ("step", "zero_grad")  # what an instance may have been given in place of its class's
@@ -49,6 +49,18 @@ def try_rule(optimizer: Optimizer, whole: Pieces, parts: Sequence[Pieces]) -> Ve
         whole: by group.
         parts: each by group; a group's in all parts, end to end, are the whole's.
     """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in held]
+    for p in held:  # a rule may hold on to its parameters, and would step them
+        p.grad = None
+    try:
+        return _tried(optimizer, whole, parts)
+    finally:
+        for p, gradient in zip(held, gradients, strict=True):
+            p.grad = gradient
+
+
+def _tried(optimizer: Optimizer, whole: Pieces, parts: Sequence[Pieces]) -> Verdict:
     verdict = Verdict.ALONE
     devices = {t.device.index or 0 for group in whole for t in group if t.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
@@ -76,7 +88,7 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
         ConfigError: the step of one parameter depends on others.
     """
     groups = [[p for p in group["params"] if p.requires_grad][:2] for group in optimizer.param_groups]
-    if sum(map(len, groups)) < 2:
+    if sum(map(len, groups)) <= 1:
         return
     generator = torch.Generator().manual_seed(0)
     whole = [[_small(p, generator) for p in group] for group in groups]
@@ -112,8 +124,11 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -
     for begun in (False, True) if optimizer.state else (False,):  # some make their state when they are made
         torch.manual_seed(seed)
         values = [[nn.Parameter(piece.clone()) for piece in group] for group in pieces]
-        groups = [dict(group) | {"params": mine} for group, mine in zip(optimizer.param_groups, values, strict=True)]
-        trial = trial_copy(optimizer, groups)
+        groups = [
+            dict(group) | {"params": mine} | _rate(group)
+            for group, mine in zip(optimizer.param_groups, values, strict=True)
+        ]
+        trial = _trial_copy(optimizer, groups)
         if trial is None:
             return None
         if begun:
@@ -125,10 +140,16 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -
                         value.grad = _gradient(piece, step) * scale
                 trial.step()
         except Exception:  # each optimizer has its own
-            continue
-        empty = torch.zeros(0)
-        return [torch.cat([empty, *(_real(value).detach().flatten().cpu() for value in mine)]) for mine in values]
+            values = []
+        if values:
+            empty = torch.zeros(0)
+            return [torch.cat([empty, *(_real(value).detach().flatten().cpu() for value in mine)]) for mine in values]
     return None
+
+
+def _rate(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule may begin at 0, and steps would then tell nothing."""
+    return {"lr": _RATE} if "lr" in group and not float(group["lr"]) else {}
 
 
 def _gradient(piece: Tensor, step: int) -> Tensor:
@@ -141,8 +162,8 @@ def _gradient(piece: Tensor, step: int) -> Tensor:
 def _begin(trial: Any, optimizer: Optimizer) -> None:
     """Gives a trial's parameters a state as the first parameter of their group has: its first number everywhere."""
     for group, given in zip(trial.param_groups, optimizer.param_groups, strict=True):
-        known = next((p for p in given["params"] if p in optimizer.state), None)
-        for value in group["params"] if known is not None else ():
+        with_state: list[Tensor] = [p for p in given["params"] if p in optimizer.state]
+        for known, value in ((with_state[0], value) for value in group["params"] if with_state):
             trial.state[value] = {
                 name: torch.full_like(value, float(entry.flatten()[0]))
                 if isinstance(entry, Tensor) and entry.shape == known.shape and entry.numel()
@@ -151,10 +172,11 @@ def _begin(trial: Any, optimizer: Optimizer) -> None:
             }
 
 
-def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def _trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     """An optimizer of the same rule and settings over other groups, without state and hooks.
 
-    None: it has one inside with groups of its own. What it keeps as attributes is there too, lists and dictionaries as copies.
+    None: it has one inside with groups of its own. What it keeps as attributes is there too, lists and dictionaries as
+    copies.
     """
     kind = type(optimizer)
     # Some free memory that the original needs when they are deleted.
@@ -165,7 +187,7 @@ def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
         if isinstance(value, Optimizer):
             if value.param_groups is not optimizer.param_groups:
                 return None
-            vars(trial)[name] = trial_copy(value, groups)
+            vars(trial)[name] = _trial_copy(value, groups)
         elif name not in _OURS:
             vars(trial)[name] = copy(value) if isinstance(value, dict | list | set) else value
             if isinstance(value, Tensor):

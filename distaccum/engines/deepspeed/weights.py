@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,7 @@ class EditedWeights:
                 if weights.data_ptr() != master.data_ptr():
                     master.copy_(weights)
                 continue
-            pairs = zip(weights.flatten().split(_ELEMENTS), master.view(-1).split(_ELEMENTS), strict=True)
-            for own, copy in pairs:
+            for own, copy in _pieces(weights, master):
                 here = own.to(copy.device)
                 copy.copy_(torch.where(copy.to(own.dtype) == here, copy, here.to(copy.dtype)))
 
@@ -65,6 +64,15 @@ class EditedWeights:
         """At stage 3: a rank's parts of what stays whole."""
         if hasattr(self._optimizer, "persistent_parameters"):
             shards_from_whole(self._optimizer)
+
+
+def _pieces(weights: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """So that what is compared needs little memory besides."""
+    if not (weights.is_contiguous() and master.is_contiguous()):
+        yield weights, master
+        return
+    parts = (torch.split(tensor.view(-1), _ELEMENTS) for tensor in (weights, master))
+    yield from zip(*parts, strict=True)
 
 
 class MasterWeights:
