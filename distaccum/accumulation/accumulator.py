@@ -18,6 +18,7 @@ from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
+from distaccum.accumulation.settings_agreement import SettingsAgreement
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (
@@ -32,7 +33,7 @@ from distaccum.config.checks import (
 )
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import GlobalCounter
+from distaccum.data.counter import GlobalCounter, Riders
 from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
@@ -192,7 +193,8 @@ class Accumulator:
             count=count,
         )
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
-        self._counter.rider = self.replicas
+        agreement = SettingsAgreement(self.engine, self.world, self.tracker.next_factors)
+        self._counter.rider = Riders(agreement, self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from distaccum.data.agreement import raise_on_all
@@ -28,6 +29,26 @@ class Rider(Protocol):
 
     def incoming(self, sums: list[float]) -> None:
         """Their sums over the ranks."""
+
+
+class Riders:
+    """Several as one."""
+
+    def __init__(self, *riders: Rider) -> None:
+        self._riders = riders
+        self._widths: list[int] = []
+
+    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
+        """Those of each, one after the other."""
+        given = [rider.outgoing(micro_batches, losses) for rider in self._riders]
+        self._widths = list(map(len, given))
+        return [number for numbers in given for number in numbers]
+
+    def incoming(self, sums: list[float]) -> None:
+        """To each its own."""
+        ends = list(accumulate(self._widths))
+        for rider, width, end in zip(self._riders, self._widths, ends, strict=True):
+            rider.incoming(sums[end - width : end])
 
 
 class GlobalCounter:

@@ -77,7 +77,7 @@ class DDPEngine(Engine):
         self._shards = shards
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
-            self.state_layout = StateLayout.SHARDED
+            self.state_layout, self.steps_parts = StateLayout.SHARDED, True
             for optimizer in optimizers:
                 check_hooks(optimizer)
                 check_parts(optimizer, "zero1", warn=world.is_main)

@@ -22,6 +22,7 @@ from distaccum.engines.deepspeed.module import EngineLock, compute_in
 from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
 from distaccum.engines.deepspeed.weights import EditedWeights, MasterWeights
 from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.group_settings import OTHER_SETTINGS, differ, fingerprint
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import clean, trained
@@ -93,8 +94,8 @@ class DeepSpeedEngine(Engine):
         self._needs_gradient = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         if settings.get("zero_optimization", {}).get("stage", 0):
             check_rule(optimizers[0], parameters)
-        self._steps_copies = policy.casts or bool(settings.get("zero_optimization", {}).get("stage", 0))
-        if self._steps_copies:
+        self.steps_parts = policy.casts or bool(settings.get("zero_optimization", {}).get("stage", 0))
+        if self.steps_parts:
             check_hooks(optimizers[0])
         if policy.casts:
             compute_in(policy.compute_dtype, model)
@@ -277,7 +278,7 @@ class DeepSpeedEngine(Engine):
         """
         try:
             self._groups.check()
-            if self._steps_copies:
+            if self.steps_parts:
                 expect_no_hooks(self._optimizers)
         except MisuseError as error:
             self._fault = self._fault or str(error)
@@ -290,15 +291,21 @@ class DeepSpeedEngine(Engine):
         names, norms = self._norms()
         square = norms.double().square().sum().reshape(1)
         trace = 0 if self._trace is None else self._trace.number
-        found = torch.tensor([trace, trace**2], dtype=torch.float64, device=self.device)
+        settings = fingerprint(self._optimizers, world_size=self._world.size)
+        numbers = [trace, trace**2, settings, settings**2]
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         found = torch.cat((square, found, self._news.double().flatten()))
         if self._gradients.sharded:
             self._world.all_reduce_(found.unsqueeze(1))
         # Host read: DeepSpeed's own steps read the device as well.
-        total, traced, traced_squares, faults, *used = found.tolist()
+        total, traced, traced_squares, *of_settings = (told := found.tolist())[:5]
+        faults, *used = told[5:]
         norm = (found[0].sqrt() / factor).float()
         if self._gradients.sharded and traced**2 != self._world.size * traced_squares:
             self._fault = self._fault or _DIFFERENT_MODULES
+            faults = 1.0
+        if self._gradients.sharded and differ(of_settings, self._world.size):
+            self._fault = self._fault or OTHER_SETTINGS
             faults = 1.0
         self._refuse(faults=bool(faults), used=used)
         applied = False

@@ -34,6 +34,7 @@ from distaccum.engines.fsdp2.optimizers import rebind_optimizers
 from distaccum.engines.fsdp2.shard_watch import ShardWatch
 from distaccum.engines.fused_update import StepOptions
 from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.optimizer_step import OptimizerStep
@@ -169,20 +170,24 @@ class FSDP2Engine(Engine):
     def _all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Over the ranks that share a model: those of other replicas hold the same gradient.
 
-        With the norms of a step travels the order in which this rank's forwards ran the blocks, and its square: where
-        ranks differ they have gathered one block's shards into another's, and the norms become NaN.
+        With the norms of a step travel the order in which this rank's forwards ran the blocks, a number for its
+        optimizers' settings, and their squares: where ranks differ the norms become NaN, and no rank steps.
         """
         if not self._compares_order:
             dist.all_reduce(tensor, group=self._mesh.get_group("shard"))
             return tensor
         self._compares_order = False
-        order = torch.full((1,), float(self._order), dtype=tensor.dtype, device=tensor.device)
-        sums = torch.cat((tensor, order, order.square()))
+        settings = fingerprint(self._optimizers, world_size=self._world.size)
+        own = torch.tensor([float(self._order), settings], dtype=tensor.dtype, device=tensor.device)
+        sums = torch.cat((tensor, own, own.square()))
         dist.all_reduce(sums, group=self._mesh.get_group("shard"))
-        total, squares = sums[-2], sums[-1]  # of whole numbers below 2**53
-        differ = (squares * self._mesh["shard"].size() != total.square()).reshape(1)
-        self._late_faults.append((HostCopy(differ.float()), _OTHER_BLOCKS))
-        return sums[:-2] + torch.where(differ, torch.nan, 0.0).to(tensor.dtype)
+        total, squares = sums[-4:-2], sums[-2:]  # of whole numbers below 2**53
+        differ = squares * self._mesh["shard"].size() != total.square()
+        self._late_faults += [
+            (HostCopy(differ[:1].float()), _OTHER_BLOCKS),
+            (HostCopy(differ[1:].float()), OTHER_SETTINGS),
+        ]
+        return sums[:-4] + torch.where(differ.any(), torch.nan, 0.0).to(tensor.dtype)
 
     @property
     def model(self) -> nn.Module:
