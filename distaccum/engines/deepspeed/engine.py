@@ -438,6 +438,7 @@ class DeepSpeedEngine(Engine):
                 self.load_files(folder)
         elif state.model:
             self._weights.load(self._engine, state.model)
+            self._own_edits()
         self._settings.restore(state.optimizer_values)
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))
@@ -458,6 +459,12 @@ class DeepSpeedEngine(Engine):
             deepspeed_files.load(self._engine, folder, self._about())
         internals.own_loss_scale(self._engine.optimizer)
         self._gradients.divide_by_nothing()
+        self._own_edits()
+
+    def _own_edits(self) -> None:
+        """What has changed weights so far was no user."""
+        if self._lost_edits is not None:
+            self._lost_edits.note()
 
     def close(self) -> None:
         """See :class:`Engine`; DeepSpeed's own hooks are removed as well. In 16 bits the model stays so."""
