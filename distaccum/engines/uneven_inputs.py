@@ -74,8 +74,19 @@ class _GivenUp:
         return self
 
 
+@dataclass
+class _Crossed:
+    """Another model is called, which cannot be replayed."""
+
+    mark = "crossed"
+
+    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Crossed:
+        """It has no tensors."""
+        return self
+
+
 _ALL: WeakSet[UnevenInputs] = WeakSet()  # of this process: two models may be trained in turns, as in a GAN
-_Event = _Forward | _Backward | _GivenUp
+_Event = _Forward | _Backward | _GivenUp | _Crossed
 _Outputs = list[dict[int, Tensor]]  # of each forward, by number: those that a backward can reach
 
 
@@ -102,6 +113,7 @@ class UnevenInputs:
         self._unfinished = False  # a forward, or a backward, that an error may have ended
         self._backward: _Backward | None = None  # while it runs
         self._differentiated = False  # the model, by something other than the backward, in any micro-step
+        self._crossed = False  # a micro-step has called another model of these
         self._source: int | None = None  # the rank that tells what it does, until its first micro-step is over
         self._uneven = self._empty = False  # ranks, or one of them, in the current window
         self._told_now = False  # in the current window ranks are told what to replay
@@ -169,9 +181,9 @@ class UnevenInputs:
         # The source: of the ranks with most micro-steps one that has recorded some, and the first of these.
         code = (micro_steps * 2 + known) * size + size - 1 - rank
         marks = crc32("".join(event.mark for event in self._recorded).encode()) if known else _UNKNOWN
-        code, fewest, least, most_marks, least_marks, differentiated = self._world.all_reduce_max_host(
-            [code, -micro_steps, -int(known), marks, -marks if known else -(2**32), int(self._differentiated)]
-        )
+        own = [code, -micro_steps, -int(known), marks, -marks if known else -(2**32)]
+        own += [int(self._differentiated), int(self._crossed)]
+        code, fewest, least, most_marks, least_marks, differentiated, crossed = self._world.all_reduce_max_host(own)
         most, source, fewest = code // size // 2, size - 1 - code % size, -fewest
         self._uneven, self._empty, self._told_now, self._source = most > fewest, fewest == 0, False, None
         self.left = 0
@@ -182,6 +194,8 @@ class UnevenInputs:
             raise MisuseError(f"{problem}, and these have different numbers of micro-batches: {_ALIKE}")
         if differentiated:
             raise _by_hand()
+        if crossed:
+            raise _in_anothers()
         self.left = most
         if not least:
             if code // size % 2:  # the source knows
@@ -273,9 +287,12 @@ class UnevenInputs:
             if self.left:
                 problem = "the model was called between two micro-batches, of which ranks have different numbers"
                 raise MisuseError(f"{problem}: call it in a micro-step, or between windows")
-            if any(other._inside and other._uneven for other in _ALL):
-                problem = "the model was called in another one's micro-step, and ranks have different numbers of these"
-                raise MisuseError(f"{problem}: {_ELSEWHERE}")
+            for other in _ALL:
+                if other._inside:
+                    other._crossed = True
+                    if other._uneven:
+                        other._tell(_Crossed())
+                        raise _in_anothers()
             return
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         event = _Forward(args, kwargs, grad=grad, inference=inference, training=module.training).mapped(_leaf)
@@ -335,6 +352,8 @@ class UnevenInputs:
             if isinstance(box[0], _GivenUp):
                 self.left = 0
                 return
+            if isinstance(box[0], _Crossed):
+                raise _in_anothers()
             yield box[0].mapped(self._to_device)
 
     def _broadcast(self, box: list[Any], source: int) -> None:
@@ -390,6 +409,11 @@ class UnevenInputs:
 def _by_hand() -> MisuseError:
     problem = "the model is differentiated by hand (autograd.grad)"
     return MisuseError(f"{problem} where ranks have different numbers of micro-batches: {_ELSEWHERE}")
+
+
+def _in_anothers() -> MisuseError:
+    problem = "the model was called in another one's micro-step, and ranks have different numbers of these"
+    return MisuseError(f"{problem}: {_ELSEWHERE}")
 
 
 def _leaf(tensor: Tensor) -> Tensor:
