@@ -293,6 +293,7 @@ class DDPEngine(Engine):
         if self._shards is not None:
             self._groups.check()
             expect_no_hooks(self._optimizers)
+            self._optimizer_step.expect_known()  # here every rank sees what any would
             self._shards.take_in()
         with self.stepped_groups:
             output = self._optimizer_step.step(divisor / self._sums_to, among=among)
@@ -348,6 +349,7 @@ class DDPEngine(Engine):
         self._optimizer_step.release()
         self._reduction.close()
         if self._shards is not None:
+            self._groups.release()
             self._shards.restore(self._optimizers)
         if self._unused is not None:
             self._unused.close()

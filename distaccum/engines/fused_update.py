@@ -75,6 +75,18 @@ class FusedUpdate:
         """Called after the optimizers' state was replaced: which parameters have one is unknown again."""
         self._begun.clear()
 
+    def expect_known(self) -> set[int]:
+        """The ``id`` of each parameter with a gradient that the optimizers hold.
+
+        Raises:
+            MisuseError: one of them is none of the parameters.
+        """
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        held = {id(p) for parameters in groups for p in parameters if p.grad is not None}
+        if not held <= self._known:
+            raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
+        return held
+
     def step(self, divisor: float = 1.0) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, clipped; then moves the loss scale.
 
@@ -84,10 +96,7 @@ class FusedUpdate:
         Raises:
             MisuseError: an optimizer holds a gradient that is none of the parameters'.
         """
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        held = {id(p) for parameters in groups for p in parameters if p.grad is not None}
-        if not held <= self._known:
-            raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
+        held = self.expect_known()
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
         found = [p.grad for p in with_gradient.values() if p.grad is not None]
         if self._all_reduce_shards is not None:

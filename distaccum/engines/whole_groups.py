@@ -11,6 +11,7 @@ from operator import is_
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from distaccum.errors import MisuseError
 
@@ -27,21 +28,49 @@ class WholeGroups:
         self._given: list[list[Any]] = [group["params"] for group in self._groups()]
         self._parameters = [list(parameters) for parameters in self._given]
         self._engines: list[list[Any]] = []
+        self._inside = False
+        self._hooks: list[RemovableHandle] = []
+        self._refused: frozenset[Any] = frozenset()
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         """Those of now: loading an optimizer's state makes new ones."""
         for optimizer in self._optimizers:
             yield from optimizer.param_groups
 
-    def show(self) -> None:
-        """Called once the engine has changed the groups: keeps what it put there, and puts the user's back."""
+    def show(self, *, state_is_whole: bool = False, copies: bool = False) -> None:
+        """Called once the engine has changed the groups: keeps what it put there, and puts the user's back.
+
+        Args:
+            state_is_whole: of the optimizers, on every rank; otherwise their ``state_dict`` is refused.
+            copies: whether the engine steps other tensors than the parameters, which then have no state.
+        """
         self.__exit__()
+        if state_is_whole:
+            return
+        self._refused = frozenset(p for parameters in self._parameters for p in parameters if copies)
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))
+
+    def release(self) -> None:
+        """Ends what :meth:`show` refuses."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before_state(self, *_: object) -> None:
+        if not self._inside:
+            raise MisuseError(
+                "the optimizer's state_dict() and load_state_dict() see one rank's share on this engine: call the "
+                "accumulator's, acc.state_dict() and acc.load_state_dict()"
+            )
 
     def __enter__(self) -> None:
+        self._inside = True
         for group, engines in zip(self._groups(), self._engines, strict=True):
             group["params"] = engines
 
     def __exit__(self, *_: object) -> None:
+        self._inside = False
         self._engines = [group["params"] for group in self._groups()]
         for group, given in zip(self._groups(), self._given, strict=True):
             group["params"] = given
@@ -50,8 +79,14 @@ class WholeGroups:
         """Called outside of the block.
 
         Raises:
-            MisuseError: somebody has added or removed a group, or a parameter of one.
+            MisuseError: somebody has added or removed a group, or a parameter of one; or has asked for the state of a
+                parameter that has none.
         """
+        if not all(self._refused.isdisjoint(optimizer.state) for optimizer in self._optimizers):
+            raise MisuseError(
+                "optimizer.state was asked for a parameter's state, and this engine steps copies, which have it: leave "
+                "the state to the engine, or use engine=ddp"
+            )
         now = [group["params"] for group in self._groups()]
         if len(now) != len(self._parameters) or not all(map(_same, now, self._parameters)):
             raise MisuseError(

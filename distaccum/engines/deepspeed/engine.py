@@ -112,7 +112,7 @@ class DeepSpeedEngine(Engine):
         self._gradients = internals.gradients_of(self._engine, parameters)
         internals.check(self._engine, self._gradients, deepspeed.__version__)
         self._edited = EditedWeights(self._engine, self._gradients, self._trained)
-        self._groups.show()
+        self._groups.show(state_is_whole=not self.steps_parts, copies=self.steps_parts)
         # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
         self._coalesces = self._gradients.sharded
         for parameter in self._trained:
@@ -474,7 +474,9 @@ class DeepSpeedEngine(Engine):
         internals.forget_accumulated(self._trained)
         self._step_hook.remove()
         self._lock.release()
-        self._engine.destroy()
+        with self._groups:
+            self._engine.destroy()
+        self._groups.release()
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:

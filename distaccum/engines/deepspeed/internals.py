@@ -508,7 +508,7 @@ def fp32_copies(optimizer: Any) -> dict[int, Tensor]:
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
     """Makes autograd accumulate a 16-bit parameter's gradients in fp32, where torch can (2.10 and later)."""
-    if hasattr(parameter, "grad_dtype"):
+    if hasattr(parameter, "grad_dtype") and parameter.itemsize < torch.float32.itemsize:
         parameter.grad_dtype = torch.float32
 
 
