@@ -33,7 +33,7 @@ class WholeGroups:
         self._refused: frozenset[Any] = frozenset()
 
     def _groups(self) -> Iterator[dict[str, Any]]:
-        """Those of now: loading an optimizer's state makes new ones."""
+        """Those of now: loading an optimizer's state makes new ones, and a user may have added some."""
         for optimizer in self._optimizers:
             yield from optimizer.param_groups
 
@@ -66,13 +66,13 @@ class WholeGroups:
 
     def __enter__(self) -> None:
         self._inside = True
-        for group, engines in zip(self._groups(), self._engines, strict=True):
+        for group, engines in zip(self._groups(), self._engines, strict=False):
             group["params"] = engines
 
     def __exit__(self, *_: object) -> None:
         self._inside = False
         self._engines = [group["params"] for group in self._groups()]
-        for group, given in zip(self._groups(), self._given, strict=True):
+        for group, given in zip(self._groups(), self._given, strict=False):
             group["params"] = given
 
     def check(self) -> None:

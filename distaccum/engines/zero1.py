@@ -94,7 +94,7 @@ class ZeRO1:
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective."""
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new
                 group["params"] = parameters
             held = [p for parameters in groups for p in parameters]
             own = {

@@ -2,8 +2,8 @@
 
 ``edits.py RESULT ENGINE[:PROGRAM]...`` (without a program: all): writes JSON, of each rank by ``"PROGRAM ENGINE"``: the
 relative error of the weights' change after windows of uneven micro-batches, and that of plain torch in fp32 (two
-numbers); or the message with which it was refused. ``ENGINE`` is a name, ``ds0`` to ``ds3``, or ``ds3x``: stage 3 with no
-parameter whole; ``/bf16`` after it is the precision.
+numbers); or the message with which it was refused. ``ENGINE`` is a name, ``ds0`` to ``ds3``, or ``ds3x`` (stage 3 with
+no parameter whole); ``/bf16`` after it is the precision.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def run(program: Program, engine: str, world: World) -> tuple[float, float]:
     for weights in (found, dict(plain.named_parameters())):
         wrong = sum(float((weights[n].double() - p).square().sum()) for n, p in truth.named_parameters())
         moved = sum(float((p - start[n]).square().sum()) for n, p in truth.named_parameters())
-        errors.append((wrong / moved) ** 0.5)
+        errors.append((wrong / moved) ** 0.5 if moved else wrong)
     return errors[0], errors[1]
 
 
