@@ -28,6 +28,8 @@ class WholeGroups:
         self._given: list[list[Any]] = [group["params"] for group in self._groups()]
         self._parameters = [list(parameters) for parameters in self._given]
         self._engines: list[list[Any]] = []
+        self._numbers = [len(optimizer.param_groups) for optimizer in optimizers]
+        self._added: list[list[dict[str, Any]]] = [[] for _ in optimizers]  # by a user, and put aside
         self._inside = False
         self._hooks: list[RemovableHandle] = []
         self._refused: frozenset[Any] = frozenset()
@@ -66,6 +68,9 @@ class WholeGroups:
 
     def __enter__(self) -> None:
         self._inside = True
+        for optimizer, number, added in zip(self._optimizers, self._numbers, self._added, strict=True):
+            added[:] = optimizer.param_groups[number:]
+            del optimizer.param_groups[number:]
         for group, engines in zip(self._groups(), self._engines, strict=False):
             group["params"] = engines
 
@@ -74,6 +79,9 @@ class WholeGroups:
         self._engines = [group["params"] for group in self._groups()]
         for group, given in zip(self._groups(), self._given, strict=False):
             group["params"] = given
+        for optimizer, added in zip(self._optimizers, self._added, strict=True):
+            optimizer.param_groups += added
+            added.clear()
 
     def check(self) -> None:
         """Called outside of the block.

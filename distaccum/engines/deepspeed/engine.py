@@ -102,6 +102,8 @@ class DeepSpeedEngine(Engine):
         deepspeed = load_deepspeed(world.device)
         internals.check_version(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
+        groups = optimizers[0].param_groups
+        groups[:] = [group for group in groups if group["params"]]  # as DeepSpeed will
         self._groups = WholeGroups(optimizers)
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
