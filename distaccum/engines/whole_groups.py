@@ -21,10 +21,13 @@ class WholeGroups:
 
     Args:
         optimizers: before the engine changes their groups.
+        drops_empty: whether the engine removes groups without parameters.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], *, drops_empty: bool = False) -> None:
         self._optimizers = optimizers
+        for groups in (optimizer.param_groups for optimizer in optimizers if drops_empty):
+            groups[:] = [group for group in groups if group["params"]]
         self._given: list[list[Any]] = [group["params"] for group in self._groups()]
         self._parameters = [list(parameters) for parameters in self._given]
         self._engines: list[list[Any]] = []

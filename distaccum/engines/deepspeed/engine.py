@@ -102,9 +102,7 @@ class DeepSpeedEngine(Engine):
         deepspeed = load_deepspeed(world.device)
         internals.check_version(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
-        groups = optimizers[0].param_groups
-        groups[:] = [group for group in groups if group["params"]]  # as DeepSpeed will
-        self._groups = WholeGroups(optimizers)
+        self._groups = WholeGroups(optimizers, drops_empty=True)
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
