@@ -21,6 +21,7 @@ from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
+from distaccum.accumulation.settings_agreement import SettingsAgreement
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
@@ -36,7 +37,7 @@ from distaccum.config.checks import (
 )
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import GlobalCounter
+from distaccum.data.counter import GlobalCounter, Riders
 from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
@@ -201,7 +202,8 @@ class Accumulator:
         self._strangers = Strangers(exact=alone)
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
-        self._counter.riders = (self._lockstep, self.replicas)
+        agreement = SettingsAgreement(self.engine, self.world, self.tracker.next_factors)
+        self._counter.riders = (self._lockstep, agreement, self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False

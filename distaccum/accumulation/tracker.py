@@ -114,6 +114,15 @@ class ProgressTracker:
         means = (total / count for total, count in zip(totals, self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 
+    def next_factors(self) -> list[float]:
+        """The schedule's factors that the next step may get: whether the last was applied may be unknown yet."""
+        if self._schedule is None:
+            return []
+        try:
+            return [self._schedule(step) for step in sorted({self._progress.step, self.max_possible_step})]
+        except Exception:  # the user's own, which begin_step meets too, where it is due
+            return []
+
     def begin_step(self) -> None:
         """Resolves the step before, and sets the learning rate of the one that follows.
 

@@ -120,6 +120,8 @@ class Engine(ABC):
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
     watches_backward: bool = False
     """Whether a backward of :attr:`model`'s output does more than reach the parameters' gradients."""
+    steps_parts: bool = False
+    """Whether an optimizer's step on a rank moves a part of the parameters only, or copies of them."""
     state_layout: StateLayout = StateLayout.FULL
     ownership: Ownership | None = None
     """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
@@ -191,6 +193,11 @@ class Engine(ABC):
     def optimizers(self) -> Sequence[Optimizer]:
         """Those that the step asks to step."""
         return self._optimizers
+
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """Within this context the optimizers' groups hold what the step gives them: on some engines a rank's part."""
+        return nullcontext()
 
     @property
     def loss_scale(self) -> Tensor | None:

@@ -28,8 +28,10 @@ from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
+from distaccum.engines.whole_groups import WholeGroups
 from distaccum.engines.zero1 import ZeRO1
 from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
@@ -77,8 +79,13 @@ class DDPEngine(Engine):
         self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         if shards is not None:  # before DDP looks at how parameters lie
-            self.state_layout = StateLayout.SHARDED
+            self.state_layout, self.steps_parts = StateLayout.SHARDED, True
+            for optimizer in optimizers:
+                check_hooks(optimizer)
+                check_parts(optimizer, "zero1", warn=world.is_main)
+            self._groups = WholeGroups(optimizers)
             shards.partition(optimizers)
+            self._groups.show()
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
@@ -286,7 +293,13 @@ class DDPEngine(Engine):
             raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
         self._watch.check()
         among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
-        output = self._optimizer_step.step(divisor / self._sums_to, among=among)
+        if self._shards is not None:
+            self._groups.check()
+            expect_no_hooks(self._optimizers)
+            self._optimizer_step.expect_known()  # here every rank sees what any would
+            self._shards.take_in()
+        with self.stepped_groups:
+            output = self._optimizer_step.step(divisor / self._sums_to, among=among)
         if self._fault:
             output = replace(output, fault=self._fault)
         if self._shards is not None:
@@ -341,6 +354,11 @@ class DDPEngine(Engine):
         return True
 
     @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`Engine`; of zero1 what this rank steps."""
+        return _NOTHING if self._shards is None else self._groups
+
+    @property
     def gradients_changed(self) -> bool:
         """Whether the gradients are others, or have other versions, than this engine left."""
         return self._window_open and not self._watch.unchanged
@@ -364,6 +382,7 @@ class DDPEngine(Engine):
         self._optimizer_step.release()
         self._reduction.close()
         if self._shards is not None:
+            self._groups.release()
             self._shards.restore(self._optimizers)
         if self._unused is not None:
             self._unused.close()
@@ -380,7 +399,8 @@ class DDPEngine(Engine):
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
         load_model_state(self.unwrapped_model, state.model)
-        self._optimizer_step.load_state(state)
+        with self.stepped_groups:
+            self._optimizer_step.load_state(state)
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:

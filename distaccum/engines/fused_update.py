@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from distaccum.engines.base import StepOutput
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.rules import foreign_hooks
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 
@@ -74,6 +75,18 @@ class FusedUpdate:
         """Called after the optimizers' state was replaced: which parameters have one is unknown again."""
         self._begun.clear()
 
+    def expect_known(self) -> set[int]:
+        """The ``id`` of each parameter with a gradient that the optimizers hold.
+
+        Raises:
+            MisuseError: one of them is none of the parameters.
+        """
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        held = {id(p) for parameters in groups for p in parameters if p.grad is not None}
+        if not held <= self._known:
+            raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
+        return held
+
     def step(self, divisor: float = 1.0) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, clipped; then moves the loss scale.
 
@@ -83,10 +96,7 @@ class FusedUpdate:
         Raises:
             MisuseError: an optimizer holds a gradient that is none of the parameters'.
         """
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        held = {id(p) for parameters in groups for p in parameters if p.grad is not None}
-        if not held <= self._known:
-            raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
+        held = self.expect_known()
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
         found = [p.grad for p in with_gradient.values() if p.grad is not None]
         if self._all_reduce_shards is not None:
@@ -115,9 +125,9 @@ class FusedUpdate:
         if not ((begun and all(fused)) or HostCopy(applied).read() == 1.0):
             return
         for optimizer, folds in zip(self._optimizers, fused, strict=True):
-            if folds and applied.dtype == torch.float32:
+            if folds and applied.dtype == torch.float32 and not foreign_hooks(optimizer):
                 _step_fused(optimizer, remaining, 1.0 - applied)
-            elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits
+            elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits; hooks see gradients
                 _divide(_gradients_of(optimizer), remaining)
                 _step_fused(optimizer, None, 1.0 - applied)
             else:

@@ -6,16 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from types import NoneType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from distaccum.engines.rules import foreign_hooks
 
 _PREFIX = "groups."
 _KERNELS = ("foreach", "fused", "capturable", "differentiable")  # how a group computes, and not what
 _PLAIN = (bool, int, float, str, NoneType)
 _TENSOR, _TUPLE = "tensor", "tuple"  # keys of what JSON has no word for
 _RATES = ("lr", "initial_lr")
+OTHER_SETTINGS = (
+    "ranks would step with different settings of the optimizer's groups (a learning rate that depends on the rank?): "
+    "make them the same on every rank"
+)
 
 
 class GroupSettings:
@@ -75,6 +82,51 @@ class GroupSettings:
             for key, value in wanted[place].items():
                 if self._is_ours(key):
                     set_setting(group, key, value)
+
+
+def plain_settings(optimizers: Sequence[Optimizer], *, hooks: bool = False) -> dict[str, Any]:
+    """What decides a step next to gradients and state, by name; nothing is read from a device.
+
+    Args:
+        optimizers: of one run.
+        hooks: also which step hooks they have.
+    """
+    found: dict[str, Any] = {}
+    for i, optimizer in enumerate(optimizers):
+        found[f"the class of optimizer {i}"] = type(optimizer).__name__
+        if hooks:
+            found[f"the step hooks of optimizer {i}"] = foreign_hooks(optimizer)
+        for j, group in enumerate(optimizer.param_groups):
+            for key, value in _plain_items(group):
+                found[f"{key} of group {j} of optimizer {i}"] = value
+    return found
+
+
+def fingerprint(optimizers: Sequence[Optimizer], *more: object, hooks: bool = False, world_size: int) -> float:
+    """A whole number that stands for :func:`plain_settings`: sums of its square over the ranks are exact in fp64."""
+    bits = min(20, (52 - 2 * world_size.bit_length()) // 2)
+    told: list[Any] = [list(_plain_items(group)) for optimizer in optimizers for group in optimizer.param_groups]
+    told += [[type(optimizer).__name__, foreign_hooks(optimizer) if hooks else ""] for optimizer in optimizers]
+    return float(crc32(repr((told, more)).encode()) % 2**bits)
+
+
+def _plain_items(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if key == "params":
+            yield "the number of parameters", len(value)
+        elif isinstance(value, _PLAIN):
+            if key not in _KERNELS:
+                yield key, value
+        elif isinstance(value, tuple | list):
+            yield key, [one for one in value if isinstance(one, _PLAIN)]
+        elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            yield key, value.item()
+
+
+def differ(sums: Sequence[float], world_size: int) -> bool:
+    """Whether numbers are not the same on all ranks, given their sum and that of their squares."""
+    total, squares = sums
+    return total**2 != world_size * squares
 
 
 def set_setting(group: dict[str, Any], key: str, value: Any) -> None:

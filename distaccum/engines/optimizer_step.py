@@ -65,6 +65,10 @@ class OptimizerStep:
         sampled = underflow_fraction(gradients, self._all_reduce_shards) if gradients else None
         return replace(output, underflow=sampled)
 
+    def expect_known(self) -> None:
+        """Raises MisuseError where an optimizer holds a gradient that is not reduced, as :meth:`step` does."""
+        self._update.expect_known()
+
     def release(self) -> None:
         """Gives the optimizers and modules back unguarded."""
         self._guard.release()

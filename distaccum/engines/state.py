@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,6 +16,11 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
 from distaccum.engines.packed_files import pack
+
+_PICKLED = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -91,9 +97,26 @@ def gathered(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     whole, sent = dict(tensors), set[str]()
     for rank, names in enumerate(given):
         due = [name for name in names if name in missed - sent]
-        box: list[Any] = [{name: tensors[name].cpu() for name in due} if rank == world.rank else None]
+        box: list[Any] = [{name: _Sent.of(tensors[name]) for name in due} if rank == world.rank else None]
         if due:
             dist.broadcast_object_list(box, src=rank, group=world.host_group)
-            whole = box[0] | whole
+            whole = {name: sent_one.tensor() for name, sent_one in box[0].items()} | whole
         sent.update(due)
     return whole
+
+
+class _Sent(NamedTuple):
+    """A tensor on its way to another rank, on the host: pickle knows only some types."""
+
+    content: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Sent:
+        whole = tensor.detach().cpu()
+        pickled = whole.dtype in _PICKLED
+        return cls(whole if pickled else whole.contiguous().unsqueeze(-1).view(torch.uint8), whole.dtype)
+
+    def tensor(self) -> Tensor:
+        """As it was."""
+        return self.content if self.dtype in _PICKLED else self.content.view(self.dtype).squeeze(-1)

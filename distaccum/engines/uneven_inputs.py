@@ -87,8 +87,19 @@ class _Failed:
         return self
 
 
+@dataclass
+class _Crossed:
+    """Another model is called, which cannot be replayed."""
+
+    mark = "crossed"
+
+    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Crossed:
+        """It has no tensors."""
+        return self
+
+
 _ALL: WeakSet[UnevenInputs] = WeakSet()  # of this process: two models may be trained in turns, as in a GAN
-_Event = _Forward | _Backward | _GivenUp | _Failed
+_Event = _Forward | _Backward | _GivenUp | _Failed | _Crossed
 _Outputs = list[dict[int, Tensor]]  # of each forward, by number: those that a backward can reach
 
 
@@ -118,6 +129,7 @@ class UnevenInputs:
         self._backward: _Backward | None = None  # while it runs
         self._touched = False  # the model, by that backward
         self._differentiated = False  # the model, by something other than the backward, in any micro-step
+        self._crossed = False  # a micro-step has called another model of these
         self._source: int | None = None  # the rank that tells what it does, until its first micro-step is over
         self._uneven = self._empty = False  # ranks, or one of them, in the current window
         self._told_now = False  # in the current window ranks are told what to replay
@@ -211,9 +223,10 @@ class UnevenInputs:
         # The source: of the ranks with most micro-steps one that has recorded some, and the first of these.
         code = (micro_steps * 2 + known) * size + size - 1 - rank
         marks = crc32("".join(event.mark for event in self._recorded).encode()) if known else _UNKNOWN
-        own = [code, -micro_steps, -int(known), marks, -marks if known else -(2**32), int(self._differentiated)]
-        code, fewest, least, most_marks, least_marks, differentiated, highest, lowest = self._world.all_reduce_max_host(
-            [*own, like, -like]
+        own = [code, -micro_steps, -int(known), marks, -marks if known else -(2**32)]
+        own += [int(self._differentiated), int(self._crossed), like, -like]
+        code, fewest, least, most_marks, least_marks, differentiated, crossed, highest, lowest = (
+            self._world.all_reduce_max_host(own)
         )
         self.alike = highest == -lowest
         most, source, fewest = code // size // 2, size - 1 - code % size, -fewest
@@ -226,6 +239,8 @@ class UnevenInputs:
             raise MisuseError(f"{problem}, and these have different numbers of micro-batches: {_ALIKE}")
         if differentiated:
             raise _by_hand()
+        if crossed:
+            raise _in_anothers()
         self.left = most
         if not least:
             if code // size % 2:  # the source knows
@@ -317,9 +332,13 @@ class UnevenInputs:
             if self.left:
                 problem = "the model was called between two micro-batches, of which ranks have different numbers"
                 raise MisuseError(f"{problem}: call it in a micro-step, or between windows")
-            if any(other._inside and other._uneven for other in _ALL):
-                problem = "the model was called in another one's micro-step, and ranks have different numbers of these"
-                raise MisuseError(f"{problem}: {_ELSEWHERE}")
+            for other in _ALL:
+                if other._inside:
+                    other._crossed = True
+                    if other._uneven:
+                        other._tell(_Crossed())
+                        other._source = None  # who waited has been told
+                        raise _in_anothers()
             self._meet()
             return
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -391,6 +410,8 @@ class UnevenInputs:
             if isinstance(box[0], _Failed):
                 self.left, self._source = 0, None
                 raise MisuseError(f"on another rank, which this one waited for: {box[0].reason}")
+            if isinstance(box[0], _Crossed):
+                raise _in_anothers()
             yield box[0].mapped(self._to_device)
 
     def _broadcast(self, box: list[Any], source: int) -> None:
@@ -446,6 +467,11 @@ class UnevenInputs:
 def _by_hand() -> MisuseError:
     problem = "the model is differentiated by hand (autograd.grad)"
     return MisuseError(f"{problem} where ranks have different numbers of micro-batches: {_ELSEWHERE}")
+
+
+def _in_anothers() -> MisuseError:
+    problem = "the model was called in another one's micro-step, and ranks have different numbers of these"
+    return MisuseError(f"{problem}: {_ELSEWHERE}")
 
 
 def _leaf(tensor: Tensor) -> Tensor:

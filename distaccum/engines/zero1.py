@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from distaccum.distributed.world import World
+from distaccum.engines.flat_memory import put_back
 
 _ALIGNMENT = 64  # bytes, torch's own on the CPU
 
@@ -34,6 +35,8 @@ class ZeRO1:
         self._world = world
         self._flat_buffers: list[tuple[int, Tensor]] = []  # by the rank that steps them
         self._whole: list[tuple[list[list[nn.Parameter]], dict[int, int]]] = []  # each optimizer's groups, and owners
+        self._places: list[tuple[nn.Parameter, Tensor]] = []  # in the flat buffers
+        self._addresses: list[int] = []
 
     def partition(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves each optimizer the parameters that this rank steps; every rank computes the same partition.
@@ -66,8 +69,21 @@ class ZeRO1:
             for parameter, start in zip(same, starts, strict=True):
                 dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
                 strides = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-                parameter.data = buffer.as_strided(parameter.shape, strides, start).copy_(parameter.detach())
+                place = buffer.as_strided(parameter.shape, strides, start).copy_(parameter.detach())
+                parameter.data = place
+                self._places.append((parameter, place))
+                self._addresses.append(place.data_ptr())
             self._flat_buffers.append((rank, buffer))
+
+    def take_in(self) -> None:
+        """Before a step: weights that somebody has put elsewhere (``p.data = ...``) are copied to where they lay.
+
+        Raises:
+            MisuseError: they have another shape or type.
+        """
+        if [parameter.data_ptr() for parameter, _ in self._places] != self._addresses:
+            for parameter, place in self._places:
+                put_back(parameter, place)
 
     def broadcast(self) -> None:
         """Sends every rank what each has stepped: one broadcast a rank, all at the same time."""
@@ -78,7 +94,7 @@ class ZeRO1:
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective."""
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new
                 group["params"] = parameters
             held = [p for parameters in groups for p in parameters]
             own = {
@@ -91,7 +107,7 @@ class ZeRO1:
                     optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}
             for parameter in held:
                 parameter.data = parameter.detach().clone()
-        self._flat_buffers, self._whole = [], []
+        self._flat_buffers, self._whole, self._places, self._addresses = [], [], [], []
 
 
 class _Sent(NamedTuple):

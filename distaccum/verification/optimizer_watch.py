@@ -58,7 +58,8 @@ class OptimizerWatch:
         self._squares: dict[int, float] = {}  # by optimizer, before foreign hooks
         self._found, self._seen = 0.0, 0  # of the engine's copies, in the optimizers so far
         by_id = {id(p): name for name, p in trained(engine.unwrapped_model).items()}
-        held = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
+        with engine.stepped_groups:
+            held = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
         (known,) = world.all_reduce_host([any(id(p) in by_id for p in held)])
         # An engine may step on copies of its own, which hold several parameters end to end.
         self._names: Mapping[int, str] | None = by_id if known else None

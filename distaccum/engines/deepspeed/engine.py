@@ -20,13 +20,16 @@ from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed.compat import check_optimizers, load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.module import EngineLock, compute_in
 from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
-from distaccum.engines.deepspeed.weights import MasterWeights
+from distaccum.engines.deepspeed.weights import EditedWeights, MasterWeights
 from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.group_settings import OTHER_SETTINGS, differ, fingerprint
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.packed_files import is_packed, unpacked
+from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.uneven_inputs import UnevenInputs
+from distaccum.engines.whole_groups import WholeGroups
 from distaccum.errors import CheckpointError, MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -91,11 +94,15 @@ class DeepSpeedEngine(Engine):
         self._needs_gradient = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         if settings.get("zero_optimization", {}).get("stage", 0):
             check_rule(optimizers[0], parameters)
+        self.steps_parts = policy.casts or bool(settings.get("zero_optimization", {}).get("stage", 0))
+        if self.steps_parts:
+            check_hooks(optimizers[0])
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         deepspeed = load_deepspeed(world.device)
         internals.check_version(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
+        self._groups = WholeGroups(optimizers, drops_empty=True)
         with suppress_output():
             self._engine: Any = deepspeed.initialize(
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
@@ -104,6 +111,8 @@ class DeepSpeedEngine(Engine):
         self._stage: int = int(self._engine.zero_optimization_stage())
         self._gradients = internals.gradients_of(self._engine, parameters)
         internals.check(self._engine, self._gradients, deepspeed.__version__)
+        self._edited = EditedWeights(self._engine, self._gradients, self._trained)
+        self._groups.show(state_is_whole=not self.steps_parts, copies=self.steps_parts)
         # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
         self._coalesces = self._gradients.sharded
         for parameter in self._trained:
@@ -118,6 +127,7 @@ class DeepSpeedEngine(Engine):
         )
         self._backwards = internals.Backwards(self._engine)
         self._trace = internals.Trace(self._engine, world.size) if gathers else None
+        self._lost_edits = internals.LostEdits(parameters) if gathers else None
         self._watch = GradientWatch(partial(internals.accumulated, self._engine.optimizer, self._trained))
         self._fault = ""
         self._news = self._tell([True] * len(self._trained))
@@ -176,6 +186,13 @@ class DeepSpeedEngine(Engine):
                 f"requires_grad of {changed} was changed after the model was wrapped, and DeepSpeed steps what it was "
                 "given: freeze or unfreeze before, or make a new model and Accumulator"
             )
+        lost = "" if self._lost_edits is None else self._lost_edits.find()
+        if lost:
+            self._fault = (
+                f"{lost} was changed outside of a window, which changes nothing at engine.stage=3, where no rank holds "
+                "it whole: do it within `with deepspeed.zero.GatheredParameters([p], modifier_rank=0):`, load weights "
+                "with acc.load_state_dict(), or use engine.stage=2"
+            )
 
     def _hold_back(self) -> None:
         """From here on a backward reduces nothing, a window's or any other; :meth:`_reduce` ends it."""
@@ -216,6 +233,11 @@ class DeepSpeedEngine(Engine):
         dtype = torch.float64 if self._gradients.sharded or held is None else held.dtype
         return torch.tensor(numbers, device=self.device, dtype=dtype)
 
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`Engine`; at most stages flat fp32 weights of this rank."""
+        return self._groups
+
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`."""
         self._open_window()
@@ -254,6 +276,12 @@ class DeepSpeedEngine(Engine):
             MisuseError: on all ranks alike, before a weight moves: gradients or ``requires_grad`` were changed by hand
                 on some rank, ranks ran different modules (stage 3), or parameters without a gradient would be moved.
         """
+        try:
+            self._groups.check()
+            if self.steps_parts:
+                expect_no_hooks(self._optimizers)
+        except MisuseError as error:
+            self._fault = self._fault or str(error)
         if self._due and self._hold is not None:
             self._reduce()
         else:
@@ -263,21 +291,28 @@ class DeepSpeedEngine(Engine):
         names, norms = self._norms()
         square = norms.double().square().sum().reshape(1)
         trace = 0 if self._trace is None else self._trace.number
-        found = torch.tensor([trace, trace**2], dtype=torch.float64, device=self.device)
+        settings = fingerprint(self._optimizers, world_size=self._world.size)
+        numbers = [trace, trace**2, settings, settings**2]
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         found = torch.cat((square, found, self._news.double().flatten()))
         if self._gradients.sharded:
             self._world.all_reduce_(found.unsqueeze(1))
         # Host read: DeepSpeed's own steps read the device as well.
-        total, traced, traced_squares, faults, *used = found.tolist()
+        total, traced, traced_squares, *of_settings = (told := found.tolist())[:5]
+        faults, *used = told[5:]
         norm = (found[0].sqrt() / factor).float()
         if self._gradients.sharded and traced**2 != self._world.size * traced_squares:
             self._fault = self._fault or _DIFFERENT_MODULES
             faults = 1.0
+        if self._gradients.sharded and differ(of_settings, self._world.size):
+            self._fault = self._fault or OTHER_SETTINGS
+            faults = 1.0
         self._refuse(faults=bool(faults), used=used)
         applied = False
         if total**0.5 / factor <= torch.finfo(torch.float32).max:  # NaN is not less
+            self._edited.take_in()
             self._gradients.divide(factor)
-            with self._lock:
+            with self._lock, self._groups:
                 self._engine.set_gradient_accumulation_boundary(True)
                 self._engine.step()
             applied = bool(self._engine.was_step_applied())
@@ -326,6 +361,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def shifted(self, direction: Mapping[str, Tensor], distance: float) -> Iterator[Mapping[str, Tensor]]:
         """See :class:`Engine`: at stage 3 this rank's part of each parameter moves, and is gathered anew."""
+        self._edited.take_into_shards()
         parameters: Iterator[tuple[str, Any]] = self._model.named_parameters()
         shards = {clean(name): parameter.ds_tensor for name, parameter in parameters}
         own = {name: shards[name].data.flatten()[: direction[name].numel()] for name in direction}
@@ -376,6 +412,7 @@ class DeepSpeedEngine(Engine):
 
     def whole_model(self) -> dict[str, Tensor]:
         """Rank 0's: the fp32 weights and the buffers by name, on the host; empty elsewhere. A collective."""
+        self._edited.take_in()
         return self._weights.whole(self._engine, keep=self._world.is_main)
 
     def state(self) -> EngineState:
@@ -401,6 +438,7 @@ class DeepSpeedEngine(Engine):
                 self.load_files(folder)
         elif state.model:
             self._weights.load(self._engine, state.model)
+            self._own_edits()
         self._settings.restore(state.optimizer_values)
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))
@@ -410,13 +448,23 @@ class DeepSpeedEngine(Engine):
 
     def save_files(self, folder: Path) -> None:
         """DeepSpeed's own checkpoint, in the folder ``deepspeed``."""
-        deepspeed_files.save(self._engine, folder, self._about(), self._world)
+        self._edited.take_in()
+        with self._groups:
+            deepspeed_files.save(self._engine, folder, self._about(), self._world)
 
     def load_files(self, folder: Path) -> None:
         """Restores :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
-        deepspeed_files.load(self._engine, folder, self._about())
+        self._edited.take_in()  # what was put elsewhere lies in its place again
+        with self._groups:
+            deepspeed_files.load(self._engine, folder, self._about())
         internals.own_loss_scale(self._engine.optimizer)
         self._gradients.divide_by_nothing()
+        self._own_edits()
+
+    def _own_edits(self) -> None:
+        """What has changed weights so far was no user."""
+        if self._lost_edits is not None:
+            self._lost_edits.note()
 
     def close(self) -> None:
         """See :class:`Engine`; DeepSpeed's own hooks are removed as well. In 16 bits the model stays so."""
@@ -426,7 +474,9 @@ class DeepSpeedEngine(Engine):
         internals.forget_accumulated(self._trained)
         self._step_hook.remove()
         self._lock.release()
-        self._engine.destroy()
+        with self._groups:
+            self._engine.destroy()
+        self._groups.release()
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:

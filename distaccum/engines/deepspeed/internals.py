@@ -31,6 +31,9 @@ class Gradients(Protocol):
     names: tuple[str, ...]
     """What is used of the wrapper."""
 
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of weights that the forward computes with and this rank's fp32 copies of them, which it steps."""
+
     def held(self) -> Iterator[Named]:
         """Pairs of a parameter's name and this rank's part of its gradient."""
 
@@ -53,6 +56,11 @@ class Replicated:
     def __init__(self, engine: Any, trained: Mapping[str, nn.Parameter]) -> None:
         self._engine = engine
         self._trained = trained
+
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """In 16 bits: of each parameter."""
+        copies = fp32_copies(self._engine.optimizer)
+        yield from ((p.detach(), copies[id(p)].detach()) for p in self._trained.values() if id(p) in copies)
 
     def held(self) -> Iterator[Named]:
         """Whole gradients."""
@@ -78,6 +86,9 @@ class MasterCopies:
     names: tuple[str, ...] = (
         "param_names",
         "bf16_groups",
+        "bf16_partitioned_groups",
+        "fp32_groups_flat_partition",
+        "real_dp_process_group",
         "fp32_groups_gradients",
         "fp32_groups_gradients_flat",
         "fp32_groups_has_gradients",
@@ -88,6 +99,11 @@ class MasterCopies:
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = engine.optimizer
+
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of this rank's slice of each group."""
+        optimizer = self._optimizer
+        return _own_partitions(optimizer, optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition)
 
     def held(self) -> Iterator[Named]:
         """Whole gradients."""
@@ -128,8 +144,22 @@ class _Sharded:
 class Partitions(_Sharded):
     """Stages 1 and 2: this rank's slice of all parameters end to end."""
 
-    names = (*_Sharded.names, "params_in_partition", "cpu_offload", "micro_step_id", "all_grad_tensors")
-    offload_names = (*_Sharded.offload_names, "single_partition_of_fp32_groups")
+    names = (
+        *_Sharded.names,
+        "params_in_partition",
+        "cpu_offload",
+        "micro_step_id",
+        "all_grad_tensors",
+        "parallel_partitioned_bit16_groups",
+        "single_partition_of_fp32_groups",
+        "real_dp_process_group",
+    )
+
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of this rank's slice of each group."""
+        optimizer = self._optimizer
+        groups = optimizer.parallel_partitioned_bit16_groups
+        return _own_partitions(optimizer, groups, optimizer.single_partition_of_fp32_groups)
 
     def held(self) -> Iterator[Named]:
         """This rank's slices, without padding."""
@@ -158,8 +188,24 @@ class Partitions(_Sharded):
 class ParameterShards(_Sharded):
     """Stage 3: this rank's slice of each parameter."""
 
-    names = (*_Sharded.names, "fp16_groups", "offload_optimizer", "grad_partitions_flat_buffer", "parameter_offload")
-    offload_names = (*_Sharded.offload_names, "fp32_partitioned_groups_flat")
+    names = (
+        *_Sharded.names,
+        "fp16_groups",
+        "offload_optimizer",
+        "grad_partitions_flat_buffer",
+        "parameter_offload",
+        "persistent_parameters",
+        "fp16_partitioned_groups_flat",
+        "fp32_partitioned_groups_flat",
+    )
+
+    def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of this rank's slices; in fp32 these are no copies but the slices themselves."""
+        optimizer = self._optimizer
+        for own, master in zip(
+            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            yield own, master.detach()
 
     def held(self) -> Iterator[Named]:
         """This rank's slices."""
@@ -183,6 +229,11 @@ class ParameterShards(_Sharded):
             optimizer.averaged_gradients = {}
         # Otherwise a parameter that a window does not use keeps its gradient of the window before.
         optimizer.grad_partitions_flat_buffer.zero_()
+
+
+def _own_partitions(optimizer: Any, groups: Any, masters: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    for partitions, master, members in zip(groups, masters, optimizer.real_dp_process_group, strict=True):
+        yield partitions[torch.distributed.get_rank(group=members)], master.detach()
 
 
 def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:
@@ -403,6 +454,50 @@ def copy_to_shard(parameter: Any, value: Tensor) -> None:
     parameter.ds_tensor.data.copy_(shard(value, parameter))
 
 
+def shards_from_whole(optimizer: Any) -> None:
+    """At stage 3: of small parameters, which stay whole on every rank, this rank's part is set to what is there now."""
+    rank = torch.distributed.get_rank()
+    for parameter in optimizer.persistent_parameters:
+        if parameter.numel() == parameter.ds_numel:  # else its memory is given back
+            size = int(parameter.ds_tensor.ds_numel)
+            own = parameter.detach().reshape(-1)[size * rank : size * (rank + 1)]
+            parameter.ds_tensor.data[: own.numel()].copy_(own)
+
+
+class LostEdits:
+    """At stage 3: finds weights that were changed while no rank held them whole, which changes nothing.
+
+    Versions count what was written into a tensor, and DeepSpeed writes past them. What was changed within
+    ``GatheredParameters`` has reached this rank's part, whose version then counts too.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._trained: list[tuple[str, Any]] = list(trained.items())
+        self.note()
+
+    def note(self) -> None:
+        """From here on changes are the user's."""
+        self._versions = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(p._version, p.ds_tensor._version) for _, p in self._trained]
+
+    def find(self) -> str:
+        """The name of a parameter whose change since :meth:`note` was lost; empty where there is none."""
+        now, rank = self._now(), torch.distributed.get_rank()
+        lost = ""
+        for (name, p), (version, of_shard), (before, shard_before) in zip(
+            self._trained, now, self._versions, strict=True
+        ):
+            if p.ds_persist or p.ds_tensor.ds_numel * rank >= p.ds_numel:
+                continue  # stays whole; or nothing of it lies here
+            put_aside = p.numel() and p.ds_status.name == "NOT_AVAILABLE"  # by p.data = ...
+            if put_aside or (version != before and of_shard == shard_before):
+                lost = lost or name
+        self._versions = now
+        return lost
+
+
 def fp32_copies(optimizer: Any) -> dict[int, Tensor]:
     """The fp32 weights that stage 0 keeps next to 16-bit ones, by the parameter's ``id``."""
     if not (hasattr(optimizer, "fp16_groups") and hasattr(optimizer, "fp32_groups")):
@@ -413,7 +508,7 @@ def fp32_copies(optimizer: Any) -> dict[int, Tensor]:
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:
     """Makes autograd accumulate a 16-bit parameter's gradients in fp32, where torch can (2.10 and later)."""
-    if hasattr(parameter, "grad_dtype"):
+    if hasattr(parameter, "grad_dtype") and parameter.itemsize < torch.float32.itemsize:
         parameter.grad_dtype = torch.float32
 
 

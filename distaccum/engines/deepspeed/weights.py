@@ -1,15 +1,78 @@
-"""The fp32 weights that DeepSpeed steps: restored after its rounding at the start, and gathered for an export."""
+"""The fp32 weights that DeepSpeed steps: made, kept up with what the user changes, and gathered for an export."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distaccum.engines.deepspeed.internals import copy_to_shard, fp32_copies, is_partitioned, shard, whole_shape
+from distaccum.engines.deepspeed.internals import (
+    Gradients,
+    copy_to_shard,
+    fp32_copies,
+    is_partitioned,
+    shard,
+    shards_from_whole,
+    whole_shape,
+)
 from distaccum.engines.extra_state import extra_state, set_extra_state, to_bytes
+from distaccum.engines.flat_memory import put_back
+
+_ELEMENTS = 2**24  # that are compared at once
+
+
+class EditedWeights:
+    """Takes weights that the user has changed between two steps into the fp32 copies that DeepSpeed steps.
+
+    Otherwise the step would undo what was changed, as it writes its copies over the weights. In fp32 a copy is what the
+    weights are. In 16 bits an element that is no longer what its copy rounds to is taken; the others keep the digits
+    that only the copy has. The host does not wait for the device.
+
+    Args:
+        engine: DeepSpeed's.
+        gradients: of its wrapper, which knows where copies lie.
+        trained: the parameters.
+    """
+
+    def __init__(self, engine: Any, gradients: Gradients, trained: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._gradients = engine.optimizer, gradients
+        whole = gradients.flat and not (trained and is_partitioned(trained[0]))
+        self._places = [(p, p.detach()) for p in trained if whole]
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Called before a step, and before the copies are saved.
+
+        Raises:
+            MisuseError: a parameter has got another shape or type.
+        """
+        for parameter, place in self._places:
+            put_back(parameter, place)
+        self.take_into_shards()
+        for weights, master in self._gradients.masters():
+            if weights.dtype is master.dtype:
+                if weights.data_ptr() != master.data_ptr():
+                    master.copy_(weights)
+                continue
+            for own, copy in _pieces(weights, master):
+                here = own.to(copy.device)
+                copy.copy_(torch.where(copy.to(own.dtype) == here, copy, here.to(copy.dtype)))
+
+    def take_into_shards(self) -> None:
+        """At stage 3: a rank's parts of what stays whole."""
+        if hasattr(self._optimizer, "persistent_parameters"):
+            shards_from_whole(self._optimizer)
+
+
+def _pieces(weights: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """So that what is compared needs little memory besides."""
+    if not (weights.is_contiguous() and master.is_contiguous()):
+        yield weights, master
+        return
+    parts = (torch.split(tensor.view(-1), _ELEMENTS) for tensor in (weights, master))
+    yield from zip(*parts, strict=True)
 
 
 class MasterWeights:

@@ -38,6 +38,7 @@ from distaccum.engines.fsdp2.skipped_blocks import SkippedBlocks
 from distaccum.engines.fsdp2.used_parameters import UsedParameters
 from distaccum.engines.fused_update import StepOptions
 from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.optimizer_step import OptimizerStep
@@ -195,9 +196,9 @@ class FSDP2Engine(Engine):
     def _all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Over the ranks that share a model: those of other replicas hold the same gradient.
 
-        With the norms of a step travels the order in which this rank's forwards ran the blocks, and its square: where
-        ranks differ they have gathered one block's shards into another's, and the norms become NaN. So do the marks of
-        the parameters that this rank has used: one that no rank has used has no gradient.
+        With the norms of a step travel the order in which this rank's forwards ran the blocks, a number for its
+        optimizers' settings, and their squares: where ranks differ the norms become NaN, and no rank steps. So do the
+        marks of the parameters that this rank has used: one that no rank has used has no gradient.
 
         Raises:
             MisuseError: no rank has used any.
@@ -210,15 +211,20 @@ class FSDP2Engine(Engine):
             tensor = tensor + torch.nan
         if self._replicated and self._mesh["replicate"].get_local_rank():
             tensor = torch.full_like(tensor, torch.nan if self._fault else 0.0)  # the first replica gives the norms
-        order = torch.full((1,), float(self._order), dtype=tensor.dtype, device=tensor.device)
-        sums = torch.cat((tensor, order, order.square(), self._used.marks(tensor)))
+        settings = fingerprint(self._optimizers, world_size=self._world.size)
+        own = torch.tensor([float(self._order), settings], dtype=tensor.dtype, device=tensor.device)
+        sums = torch.cat((tensor, own, own.square(), self._used.marks(tensor)))
         dist.all_reduce(sums)
-        norms, total, squares, used = sums.tensor_split((len(tensor), len(tensor) + 1, len(tensor) + 2))
+        length, both = len(tensor), len(own)
+        norms, total, squares, used = sums.tensor_split((length, length + both, length + 2 * both))
         differ = squares * self._world.size != total.square()  # of whole numbers below 2**53
-        self._late_faults.append((HostCopy(differ.float()), _OTHER_BLOCKS))
+        self._late_faults += [
+            (HostCopy(differ[:1].float()), _OTHER_BLOCKS),
+            (HostCopy(differ[1:].float()), OTHER_SETTINGS),
+        ]
         if not self._used.drop_unused(used):
             raise _no_gradient(self._parameters)
-        return norms + torch.where(differ, torch.nan, 0.0).to(tensor.dtype)
+        return norms + torch.where(differ.any(), torch.nan, 0.0).to(tensor.dtype)
 
     @property
     def model(self) -> nn.Module:
