@@ -37,7 +37,7 @@ from distaccum.config.checks import (
 )
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import GlobalCounter, Riders
+from distaccum.data.counter import GlobalCounter
 from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
@@ -55,6 +55,7 @@ from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts
 from distaccum.verification.replicas import Replicas
 from distaccum.verification.verifier import Verifier
 
+_EVERYWHERE = "call it on every rank: it is a collective on this engine, also in an evaluation"
 _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
 
 
@@ -188,8 +189,7 @@ class Accumulator:
         self._global_batch = GlobalBatch(sizes)
         self._cursor = DataCursor(loader_of, self._global_batch.give_on)
         if self.engine.forward_communicates:
-            everywhere = "call it on every rank: it is a collective on this engine, also in an evaluation"
-            self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=everywhere)
+            self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=_EVERYWHERE)
         self._verifier = Verifier(
             self.engine,
             self.world,
