@@ -1,8 +1,8 @@
 """The 29 cases that torch's own tests hold ``GradScaler`` to on a CPU, run with ``LossScaler`` in its place.
 
 They bear the names of ``TestTorchDeviceTypeCPU`` (torch's ``test_torch.py``), less ``test_`` and ``_cpu``, in words of
-our own: the same calls and assertions. Each runs with torch's scaler too. 21 hold as they are; the others assert, besides,
-the scale after a few windows, and that differs on purpose: ours grows one update later, as DeepSpeed's does.
+our own: the same calls and assertions. Each runs with torch's scaler too. 21 hold as they are; the others assert the
+scale after a few windows as well, and that differs on purpose: ours grows one update later, as DeepSpeed's does.
 """
 
 from __future__ import annotations
@@ -290,9 +290,9 @@ def unscale_sparse(Scaler: Any) -> None:  # noqa: N803
         gradient = torch.sparse_coo_tensor(places, torch.tensor(values), (2, 3), check_invariants=False).to(dtype)
         parameter = torch.zeros_like(gradient)
         parameter.grad = gradient.clone()
-        found = scaler._unscale_grads_(
-            SGD([parameter], lr=1.0), inverse, torch.zeros(1), dtype is torch.float16
-        )[inverse.device]
+        found = scaler._unscale_grads_(SGD([parameter], lr=1.0), inverse, torch.zeros(1), dtype is torch.float16)[
+            inverse.device
+        ]
         assert found.item() == expected
         if not expected:
             torch.testing.assert_close(parameter.grad.to_dense(), (gradient / 4).to_dense())
