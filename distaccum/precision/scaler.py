@@ -33,7 +33,8 @@ class LossScaler(ShardedGradScaler):
     - The decision to skip is taken once for all ranks and optimizers: by the maximum, as exactly 0.0 or 1.0, in a
       0-dim tensor. Torch's sharded one has shape ``(1,)``, which fused optimizers refuse (pytorch#140514); is a sum,
       which they take for "finite" where it is 2; and without ``unscale_`` is each rank's own.
-    - The scale stays within bounds, and moves as ``LossScale`` says.
+    - The scale stays within bounds, and moves as ``LossScale`` says: it grows one update later than torch's, at the
+      start and after an overflow.
     - A 16-bit loss is scaled in fp32; torch's sharded one rounds it back, to infinity above 65504. (Its own backward
       still casts the scale to 16 bits: sum losses in fp32.)
     - Its device is asked for: torch's is ``cuda`` by default, and switches itself off where there is none.
