@@ -122,13 +122,14 @@ def main() -> None:
 
 def cover(python: Path, torch: str, deepspeed: str, engines: tuple[str, ...]) -> None:
     """Runs these engines, and writes their rows."""
-    rows = rows_of(DOCUMENT.read_text())
+    found: dict[Row, Row] = {}
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:
             cells = run(python, engine, Path(folder))
-            rows[torch, deepspeed, engine] = tuple(map(in_table, cells))
+            found[torch, deepspeed, engine] = tuple(map(in_table, cells))
             print(torch, deepspeed, engine, *cells, sep=" | ")
-    DOCUMENT.write_text(written(DOCUMENT.read_text(), rows))
+    text = DOCUMENT.read_text()
+    DOCUMENT.write_text(written(text, rows_of(text) | found))
 
 
 if __name__ == "__main__":
