@@ -40,9 +40,7 @@ def _on_copy_stream(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
     def move(batch: Any) -> Callable[[], Any]:
         pinned = map_tensors(batch, _pinned)
         with torch.cuda.stream(copies):
-            moved = map_tensors(
-                pinned, lambda tensor: tensor.to(device, non_blocking=True) if _dense(tensor) else tensor
-            )
+            moved = map_tensors(pinned, copy)
             arrived = copies.record_event()
 
         def use() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,10 @@ from distaccum.errors import ConfigError
 from distaccum.precision.loss_scale import LossScale
 
 _DEFAULT = ScalerConfig()
+_PASSES_ITSELF = (
+    "the scaler is going to stop passing itself to an optimizer's step as grad_scaler: read the attributes grad_scale "
+    "and found_inf instead, which are set on an optimizer whose step has no such argument"
+)
 
 
 class LossScaler(ShardedGradScaler):
@@ -28,7 +33,8 @@ class LossScaler(ShardedGradScaler):
     - The decision to skip is taken once for all ranks and optimizers: by the maximum, as exactly 0.0 or 1.0, in a
       0-dim tensor. Torch's sharded one has shape ``(1,)``, which fused optimizers refuse (pytorch#140514); is a sum,
       which they take for "finite" where it is 2; and without ``unscale_`` is each rank's own.
-    - The scale stays within bounds, and moves as ``LossScale`` says.
+    - The scale stays within bounds, and moves as ``LossScale`` says: it grows one update later than torch's, at the
+      start and after an overflow.
     - A 16-bit loss is scaled in fp32; torch's sharded one rounds it back, to infinity above 65504. (Its own backward
       still casts the scale to 16 bits: sum losses in fp32.)
     - Its device is asked for: torch's is ``cuda`` by default, and switches itself off where there is none.
@@ -189,6 +195,7 @@ class LossScaler(ShardedGradScaler):
         if not (on_host and found.item()):  # host read: an unfused step can only be left out by the host
             for optimizer, by_hand in zip(optimizers, unscaled, strict=True):
                 if _takes_scaler(optimizer):
+                    warnings.warn(_PASSES_ITSELF, FutureWarning, stacklevel=3)
                     step: Any = optimizer.step
                     returned.append(step(*args, **kwargs, grad_scaler=self))
                 else:
@@ -242,6 +249,10 @@ class LossScaler(ShardedGradScaler):
         if self._enabled:
             self._loss_scale.growth_interval = new_interval
 
+    def _get_growth_tracker(self) -> int:
+        """Updates in a row, for torch's own methods: 0 also for the row that needs one more."""
+        return max(int(self._loss_scale.streak), 0) if self._enabled else super()._get_growth_tracker()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._enabled:
@@ -265,6 +276,7 @@ class LossScaler(ShardedGradScaler):
         self.set_backoff_factor(state_dict["backoff_factor"])
         self.set_growth_interval(state_dict["growth_interval"])
         self._loss_scale.load_state_dict(state_dict)
+        self._init_growth_tracker = self._get_growth_tracker()  # torch's own; nothing here reads it
 
 
 def _takes_scaler(optimizer: Optimizer) -> bool:

@@ -144,9 +144,9 @@ def test_mistakes_are_refused_by_name(quick: Mapping[str, Any]) -> None:
 
 
 def test_silent_faults_are_refused_by_version() -> None:
-    def refused(version: str, device: str = "cpu", **zero: Any) -> str:
+    def refused(version: str, device: str = "cpu", *, fp16: bool = False, **zero: Any) -> str:
         try:
-            check_known_bugs({"zero_optimization": {"stage": 2} | zero}, version, device)
+            check_known_bugs({"zero_optimization": {"stage": 2} | zero, "fp16": {"enabled": fp16}}, version, device)
         except ConfigError as error:
             return error.key.rsplit(".", 1)[1]
         return ""
@@ -156,3 +156,9 @@ def test_silent_faults_are_refused_by_version() -> None:
     assert refused("0.18.2+cpu", "cuda", reduce_scatter=False) == "reduce_scatter"
     assert not refused("0.19.8", contiguous_gradients=False, reduce_scatter=False)
     assert refused("0.19.8", round_robin_gradients=True) == "round_robin_gradients"
+    for device in ("cpu", "cuda"):  # the rows of docs/versions.md
+        assert refused("0.19.7", device, stage=1, fp16=True) == "stage"
+        assert refused("0.19.2", device, stage=3) == "stage"
+        assert not refused("0.19.8", device, stage=1, fp16=True)
+        assert not any(refused("0.19.7", device, stage=stage) for stage in range(4))
+        assert not refused("0.19.3", device, stage=3)

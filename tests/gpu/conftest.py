@@ -11,9 +11,9 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # DeepSpeed keeps the groups that it has made of the first one
 def gpu_world() -> Iterator[World]:
-    """A group of one on the first GPU, NCCL for its tensors and gloo for the host's; closed after the test."""
+    """A group of one on the first GPU, NCCL for its tensors and gloo for the host's; closed after the tests."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     ranks = LaunchEnvironment()

@@ -17,6 +17,7 @@ from distaccum import functional as da
 from distaccum.accumulation.step import Outcome
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.data import prefetch
+from distaccum.data.batches import map_tensors
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.host_copy import HostCopy
@@ -230,9 +231,9 @@ def test_batches_copied_beside_the_compute_arrive_whole(gpu_world: World, monkey
     beside = [run(ahead) for ahead in (2, 4)]
 
     def in_between(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
-        return lambda batch: lambda: prefetch.map_tensors(batch, lambda tensor: tensor.to(device))
+        return lambda batch: lambda: map_tensors(batch, lambda tensor: tensor.to(device))
 
-    monkeypatch.setattr(prefetch, "_beside_the_compute", in_between)
+    monkeypatch.setattr(prefetch, "_on_copy_stream", in_between)
     plain = run(2)
     for weights in beside:
         assert all(map(torch.equal, weights, plain))

@@ -88,6 +88,7 @@ def _truth() -> list[float]:
     return norms
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what DeepSpeed imports
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("name", ALL)
 def test_every_engine_steps_as_fp64_does(

@@ -3,10 +3,10 @@
 ::
 
     python -m tests.support.versions --torch 2.8.0 2.15.0
-    python -m tests.support.versions --torch 2.8.0 --deepspeed 0.16.0
+    python -m tests.support.versions --torch 2.8.0 --deepspeed 0.16.0 0.19.1
 
-An environment is made in a temporary folder from requirements.lock with another torch, and deleted at the end; it takes
-up to 8 GB. The table of the document keeps the rows of versions that were not asked for.
+For each torch an environment is made in a temporary folder from requirements.lock with that torch, given each DeepSpeed
+in turn, and deleted at the end; it takes up to 8 GB. The table of the document keeps the rows that were not asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.support.commands import ROOT, environment
@@ -33,7 +34,7 @@ NEEDED_BY_DEEPSPEED = ("setuptools", "wheel", "ninja", "einops", "hjson", "msgpa
 Row = tuple[str, ...]
 
 
-def install(folder: Path, torch: str, deepspeed: str | None) -> Path:
+def install(folder: Path, torch: str) -> Path:
     """An environment with what the main job needs; its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
@@ -41,10 +42,13 @@ def install(folder: Path, torch: str, deepspeed: str | None) -> Path:
     locked = (ROOT / "requirements.lock").read_text().splitlines()
     others.write_text("\n".join(line for line in locked if not line.startswith("torch==")))
     _pip(python, f"torch=={torch}", "-r", str(others))
-    if deepspeed:
-        _pip(python, *NEEDED_BY_DEEPSPEED)
-        _pip(python, "--no-build-isolation", f"deepspeed=={deepspeed}", DS_BUILD_OPS="0")
     return python
+
+
+def install_deepspeed(python: Path, version: str) -> None:
+    """In place of the one that is there."""
+    _pip(python, *NEEDED_BY_DEEPSPEED)
+    _pip(python, "--no-build-isolation", f"deepspeed=={version}", DS_BUILD_OPS="0")
 
 
 def _pip(python: Path, *arguments: str, **extra: str) -> None:
@@ -105,15 +109,27 @@ def main() -> None:
     parser.add_argument("--deepspeed", nargs="*", default=[], metavar="VERSION", help="each with every torch")
     chosen = parser.parse_args()
     for torch in chosen.torch:
-        for deepspeed in chosen.deepspeed or [None]:
-            with tempfile.TemporaryDirectory() as folder:
-                python = install(Path(folder, "environment"), torch, deepspeed)
-                rows = rows_of(DOCUMENT.read_text())
-                for engine in STAGES if deepspeed else ENGINES:
-                    cells = run(python, engine, Path(folder))
-                    rows[torch, deepspeed or "", engine] = tuple(map(in_table, cells))
-                    print(torch, deepspeed or "", engine, *cells, sep=" | ")
-                DOCUMENT.write_text(written(DOCUMENT.read_text(), rows))
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.monotonic()
+            python = install(Path(folder), torch)
+            size = sum(file.lstat().st_size for file in Path(folder).rglob("*")) / 1e9
+            print(f"torch {torch} was installed in {time.monotonic() - began:.0f} s: {size:.1f} GB")
+            cover(python, torch, "", ENGINES)
+            for deepspeed in chosen.deepspeed:
+                install_deepspeed(python, deepspeed)
+                cover(python, torch, deepspeed, STAGES)
+
+
+def cover(python: Path, torch: str, deepspeed: str, engines: tuple[str, ...]) -> None:
+    """Runs these engines, and writes their rows."""
+    found: dict[Row, Row] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in engines:
+            cells = run(python, engine, Path(folder))
+            found[torch, deepspeed, engine] = tuple(map(in_table, cells))
+            print(torch, deepspeed, engine, *cells, sep=" | ")
+    text = DOCUMENT.read_text()
+    DOCUMENT.write_text(written(text, rows_of(text) | found))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from distaccum.engines.deepspeed.internals import check_version
 from distaccum.errors import ConfigError
 
 _LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
-_BEFORE_MENDED = (0, 19, 8)
+_MENDED = (0, 19, 8)
+_STAGE_3_MENDED = (0, 19, 3)
 _ZERO_KEY = "engine.json.zero_optimization"
 # Said at the import and at each skipped window. That there is no GPU is known; skips are logged by distaccum.
 _KNOWN = ("Setting accelerator to CPU", "[deepspeed] OVERFLOW!", "You are using ZeRO with an untested optimizer")
@@ -181,9 +182,19 @@ def check_known_bugs(settings: Mapping[str, Any], version: str, device: str) -> 
     if zero.get("round_robin_gradients"):
         problem = f"DeepSpeed {version} mixes its fp32 weights up there when they are asked for by name"
         raise ConfigError(f"{_ZERO_KEY}.round_robin_gradients", True, problem, "Leave it false")
-    if tuple(map(int, version.split("+", maxsplit=1)[0].split(".")[:3])) >= _BEFORE_MENDED:
+    number = tuple(map(int, version.split("+", maxsplit=1)[0].split(".")[:3]))
+    if number >= _MENDED:
         return
-    remedy = f"Leave it true, or install deepspeed>={'.'.join(map(str, _BEFORE_MENDED))}"
+    install = "install deepspeed>="
+    if stage == 3 and number < _STAGE_3_MENDED:  # noqa: PLR2004
+        problem = f"DeepSpeed {version} dies there when it gives a module's parameters back"
+        remedy = f"Use engine.stage=2, or {install}{'.'.join(map(str, _STAGE_3_MENDED))}"
+        raise ConfigError("engine.stage", stage, problem, remedy)
+    mended = install + ".".join(map(str, _MENDED))
+    if stage == 1 and settings.get("fp16", {}).get("enabled"):
+        problem = f"DeepSpeed {version} reduces a copy of fp16 gradients there, and each rank steps on its own"
+        raise ConfigError("engine.stage", stage, problem, f"Use engine.stage=2 or precision=bf16, or {mended}")
+    remedy = f"Leave it true, or {mended}"
     if stage in (1, 2) and device == "cpu" and zero.get("contiguous_gradients") is False:
         problem = f"DeepSpeed {version} leaves gradients on the CPU unreduced there"
         raise ConfigError(f"{_ZERO_KEY}.contiguous_gradients", False, problem, remedy)

@@ -1,7 +1,6 @@
-"""``LossScaler`` in place of torch's scalers: what torch's own tests of ``GradScaler`` hold it to, and its callers.
+"""``LossScaler`` in place of torch's scalers: what its callers do, beside torch's own.
 
-The cases bear the names of torch's (``test_torch.py``), without ``test_grad_scaling_``, and run
-with torch's scaler too. What differs on purpose is asserted for both: how updates are counted for the next growth.
+The cases that torch's own tests have are in ``test_torchs_cases.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from distaccum.precision.scaler import LossScaler
 
 both = pytest.mark.parametrize("Scaler", [LossScaler, GradScaler])
 INF, NAN = float("inf"), float("nan")
-Run = Callable[["Case", Any, bool], Any]
 
 
 class Case:
@@ -68,119 +65,6 @@ def autocast(case: Case, scaler: Any, scales: bool) -> Any:
     return scaler
 
 
-def clipping(case: Case, scaler: Any, scales: bool, separately: bool = False) -> Any:
-    norm = 0.2
-    for i, batch in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        loss = case.loss(batch)
-        if not scales:
-            loss.backward()
-            nn.utils.clip_grad_norm_(case.models[0].parameters(), norm)
-            if i != case.bad or not scaler.is_enabled():
-                case.optimizers[0].step()
-            continue
-        scaler.scale(loss).backward()
-        if separately:
-            scaler.unscale_(case.optimizers[0])
-        nn.utils.clip_grad_norm_(case.models[0].parameters(), norm * (1 if separately else scaler.get_scale()))
-        if i == case.bad and scaler.is_enabled():
-            case.spoil()
-            if separately:  # torch's too looks where it unscales
-                case.optimizers[0].zero_grad()
-                scaler.update(scaler.get_scale())
-                continue
-        scaler.step(case.optimizers[0])
-        scaler.update()
-    return scaler
-
-
-def clipping_separate_unscale(case: Case, scaler: Any, scales: bool) -> Any:
-    return clipping(case, scaler, scales, separately=True)
-
-
-def penalty(case: Case, scaler: Any, scales: bool) -> Any:
-    for i, batch in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        loss, parameters = case.loss(batch), list(case.models[0].parameters())
-        gradients = torch.autograd.grad(scaler.scale(loss) if scales else loss, parameters, create_graph=True)
-        inverse = 1.0 / scaler.get_scale() if scales else 1.0
-        loss = loss + 0.1 * sum((g * inverse).square().sum() for g in gradients).sqrt()  # type: ignore[union-attr]
-        if not scales:
-            loss.backward()
-            if i != case.bad or not scaler.is_enabled():
-                case.optimizers[0].step()
-            continue
-        scaler.scale(loss).backward()
-        if i == case.bad and scaler.is_enabled():
-            case.spoil()
-        scaler.step(case.optimizers[0])
-        scaler.update()
-    return scaler
-
-
-def accumulation(case: Case, scaler: Any, scales: bool) -> Any:
-    for i, batch in enumerate(case.data):
-        loss = case.loss(batch) / 2
-        (scaler.scale(loss) if scales else loss).backward()
-        if i % 2:
-            if scales:
-                scaler.step(case.optimizers[0])
-                scaler.update()
-            else:
-                case.optimizers[0].step()
-            case.optimizers[0].zero_grad()
-    return scaler
-
-
-def multiple(case: Case, scaler: Any, scales: bool) -> Any:
-    for i, batch in enumerate(case.data):
-        for optimizer in case.optimizers:
-            optimizer.zero_grad()
-        first, second = case.loss(batch), case.loss(batch, 1)
-        losses = (0.6 * first - 0.4 * second, 0.6 * second - 0.4 * first)
-        for n, loss in enumerate(losses):
-            (scaler.scale(loss) if scales else loss).backward(retain_graph=n == 0)
-        if i == case.bad and scales and scaler.is_enabled():
-            case.spoil(1)
-        for n, optimizer in enumerate(case.optimizers):
-            if scales:
-                scaler.step(optimizer)
-            elif i != case.bad or n == 0 or not scaler.is_enabled():
-                optimizer.step()
-        if scales:
-            scaler.update()
-    return scaler
-
-
-RUNS: dict[str, tuple[Run, type[Optimizer], dict[str, Any], float, float]] = {
-    # by name: the loop, the optimizer, its options, and the last scale of torch's and ours
-    **{f"autocast {kind.__name__}": (autocast, kind, {}, 512.0, 128.0) for kind in (SGD, Adam, AdamW)},
-    **{f"autocast_foreach {k.__name__}": (autocast, k, {"foreach": True}, 512.0, 128.0) for k in (SGD, Adam, AdamW)},
-    **{f"autocast_fused {k.__name__}": (autocast, k, {"fused": True}, 512.0, 128.0) for k in (SGD, Adam, AdamW)},
-    "clipping": (clipping, SGD, {}, 512.0, 128.0),
-    "clipping_separate_unscale": (clipping_separate_unscale, SGD, {}, 1024.0, 512.0),
-    "penalty": (penalty, SGD, {}, 512.0, 128.0),
-    "accumulation": (accumulation, SGD, {}, 512.0, 256.0),
-    "multiple": (multiple, SGD, {}, 512.0, 128.0),
-    "multiple Adam": (multiple, Adam, {}, 512.0, 128.0),
-}
-
-
-@both
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "not enabled"])
-@pytest.mark.parametrize("name", RUNS)
-def test_a_scaled_loop_trains_as_one_in_fp32(name: str, enabled: bool, Scaler: Any) -> None:  # noqa: N803
-    run, optimizer, options, torchs, ours = RUNS[name]
-    plain, scaled = Case(optimizer, **options), Case(optimizer, **options)
-    scaler = Scaler("cpu", init_scale=128.0, growth_factor=2.0, growth_interval=1, enabled=enabled)
-    run(plain, scaler, False)
-    scaler = run(scaled, scaler, True)
-    for a, b in zip(scaled.weights, plain.weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    last = (torchs if Scaler is GradScaler else ours) if enabled else 1.0
-    assert scaler.get_scale() == last
-
-
 @both
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 @pytest.mark.parametrize("separately", [True, False], ids=["unscale_ and step", "step"])
@@ -223,70 +107,9 @@ def test_state_dict(used: bool, Scaler: Any) -> None:  # noqa: N803
     loaded.load_state_dict(saved.state_dict())
     assert loaded.get_scale() == 3.0
     assert (loaded.get_growth_factor(), loaded.get_backoff_factor(), loaded.get_growth_interval()) == (4.0, 0.5, 2)
-    assert loaded._get_growth_tracker() == (0 if Scaler is GradScaler else -1)
+    assert loaded._get_growth_tracker() == 0
     with pytest.raises(RuntimeError, match="empty"):
         loaded.load_state_dict({})
-
-
-def _storm(bad: int) -> list[Tensor]:
-    g = torch.full((20, 20), 4.0)
-    gradients = [g.clone(), g.clone()[:, :5], g.half(), g.half()]
-    if bad >= 0:
-        gradients[bad][2, 2] = INF
-    return gradients
-
-
-@both
-@pytest.mark.parametrize("bad", range(-1, 4))
-def test_unscale(bad: int, Scaler: Any) -> None:  # noqa: N803
-    scaler, gradients = Scaler("cpu"), _storm(bad)
-    parameters = [torch.empty_like(g) for g in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    scaler.scale(torch.ones(()))
-    inverse, found = torch.full((1,), 0.25), torch.zeros(1)
-    result = scaler._unscale_grads_(SGD(parameters, lr=1.0), inverse, found, True)
-    assert sum(one.item() for one in result.values()) == (bad >= 0)
-    if bad < 0:
-        for gradient in gradients:
-            torch.testing.assert_close(gradient, torch.ones_like(gradient))
-
-
-@both
-@pytest.mark.parametrize(
-    ("values", "dtype", "found"),
-    [
-        ((16.0, 32.0, 64.0), torch.float32, 0.0),
-        ((16.0, 32.0, INF), torch.float32, 1.0),
-        ((16.0, 32.0, NAN), torch.float32, 1.0),
-        ((16.0, 32.0, 64.0), torch.float16, 0.0),
-        ((64000.0, 32.0, 64000.0), torch.float16, 1.0),  # of one place: finite until they are added
-    ],
-)
-def test_unscale_sparse(values: Any, dtype: torch.dtype, found: float, Scaler: Any) -> None:  # noqa: N803
-    places = torch.tensor([[0, 1, 0], [2, 0, 2]] if values[0] > 100 else [[0, 1, 1], [2, 0, 2]])
-    gradient = torch.sparse_coo_tensor(places, torch.tensor(values), (2, 3), check_invariants=False).to(dtype)
-    parameter = gradient.clone()
-    parameter.grad = gradient.clone()
-    scaler = Scaler("cpu")
-    scaler.scale(torch.ones(()))
-    result = scaler._unscale_grads_(SGD([parameter], lr=1.0), torch.full((1,), 0.25), torch.zeros(1), True)
-    assert result[torch.device("cpu")].item() == found
-    if not found:
-        torch.testing.assert_close(parameter.grad.to_dense(), (gradient / 4).to_dense())
-
-
-@both
-def test_scale_will_not_overflow(Scaler: Any) -> None:  # noqa: N803
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = Adam([parameter])
-    scaler = Scaler("cpu", init_scale=1e38, growth_factor=2.0**4, growth_interval=1)
-    for _ in range(2):
-        parameter.grad = torch.full_like(parameter, 1e-30)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler._scale.isfinite()
 
 
 @both
