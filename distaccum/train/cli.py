@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
 from datetime import datetime
@@ -34,6 +35,7 @@ from distaccum.distributed.world import open_world
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
+from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.log_handler import enable_loggers, log_to_stderr
 from distaccum.train.metrics.wandb import is_left_behind
 from distaccum.train.run import RunResult, prepare, run
@@ -94,6 +96,8 @@ def _run_job(
 
     def agree(rejection: str | None) -> None:
         coordinator.agree(job, rejection)
+        if RUN_NOTE in os.environ and environment.rank == 0:
+            Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
         accepted()
 
     result = run(
@@ -148,8 +152,10 @@ class _Jobs:
         except (ConfigError, JobRejectedError) as error:
             run_dir.write_refusal(str(error))
             sys.exit(_print_config_error(error))
-        except DistaccumError as error:
-            _log.error("%s", error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit(0) of a user's function too
+            _report(run_dir, self._environment.rank, error)
             sys.exit(1)
         if self.preempted:
             sys.exit(0)  # the same command with resume=auto runs the rest of a sweep
@@ -251,9 +257,26 @@ def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator
                 return 0
         except JobRejectedError:
             return _BAD_CONFIGURATION
-        except DistaccumError:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            _report(RunDir(Path(job.run_dir)), environment.rank, error)
             return 1
     raise AssertionError
+
+
+def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
+    """Rank 0, or its launcher, prints the failure; the rank that caused it one line, also in torchrun's error file."""
+    reason, first = reason_of(rank, error), run_dir.failure()
+    if "HYDRA_FULL_ERROR" in os.environ:
+        sys.stderr.writelines(traceback.format_exception(error))
+    if first in ("", reason):
+        tell_torchrun(reason, run_dir)
+    if rank == 0 and RUN_NOTE not in os.environ:
+        for line in lines_of(run_dir, reason):
+            _log.error("%s", line)
+    elif first in ("", reason):
+        _log.error("%s", reason)
 
 
 def _print_config_error(error: DistaccumError) -> int:

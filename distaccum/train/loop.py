@@ -29,6 +29,12 @@ from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
 
+TRAINING = "training"
+
+
+def _tell_nobody(_: str) -> None:
+    pass
+
 
 class Loop:
     """Trains until ``total_steps`` updates are applied, or until it is stopped.
@@ -44,6 +50,7 @@ class Loop:
         loggers: take the records; empty on all ranks but 0.
         wandb_id: kept in every checkpoint.
         time_limit: says when the run has to save.
+        enter_phase: told what this rank does, for those who find it dead.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Loop:
         loggers: Sequence[Logger],
         wandb_id: str,
         time_limit: TimeLimit,
+        enter_phase: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._components = components
         self._accumulator = accumulator
@@ -66,6 +74,7 @@ class Loop:
         self._loggers = loggers
         self._wandb_id = wandb_id
         self._time_limit = time_limit
+        self._enter_phase = enter_phase
         self._world = accumulator.world
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress)
@@ -112,6 +121,7 @@ class Loop:
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()
+        self._enter_phase(TRAINING)
         # Pretrained models come in evaluation mode. One in training mode may have frozen modules: it stays as it is.
         if not self._accumulator.engine.unwrapped_model.training:
             self._accumulator.model.train()
@@ -190,6 +200,7 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float]:
         components = self._components
+        self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
         found = evaluate(
             self._accumulator.engine,
@@ -206,6 +217,7 @@ class Loop:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
         self._time_limit.evaluated()
+        self._enter_phase(TRAINING)
         return found
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
@@ -218,6 +230,8 @@ class Loop:
         self._write_status()
 
     def _save(self) -> None:
+        self._run_dir.require_owned()
+        self._enter_phase(f"saving step {self.progress.step}")
         self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
         run = checkpoint.RunState(
@@ -235,9 +249,12 @@ class Loop:
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
         )
         self._saved_step = self.progress.step
+        if self._world.is_main:
+            self._run_dir.note_saved(self._saved_step)
         self._call(lambda callback: callback.on_checkpoint(self, path))
         self._meter.restart(self.progress)
         self._time_limit.saved()
+        self._enter_phase(TRAINING)
         _log.info("saved %s", path)
 
     def _finish(self) -> dict[str, float]:
