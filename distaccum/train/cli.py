@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -22,6 +22,7 @@ from secrets import token_hex
 from time import monotonic
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,7 +32,7 @@ from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
-from distaccum.distributed.world import open_world
+from distaccum.distributed.world import World, open_world
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
@@ -96,9 +97,14 @@ def _run_job(
 
     def agree(rejection: str | None) -> None:
         coordinator.agree(job, rejection)
+
+    @contextmanager
+    def open_group(device: torch.device) -> Iterator[World]:
         if RUN_NOTE in os.environ and environment.rank == 0:
             Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
         accepted()
+        with open_world(environment, coordinator.store_for(job), device) as world:
+            yield world
 
     result = run(
         partial(_make_components, job, environment),
@@ -107,7 +113,7 @@ def _run_job(
         began=monotonic(),
         signals=signals,
         agree=agree,
-        open_group=partial(open_world, environment, coordinator.store_for(job)),
+        open_group=open_group,
     )
     note = os.environ.get("DISTACCUM_PREEMPTED")
     if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
@@ -276,7 +282,7 @@ def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
         for line in lines_of(run_dir, reason):
             _log.error("%s", line)
     elif first in ("", reason):
-        _log.error("%s", reason)
+        _log.error("%s", reason.removeprefix(f"rank {rank}: ") if rank else reason)
 
 
 def _print_config_error(error: DistaccumError) -> int:

@@ -67,7 +67,7 @@ class Peers:
         self._descriptor = -1
         self._found, self._stopped = Event(), Event()
         self._reader, self._writer = os.pipe()
-        self._known: dict[int, Path] = {}  # a process's descriptor -> its rank's file
+        self._known: dict[int, tuple[int, Path]] = {}  # a descriptor of a process -> its number, its rank's file
         self._thread = Thread(target=self._watch, name="rank-watch", daemon=True)
 
     def __enter__(self) -> Peers:
@@ -122,37 +122,37 @@ class Peers:
                 self._look_around(poll)
             for descriptor, _ in poll.poll(_LOOK_AGAIN_MS if looking else None):
                 if descriptor != self._reader:
+                    pid, path = self._known[descriptor]
+                    code = _exit_code(pid)  # first of all: until its launcher has waited for it
                     poll.unregister(descriptor)
-                    self._judge(descriptor)
+                    self._note(_Entry.read(path), code)
 
     def _look_around(self, poll: select.poll) -> None:
         others = set(self._run_dir.ranks.glob("rank-*.json")) - {self._file(self._rank)}
-        for path in others - set(self._known.values()):
+        for path in others - {path for _, path in self._known.values()}:
             entry = _Entry.read(path)
             if entry is None or entry.machine != self._machine:
                 continue
             try:
                 descriptor = os.pidfd_open(entry.pid)
             except OSError:  # gone already, and waited for
-                self._known[-entry.rank - 2] = path  # no descriptor, and not looked at again
+                self._known[-entry.rank - 2] = entry.pid, path  # no descriptor, and not looked at again
                 self._note(entry, None)
                 continue
-            self._known[descriptor] = path
+            self._known[descriptor] = entry.pid, path
             poll.register(descriptor, select.POLLIN)
 
-    def _judge(self, descriptor: int) -> None:
-        entry = _Entry.read(self._known[descriptor])
-        if entry is not None:
-            self._note(entry, _exit_code(entry.pid))
+    def _note(self, entry: _Entry | None, code: int | None) -> None:
+        """Writes the cause, unless the rank said itself that it ends; a group that it was to join never comes.
 
-    def _note(self, entry: _Entry, code: int | None) -> None:
-        """Writes the cause, unless the rank said itself that it ends; a group that it was to join never comes."""
-        if entry.phase != _ENDED:
+        A rank's file is gone where the run has ended on rank 0.
+        """
+        if entry is not None and entry.phase != _ENDED:
             reason = f"rank {entry.rank} {_how(code)} while {entry.phase} (process {entry.pid} on {entry.machine.host})"
             self._run_dir.write_failure(reason)
             self._found.set()
         if self._phase == JOINING and not self._stopped.wait(_GRACE_S) and self._phase == JOINING:
-            why = self._run_dir.failure() or f"rank {entry.rank} has left"
+            why = self._run_dir.failure() or "another rank has left"
             _log.error("the process group cannot be opened, and this rank ends: %s", why)
             self._run_dir.write_failure(why)
             sys.stderr.flush()
