@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -35,7 +36,8 @@ def reason_of(rank: int, error: BaseException) -> str:
         return error.reason
     if isinstance(error, SystemExit):
         return f"rank {rank}: the program called sys.exit({error.code!r}) in the middle of the run"
-    return f"rank {rank}: {type(error).__name__}: {error}"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"rank {rank}: {type(error).__name__}: {error}{'. Make room there, and go on' if full else ''}"
 
 
 def note_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:

@@ -90,7 +90,7 @@ class RunDir:
             finally:
                 with suppress(OSError, owner.OwnershipLostError):
                     holding.require()
-                    self._reserve.unlink()
+                    self._reserve.unlink(missing_ok=True)
                     shutil.rmtree(self.ranks, ignore_errors=True)
                 self._owner = None
 
@@ -194,7 +194,10 @@ class RunDir:
         """
         self.require_owned()
         if not self._failure.exists():
-            write_json(self._status, _status(state, step, reason))
+            try:
+                write_json(self._status, _status(state, step, reason))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._status)) from error
 
     def status(self) -> dict[str, Any]:
         """The content of ``status.json``; empty without one."""
@@ -226,33 +229,33 @@ class RunDir:
         """
         if self.is_foreign():
             return
-        step, failed = self.status().get("step", 0), self._write_first(reason)
-        status = _status(State.FAILED, step, self.failure() or reason)
+        first, left = self._write_first(reason)
+        if not first and self.state() is State.FAILED:
+            return
+        status = _status(State.FAILED, self.status().get("step", 0), self.failure() or reason)
         try:
             write_json(self._status, status)
         except OSError as error:
             with suppress(OSError):
                 self._status.with_name(f".{self._status.name}.{os.getpid()}").unlink(missing_ok=True)
-            if not self._write_reserved(status) and not failed:
-                _log.error(
-                    "%s cannot be written (%s): the run failed at step %s: %s", self._status, error, step, reason
-                )
+            if not self._write_reserved(status) and not left:
+                _log.error("%s cannot be written (%s): the run failed, %s", self._status, error, reason)
 
-    def _write_first(self, reason: str) -> bool:
-        """Leaves the reason for the other ranks, if it is the first; False if the disk takes nothing."""
+    def _write_first(self, reason: str) -> tuple[bool, bool]:
+        """Leaves the reason for the other ranks. Returns whether it is the first, and whether one is left there."""
         try:
             descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            return True
+            return False, True
         except OSError:
-            return False
+            return True, False
         try:
             os.write(descriptor, reason.encode(errors="replace"))
         except OSError:
-            return False
+            return True, False
         finally:
             os.close(descriptor)
-        return True
+        return True, True
 
     def _write_reserved(self, status: Mapping[str, object]) -> bool:
         """Writes over the blocks that were taken when the run began, which needs no room."""
