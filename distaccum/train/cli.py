@@ -30,6 +30,7 @@ from distaccum.checkpoint.files import write_text
 from distaccum.config.command_line import register_aliases, take_flag
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
+from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
@@ -95,6 +96,8 @@ def _run_job(
         JobRejectedError: on all ranks, before the process group, if the configuration cannot run on one of them.
     """
 
+    run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+
     def agree(rejection: str | None) -> None:
         coordinator.agree(job, rejection)
 
@@ -108,7 +111,7 @@ def _run_job(
 
     result = run(
         partial(_make_components, job, environment),
-        RunDir(Path(job.run_dir)),
+        run_dir,
         environment,
         began=monotonic(),
         signals=signals,
@@ -152,7 +155,7 @@ class _Jobs:
         self.stop_capturing()
         sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
         self.composed = True
-        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
+        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(values_of(plain(node))))
         try:
             self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:
@@ -244,12 +247,14 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
     files = {
         "config": node,
         "hydra": OmegaConf.create({"hydra": hydra_config}),
-        "overrides": hydra_config.overrides.task,
+        "overrides": list(hydra_config.overrides.task),
     }
     folder = run_dir.path / ".hydra"
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
-        write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
+        plain_content = content if isinstance(content, list) else OmegaConf.to_container(content, resolve=False)
+        kept = OmegaConf.create(redact(plain_content, run_dir.secrets))
+        write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(kept))
 
 
 def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
@@ -266,14 +271,15 @@ def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            _report(RunDir(Path(job.run_dir)), environment.rank, error)
+            run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+            _report(run_dir, environment.rank, error)
             return 1
     raise AssertionError
 
 
 def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
     """Rank 0, or its launcher, prints the failure; the rank that caused it one line, also in torchrun's error file."""
-    reason, first = reason_of(rank, error), run_dir.failure()
+    reason, first = run_dir.hidden(reason_of(rank, error)), run_dir.failure()
     if "HYDRA_FULL_ERROR" in os.environ:
         sys.stderr.writelines(traceback.format_exception(error))
     if first in ("", reason):

@@ -48,7 +48,7 @@ def note_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
             run_dir.logs.mkdir(exist_ok=True)
             with (run_dir.logs / f"rank-{rank}.log").open("a") as file:
                 file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}\n")
-                file.writelines(traceback.format_exception(error))
+                file.write(run_dir.hidden("".join(traceback.format_exception(error))))
 
 
 def tell_torchrun(reason: str, run_dir: RunDir) -> None:

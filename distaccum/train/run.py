@@ -40,7 +40,7 @@ from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
-from distaccum.train.report import print_header, print_summary
+from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.time_limit import TimeLimit
@@ -156,7 +156,7 @@ def _in_group(
             with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
                 path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
-                run_dir = run_dir if world.is_main else RunDir(Path(path), token=token)
+                run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
                 joined = True
                 try:
                     return train(
@@ -274,7 +274,8 @@ def train(
             logger.mark_preempted()
     if console is not None:
         state = State.PREEMPTED if loop.preempted else State.DONE
-        run_dir.write_status(state, step=loop.progress.step, reason=loop.stop_reason)
+        reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
+        run_dir.write_status(state, step=loop.progress.step, reason=reason)
         print_summary(
             components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
         )

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distaccum.checkpoint.files import write_json
+from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.errors import ConfigError
 from distaccum.train import owner
 from distaccum.train.owner import Owner
@@ -39,15 +40,16 @@ class RunDir:
     Args:
         path: of the folder.
         token: of the run that owns it, where this process is not the owner itself but one of its ranks.
+        secrets: values in settings that no status and no log may hold.
     """
 
-    def __init__(self, path: Path, *, token: str = "") -> None:
+    def __init__(self, path: Path, *, token: str = "", secrets: Collection[str] = ()) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.ranks = path / ".ranks"
         self.logs = path / "logs"
-        self.token = token
+        self.token, self.secrets = token, secrets
         self._owner: Owner | None = None
         self._failure = path / ".failure"
         self._status = path / "status.json"
@@ -214,6 +216,10 @@ class RunDir:
         except (ValueError, KeyError):
             return None
 
+    def hidden(self, text: str) -> str:
+        """A text without the secrets of settings and environment."""
+        return redact_text(text, {*self.secrets, *values_of_environment()})
+
     def failure(self) -> str:
         """The reason of the first failure of this attempt; empty without one."""
         try:
@@ -229,6 +235,7 @@ class RunDir:
         """
         if self.is_foreign():
             return
+        reason = self.hidden(reason)
         first, left = self._write_first(reason)
         if not first and self.state() is State.FAILED:
             return
@@ -284,7 +291,7 @@ class RunDir:
         with suppress(OSError, ConfigError):
             self.make()
             if not self.holds_results() and not self.is_foreign():
-                self.write_status(State.CONFIG_ERROR, step=0, reason=reason)
+                self.write_status(State.CONFIG_ERROR, step=0, reason=self.hidden(reason))
 
     def write_artifacts(self, artifacts: Mapping[str, Mapping[str, object]]) -> None:
         """Writes each under its file name, as JSON."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 from threading import enumerate as enumerate_threads
 from typing import Any
 
+from distaccum.config.secrets import redact
 from distaccum.train.metrics.loggers import Logger, Record
 
 _log = logging.getLogger(__name__)
@@ -86,7 +88,8 @@ class WandbLogger(Logger):
         try:
             import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
 
-            settings = wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S)
+            secret = redact(sys.argv) != sys.argv  # W&B's description of the process has the command line as it is
+            settings = wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S, x_disable_meta=secret)
             run = wandb.init(**self._settings, settings=settings)  # type: ignore[arg-type]
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
