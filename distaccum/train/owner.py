@@ -8,13 +8,14 @@ clock of the file system.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -196,6 +197,19 @@ class Owner:
 
     def _take(self) -> None:
         waits = False
+        while True:
+            with _alone_on_this_machine(self._path.parent):
+                held = self._try()
+            if held is None:
+                return
+            if not waits:
+                text = "%s is held by %s, which has given no sign of life for a while: waiting for one, or %.0f s"
+                _log.warning(text, self._path.parent, held, STALE_S)
+            waits = True
+            sleep(BEAT_S)
+
+    def _try(self) -> str | None:
+        """Takes the lock; or returns who holds it, of whom nobody knows whether it lives."""
         while not self._create():
             try:
                 other = _parse(self._path)
@@ -212,11 +226,8 @@ class Owner:
             elif self._is_alive(other):
                 raise _refusal(self._path, who)
             else:
-                if not waits:
-                    text = "%s is held by %s, which has given no sign of life for a while: waiting for one, or %.0f s"
-                    _log.warning(text, self._path.parent, who, STALE_S)
-                waits = True
-                sleep(BEAT_S)
+                return who
+        return None
 
     def _create(self) -> bool:
         """Makes the lock; False if there is one."""
@@ -291,6 +302,18 @@ class Owner:
             with suppress(OSError, OwnershipLostError):
                 self.require()
                 os.utime(self._path)
+
+
+@contextmanager
+def _alone_on_this_machine(folder: Path) -> Iterator[None]:
+    """One process at a time judges and takes over; where a file system knows no such lock, the links must do."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refuse_if_held(folder: Path) -> None:
