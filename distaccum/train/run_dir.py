@@ -116,7 +116,11 @@ class RunDir:
 
     def holds_results(self) -> bool:
         """Whether a run has logged or saved anything here."""
-        return self.metrics.exists() or any(self.checkpoints.glob("step-*")) or self.saved_step() is not None
+        return self.metrics.exists() or self.holds_checkpoints()
+
+    def holds_checkpoints(self) -> bool:
+        """Whether a run has saved anything here, be it there still or not."""
+        return any(self.checkpoints.glob("step-*")) or self.saved_step() is not None
 
     def refuse_to_mix(self) -> None:
         """Raises ConfigError if an earlier run's results are here."""
