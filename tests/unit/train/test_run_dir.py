@@ -69,9 +69,7 @@ def test_a_folder_that_was_a_checkpoint_is_a_history(tmp_path: Path, left: str) 
     (run_dir.checkpoints / ".saving-step-2").mkdir(parents=True)
     run_dir.require_no_history()
     (run_dir.checkpoints / left).mkdir()
-    said = (
-        rf"1 damaged \({left}\).* Restore the folder .* name a checkpoint .* with resume=PATH .* resume=never and a new"
-    )
+    said = rf"1 damaged \({left}\).* Restore the folder .* name a checkpoint .* with resume=PATH .* resume=never and a"
     with pytest.raises(ConfigError, match=said):
         run_dir.require_no_history()
 
