@@ -72,13 +72,20 @@ class Peers:
 
     def __enter__(self) -> Peers:
         """Shows this rank to the others; a folder that takes no file leaves it unwatched."""
-        if self._local_size > 1 and hasattr(os, "pidfd_open"):
+        self.show(self._run_dir)
+        return self
+
+    def show(self, run_dir: RunDir) -> None:
+        """Shows this rank in rank 0's run directory, where it could not before: that was not made, or not known."""
+        if run_dir.path == self._run_dir.path:
+            self._run_dir = run_dir  # one object for this thread and the main one, which take turns in writing
+        if self._descriptor < 0 and self._local_size > 1 and hasattr(os, "pidfd_open"):
+            self._run_dir = run_dir
             with suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
                 self._descriptor = os.open(self._file(self._rank), flags, 0o644)
-                self.enter_phase(JOINING)
+                self.enter_phase(self._phase)
                 self._thread.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -158,6 +158,8 @@ def _in_group(
                 path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
                 run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
                 joined = True
+                peers.enter_phase("preparing")
+                peers.show(run_dir)
                 try:
                     return train(
                         components,
@@ -217,7 +219,6 @@ def train(
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     ``enter_phase`` is told what this rank does; ``beginning`` is for the header of a run without a checkpoint.
     """
-    enter_phase("preparing")
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
     restore = Restore(saved, components, world)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from distaccum.checkpoint.files import write_json
@@ -50,6 +51,7 @@ class RunDir:
         self.ranks = path / ".ranks"
         self.logs = path / "logs"
         self.token, self.secrets = token, secrets
+        self._turn = Lock()  # of this process's threads, which write by one temporary name
         self._owner: Owner | None = None
         self._failure = path / ".failure"
         self._status = path / "status.json"
@@ -199,7 +201,9 @@ class RunDir:
             OSError: the disk is full.
         """
         self.require_owned()
-        if not self._failure.exists():
+        with self._turn:
+            if self._failure.exists():
+                return
             try:
                 write_json(self._status, _status(state, step, reason))
             except OSError as error:
@@ -237,9 +241,11 @@ class RunDir:
         Never raises: where the file system takes nothing, the log has the reason. Writes nothing into a folder that
         another run owns.
         """
-        if self.is_foreign():
-            return
-        reason = self.hidden(reason)
+        if not self.is_foreign():
+            with self._turn:
+                self._write_failed(self.hidden(reason))
+
+    def _write_failed(self, reason: str) -> None:
         first, left = self._write_first(reason)
         if not first and self.state() is State.FAILED:
             return
