@@ -155,7 +155,8 @@ class _Jobs:
         self.stop_capturing()
         sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
         self.composed = True
-        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(values_of(plain(node))))
+        secrets = values_of(OmegaConf.to_container(node, resolve=False))  # what cannot be resolved is an error below
+        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(secrets))
         try:
             self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:

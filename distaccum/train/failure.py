@@ -79,7 +79,7 @@ def lines_of(run_dir: RunDir, own: str = "") -> list[str]:
     return lines
 
 
-def _short(text: str, most: int = 6) -> str:
+def _short(text: str, most: int = 12) -> str:
     lines = text.splitlines()
     left = len(lines) - most
     return "\n".join([*lines[:most], *([f"... {left} more lines"] if left > 0 else [])])
