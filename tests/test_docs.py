@@ -82,6 +82,7 @@ ELSEWHERE = {
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
     "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
         "distributed/test_engine_runs.py::test_deepspeeds_own_launcher"

@@ -183,6 +183,9 @@ class Accumulator:
         self._loaders_change = self._change  # the one that loaders have got
         self._count, self._prefetch = count, prefetch
         self._counter = GlobalCounter(self.world, count)
+        if self.engine.forward_communicates:
+            everywhere = "call it on every rank: it is a collective on this engine, also in an evaluation"
+            self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=everywhere)
         self._verifier = Verifier(
             self.engine,
             self.world,

@@ -8,7 +8,8 @@ needs. An engine with its own format of optimizer state adds files that only it 
     model.safetensors       parameters and buffers by name; model-R.safetensors where several ranks write some each
     optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors
     state.json              version, progress (as "clocks"), position, optimizer values, scaler, W&B run, config,
-                            callbacks, world size, and the format of the optimizer state
+                            callbacks, world size, the format of the optimizer state, and what tells the model and
+                            the data
     random-R.json           random number generators of rank R
     data-R.pt               the position in rank R's stream, if its data is one; read with ``weights_only``
     manifest.json           SHA-256 of the files above
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class RunState:
 
     ``position`` holds the plan's numbers that give ``progress.window`` its meaning: a run can only resume from a
     checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
+    ``facts`` tell another model or other data than the configuration does; empty in older checkpoints.
     """
 
     progress: Progress
@@ -52,6 +54,7 @@ class RunState:
     config: Mapping[str, Any]
     callbacks: Mapping[str, Mapping[str, Any]]
     optimizer_format: str = BY_PARAMETER
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
@@ -117,6 +120,7 @@ def read(folder: Path) -> SavedState:
             config=record["config"],
             callbacks=record["callbacks"],
             optimizer_format=record.get("optimizer_format", BY_PARAMETER),
+            facts=record.get("facts", {}),
         ),
         world_size=record["world_size"],
         scaler=record["scaler"] or {},

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from distaccum.checkpoint.files import ABSENT, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
@@ -20,7 +21,7 @@ from distaccum.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_LATEST = "latest"
+_LATEST, _BEST = "latest", "best.json"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
 _READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$|deepspeed/")
@@ -79,6 +80,18 @@ class CheckpointStore:
                 return path
         return None
 
+    def mark_best(self, path: Path, *, metric: str, value: float) -> None:
+        """Keeps a checkpoint of this store beside the newest ones, in place of the one before; rank 0 calls it."""
+        write_json(self.root / _BEST, {"checkpoint": path.name, "metric": metric, "value": value})
+
+    def best(self) -> dict[str, Any] | None:
+        """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone."""
+        try:
+            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes))
+            return found if (self.root / found["checkpoint"]).is_dir() else None
+        except (*ABSENT, ValueError, KeyError, TypeError):
+            return None
+
     def _steps(self) -> list[Path]:
         try:
             found = retried(lambda: list(self.root.iterdir()))  # not glob, which passes over errors
@@ -97,8 +110,11 @@ class CheckpointStore:
         write_text(self.root / _LATEST, final.name + "\n")
 
     def _prune(self) -> None:
-        for path in self._steps()[: -self._keep] if self._keep else []:
-            shutil.rmtree(path)
+        folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
+        best = self.best() or {}
+        for path in folders[: -self._keep] if self._keep else []:
+            if path.name != best.get("checkpoint"):
+                shutil.rmtree(path)
 
 
 def _number(path: Path) -> int:
@@ -106,17 +122,22 @@ def _number(path: Path) -> int:
 
 
 def _clear(path: Path) -> None:
-    """Takes a checkpoint out of the way of one that is being saved: only what is damaged is deleted."""
+    """Takes a checkpoint out of the way of one that is being saved; nothing is deleted."""
     try:
         verify(path)
     except UnreadableError:
-        pass
+        _set_aside(path, "aside")
     except CheckpointError:
-        shutil.rmtree(path)
-        return
-    aside = next(aside for i in count() if not (aside := path.with_name(f"aside-{path.name}-{i}")).exists())
+        _set_aside(path, "damaged")
+    else:
+        _set_aside(path, "aside")
+
+
+def _set_aside(path: Path, why: str) -> None:
+    names = (path.with_name(f"{why}-{path.name}{f'-{i}' if i else ''}") for i in count())
+    aside = next(name for name in names if not os.path.lexists(name))
     path.rename(aside)
-    _log.warning("%s is in the way of a checkpoint of this run, and not damaged: it is %s now", path, aside.name)
+    _log.warning("%s is %s now: it was in the way of a checkpoint of this run", path, aside.name)
 
 
 def verify(path: Path) -> None:

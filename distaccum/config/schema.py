@@ -138,13 +138,22 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """``every``: updates between two checkpoints (0: none). ``keep``: the newest checkpoints to keep (0: all)."""
+    """``every``: updates between two checkpoints (0: none). ``keep``: the newest checkpoints to keep (0: all).
+
+    ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
+    ``best_mode``: ``min`` or ``max``.
+    """
 
     every: int = 50
     keep: int = 2
+    best: Optional[str] = None  # noqa: UP045
+    best_mode: str = "min"
 
     def __post_init__(self) -> None:
-        require_types("checkpoint", self, every=int, keep=int)
+        require_types("checkpoint", self, every=int, keep=int, best=(str, NoneType))
+        require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
+        saves = self.best is None or self.every != 0
+        require(saves, "checkpoint.best", self.best, "and checkpoint.every=0 saves nothing", "Give a number of updates")
         require_count("checkpoint.every", self.every, off="0 to save none")
         require_count("checkpoint.keep", self.keep, off="0 to keep all")
 
@@ -174,13 +183,15 @@ class MetricsConfig:
 class RunConfig:
     """Every setting of a run.
 
-    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``init_from``: initial weights, a safetensors file or a
-    folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only while there is no
-    checkpoint.
+    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``resume_allow``: keys of settings, or their beginnings,
+    that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
+    safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
+    while there is no checkpoint.
     """
 
     seed: int = 0
     resume: str = "never"
+    resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
     batch: BatchConfig = field(default_factory=BatchConfig)
     engine: Any = field(default_factory=DDPConfig)  # an EngineConfig: OmegaConf has no union of dataclasses

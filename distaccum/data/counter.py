@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+from zlib import crc32
 
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
@@ -15,6 +16,7 @@ from distaccum.losses.normalize import Count, Counts, as_counts
 # beginning, but in a collective of the user's loop.
 _FAILED = 2.0**32
 _ELSEWHERE = 2.0**42
+_PLACE = 2.0**20  # times a number below 2**16 for the collective, so that ranks in two of them notice
 
 
 class Rider(Protocol):
@@ -56,7 +58,7 @@ class GlobalCounter:
         """Forgets every request to stop; all ranks call it."""
         self._stop_requested = self.stopping = False
 
-    def sum_together(self, what: str, numbers: Sequence[float] = ()) -> list[float]:
+    def sum_together(self, what: str, numbers: Sequence[float] = (), *, remedy: str = "") -> list[float]:
         """The sums of ``numbers`` over the ranks, for a collective ``what`` that a loop calls between two windows.
 
         It has the form of :meth:`all_reduce`, so that a rank which goes on to its next window meets it, and both say so
@@ -67,10 +69,11 @@ class GlobalCounter:
         """
         fits = len(numbers) <= self._width
         given = [*numbers, *[0.0] * (self._width - len(numbers))] if fits else [0.0] * self._width
-        signals, *sums = self._world.all_reduce_host([_ELSEWHERE, *given])
-        if signals != self._world.size * _ELSEWHERE:
+        place = _ELSEWHERE + _PLACE * (crc32(what.encode()) % 2**16)
+        signals, *sums = self._world.all_reduce_host([place, *given])
+        if signals != self._world.size * place:
             problem = f"{what} was called on some ranks alone, and the others have gone on to their next window"
-            remedy = f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
+            remedy = remedy or f"call it on every rank, as in `value = acc.{what}` before `if acc.world.is_main:`"
             raise_on_all(self._world, MisuseError(f"{problem}: {remedy}"), "between two windows")
         return sums[: len(numbers)] if fits else self._world.all_reduce_host(numbers)
 

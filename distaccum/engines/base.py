@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import trained
@@ -91,6 +92,7 @@ class StateLayout(Enum):
     EXTERNAL = "the weights; optimizer state goes to files"
 
 
+WholeWeights = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 LocalGradients = Callable[[], AbstractContextManager[Callable[[], Mapping[str, Tensor]]]]
 
 
@@ -121,6 +123,9 @@ class Engine(ABC):
     state_layout: StateLayout = StateLayout.FULL
     ownership: Ownership | None = None
     """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
+    meet: Callable[[], object] | None = None
+    """Called before a forward outside of a window where :attr:`forward_communicates`: a collective by which ranks that
+    have gone on without it notice; None: nobody does."""
     artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """The engine's own configuration files, by name, for the run directory; written as JSON."""
 
@@ -155,6 +160,10 @@ class Engine(ABC):
         """Whether this rank knows that somebody else has changed a gradient of the open window."""
         return False
 
+    def known_fault(self) -> str:
+        """In words, what this rank knows to be wrong with the open window, and :meth:`step` would say; a collective."""
+        return CHANGED_BY_HAND if self.gradients_changed else ""
+
     def _open_window(self) -> None:
         """Opens a window unless one is open: what was accumulated before is none of it, and is dropped.
 
@@ -166,6 +175,11 @@ class Engine(ABC):
         if not self._window_open:
             self._drop_stray_gradients()
             self._window_open = True
+
+    def _meet_others(self) -> None:
+        """Before a forward that is in no micro-step."""
+        if self.meet is not None and not self._window_open:
+            self.meet()
 
     def _close_window(self) -> None:
         self._window_open = False
@@ -215,6 +229,14 @@ class Engine(ABC):
             NotImplementedError: this engine cannot.
         """
         raise NotImplementedError
+
+    @property
+    def whole_weights(self) -> WholeWeights | None:
+        """A context where forwards of :attr:`unwrapped_model` are local, on whole weights: it gives the trained ones.
+
+        Entering it is a collective where the model is sharded, between boundary and step. None where it cannot be.
+        """
+        return None if self.forward_communicates else lambda: nullcontext(trained(self.unwrapped_model))
 
     @property
     @abstractmethod

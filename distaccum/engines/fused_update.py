@@ -95,6 +95,7 @@ class FusedUpdate:
         norms = _norms(gradients)
         if self._all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
             norms = self._all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)
+            held = {id(p) for parameters in groups for p in parameters if p.grad is not None}  # and no rank's zeros
         norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
         scaler = self._options.scaler
         scale: float | Tensor | None = scaler.current * divisor if scaler else None if divisor == 1.0 else divisor

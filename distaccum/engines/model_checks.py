@@ -11,7 +11,10 @@ from distaccum.errors import ConfigError, shorten
 
 # By name, since their modules take long to import: where each class's module begins, and what to do.
 _UNWRAP = "delete the line that wraps it, or give what is inside (.module): the engine wraps it"
-_UNSHARD = "delete the line that shards it: engine=fsdp2 does"
+_UNSHARD = (
+    "delete the line that shards it: engine=fsdp2 does. What an Accumulator has sharded stays so after close(): build "
+    "the model anew, and load its weights"
+)
 _WRAPPERS = {
     "DistributedDataParallel": ("torch.nn.parallel.", _UNWRAP),
     "DataParallel": ("torch.nn.parallel.", _UNWRAP),

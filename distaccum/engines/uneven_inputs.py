@@ -74,8 +74,21 @@ class _GivenUp:
         return self
 
 
+@dataclass
+class _Failed:
+    """The micro-step has ended with an error, which says why."""
+
+    reason: str
+
+    mark = "failed"
+
+    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Failed:
+        """It has no tensors."""
+        return self
+
+
 _ALL: WeakSet[UnevenInputs] = WeakSet()  # of this process: two models may be trained in turns, as in a GAN
-_Event = _Forward | _Backward | _GivenUp
+_Event = _Forward | _Backward | _GivenUp | _Failed
 _Outputs = list[dict[int, Tensor]]  # of each forward, by number: those that a backward can reach
 
 
@@ -88,24 +101,28 @@ class UnevenInputs:
     Args:
         model: whose forward is a collective.
         world: this rank.
+        meet: called before a forward that is in no micro-step.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, world: World, meet: Callable[[], object] = lambda: None) -> None:
+        self._model, self._meet = model, meet
         self._world = world
         self._recorded: list[_Event] = []  # a whole micro-step
         self._events: list[_Event] = []  # of the current one
         self._outputs: _Outputs = []  # of the current one, while ranks are uneven
         self._nodes: dict[tuple[Any, int], tuple[int, int]] = {}  # the same, by where autograd made them
+        self._ends: list[tuple[Any, Callable[[], Tensor]]] = []  # of the current one's graphs; each makes zeros for it
         self._leaf_hooks: list[Any] = []
         self._inside = False  # a micro-step
         self._unfinished = False  # a forward, or a backward, that an error may have ended
         self._backward: _Backward | None = None  # while it runs
+        self._touched = False  # the model, by that backward
         self._differentiated = False  # the model, by something other than the backward, in any micro-step
         self._source: int | None = None  # the rank that tells what it does, until its first micro-step is over
         self._uneven = self._empty = False  # ranks, or one of them, in the current window
         self._told_now = False  # in the current window ranks are told what to replay
         self._forgets = False  # what was recorded, at the next window
+        self.alike = False  # ranks, in what they gave to be compared, in the current window
         self.left = 0  # micro-steps of the current window that other ranks may wait in; 0 where all have as many
         self.replays = False
         self.differentiates = False  # a backward runs, of the loss or for nothing
@@ -113,7 +130,8 @@ class UnevenInputs:
         # The first of all hooks: others wait for ranks that wait for what this one tells.
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after_forward),
+            # Before an engine's own, whose hooks on the output wait for other ranks in the backward.
+            model.register_forward_hook(self._after_forward, prepend=True),
         ]
 
     def remove(self) -> None:
@@ -141,23 +159,47 @@ class UnevenInputs:
         self._forget_current()
         self._count_down()
 
+    def fail(self, error: Exception) -> None:
+        """Called when an error ends a micro-step: ranks that are told what it does raise too, instead of waiting.
+
+        Inside a forward or a backward they wait elsewhere, and cannot be told.
+        """
+        if self._inside and not self._unfinished:
+            told = self._source is not None
+            self._tell(_Failed(str(error)))
+            if told:  # nobody waits any more
+                self.left, self._source = 0, None
+                self._forget_current()
+
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Around a micro-step's backward of ``loss``."""
-        self._backward = _Backward()
+        self._backward, self._touched = _Backward(), False
         if self._source is not None:
-            self._backward.reached = _reached(loss, self._nodes)
+            # A loss that depends on none is followed by a backward for nothing, of all: see `unreached`.
+            self._backward.reached = _reached(loss, self._nodes) or set(self._nodes.values())
         self._tell(self._backward)
         self._events.append(self._backward)
         self._nodes.clear()
         self._unfinished = True
         with self._differentiating():
             yield
-        self._unfinished, self._backward = False, None
+        self._unfinished, self._backward, self._ends = False, None, []
         self._outputs = [{} for _ in self._outputs]
 
-    def missing_steps(self, micro_steps: int) -> int:
+    def unreached(self) -> tuple[list[Any], list[Tensor]]:
+        """Called in a backward, at its end: where it has not reached the model at all, the ends of the model's graphs.
+
+        With zeros for them: other ranks' backwards may have reached it, and communicate.
+        """
+        if self._touched:
+            return [], []
+        return [edge for edge, _ in self._ends], [zeros() for _, zeros in self._ends]
+
+    def missing_steps(self, micro_steps: int, *, like: int = 0) -> int:
         """How many micro-steps this rank has to replay, given its own ``micro_steps``; a small host all-reduce.
+
+        :attr:`alike` then says whether all ranks gave the same ``like``.
 
         Raises:
             MisuseError: some rank has to replay, and ranks call the model differently, or differentiate it by hand.
@@ -169,9 +211,11 @@ class UnevenInputs:
         # The source: of the ranks with most micro-steps one that has recorded some, and the first of these.
         code = (micro_steps * 2 + known) * size + size - 1 - rank
         marks = crc32("".join(event.mark for event in self._recorded).encode()) if known else _UNKNOWN
-        code, fewest, least, most_marks, least_marks, differentiated = self._world.all_reduce_max_host(
-            [code, -micro_steps, -int(known), marks, -marks if known else -(2**32), int(self._differentiated)]
+        own = [code, -micro_steps, -int(known), marks, -marks if known else -(2**32), int(self._differentiated)]
+        code, fewest, least, most_marks, least_marks, differentiated, highest, lowest = self._world.all_reduce_max_host(
+            [*own, like, -like]
         )
+        self.alike = highest == -lowest
         most, source, fewest = code // size // 2, size - 1 - code % size, -fewest
         self._uneven, self._empty, self._told_now, self._source = most > fewest, fewest == 0, False, None
         self.left = 0
@@ -254,7 +298,7 @@ class UnevenInputs:
 
     def _forget_current(self) -> None:
         self._inside = self._unfinished = False
-        self._events, self._outputs, self._backward = [], [], None
+        self._events, self._outputs, self._backward, self._ends = [], [], None, []
         self._nodes.clear()
         while self._leaf_hooks:
             self._leaf_hooks.pop().remove()
@@ -276,6 +320,7 @@ class UnevenInputs:
             if any(other._inside and other._uneven for other in _ALL):
                 problem = "the model was called in another one's micro-step, and ranks have different numbers of these"
                 raise MisuseError(f"{problem}: {_ELSEWHERE}")
+            self._meet()
             return
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         event = _Forward(args, kwargs, grad=grad, inference=inference, training=module.training).mapped(_leaf)
@@ -294,6 +339,9 @@ class UnevenInputs:
                 hook = tensor.register_hook(partial(self._reach, number, i))  # type: ignore[no-untyped-call]
                 if tensor.is_leaf:  # a parameter, which stays
                     self._leaf_hooks.append(hook)
+                else:
+                    zeros = partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                    self._ends.append((get_gradient_edge(tensor), zeros))
                 if self._uneven:
                     kept[i] = tensor
                 if self._source is not None:
@@ -303,14 +351,19 @@ class UnevenInputs:
 
     def _reach(self, number: int, i: int, _: Tensor) -> None:
         if self._backward is not None:
+            self._touched = True
             self._backward.reached.add((number, i))
         elif self._inside and not self.replays:
+            error = None
             if torch.is_grad_enabled():
                 problem = "the model is differentiated twice (create_graph=True, as for a gradient penalty)"
-                raise MisuseError(f"{problem}, and its layers are freed by the first time: {_WHOLE}")
+                error = MisuseError(f"{problem}, and its layers are freed by the first time: {_WHOLE}")
             self._differentiated = True
-            if self._uneven:
-                raise _by_hand()
+            if error is None and self._uneven:
+                error = _by_hand()
+            if error is not None:
+                self.fail(error)
+                raise error
 
     def _tell(self, event: _Event | None) -> None:
         """Tells the ranks that have recorded nothing; None: the micro-step is over."""
@@ -319,7 +372,7 @@ class UnevenInputs:
         own = self._source == self._world.rank
         box: list[Any] = [event.mapped(_to_host) if own and event is not None else None]
         self._broadcast(box, self._source)
-        if not own and type(box[0]) is not type(event):
+        if not own and type(box[0]) is not type(event) and not isinstance(event, _Failed):
             raise MisuseError(
                 f"ranks call the model differently, and have different numbers of micro-batches: {_ALIKE}"
             )
@@ -335,6 +388,9 @@ class UnevenInputs:
             if isinstance(box[0], _GivenUp):
                 self.left = 0
                 return
+            if isinstance(box[0], _Failed):
+                self.left, self._source = 0, None
+                raise MisuseError(f"on another rank, which this one waited for: {box[0].reason}")
             yield box[0].mapped(self._to_device)
 
     def _broadcast(self, box: list[Any], source: int) -> None:

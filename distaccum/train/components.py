@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from distaccum.config.schema import Node, RunConfig
 from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import check_workers, make_plan
+from distaccum.data.fingerprint import fingerprint
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
@@ -34,6 +36,7 @@ from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
+from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.optimizer import build_optimizer
@@ -67,6 +70,11 @@ class TrainingComponents:
     engine: EngineContext
     device: torch.device
     total_steps: int
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
+        return {"model": structure(self.model), "loss": structure(self.loss), "data": fingerprint(self.data)}
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -167,6 +175,9 @@ def build_components(
         raise ConfigError("model", type(model).__name__, problem, "Run one batch through it before it is trained")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
+    best, evaluates = config.checkpoint.best, data.eval_dataset is not None and config.trainer.eval_every > 0
+    if best is not None and not evaluates:
+        raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     check_loss(loss)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)

@@ -18,6 +18,7 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.errors import MisuseError, NonFiniteError
+from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
@@ -75,6 +76,7 @@ class Loop:
         self._wandb_id = wandb_id
         self._time_limit = time_limit
         self._enter_phase = enter_phase
+        self._best = BestCheckpoint(components.config.checkpoint, store, accumulator.world)
         self._world = accumulator.world
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress)
@@ -191,8 +193,9 @@ class Loop:
         if evaluates or step % trainer.log_every == 0:
             self._log(window, outcome, progress, evaluates=evaluates)
             self._unlogged = None
-        if checkpoints.every and step % checkpoints.every == 0:
-            self._save()
+        best = evaluates and self._is_best()
+        if best or (checkpoints.every and step % checkpoints.every == 0):
+            self._save(best=best)
 
     @property
     def _evaluates(self) -> bool:
@@ -229,7 +232,10 @@ class Loop:
             logger.log(record)
         self._write_status()
 
-    def _save(self) -> None:
+    def _is_best(self) -> bool:
+        return self._evaluation is not None and self._best.improves(self._evaluation[1])
+
+    def _save(self, *, best: bool = False) -> None:
         self._run_dir.require_owned()
         self._enter_phase(f"saving step {self.progress.step}")
         self._accumulator.replicas.check()
@@ -241,6 +247,7 @@ class Loop:
             config=self._components.record,
             callbacks=callback_states(self._components.callbacks),
             optimizer_format=self._components.config.optimizer_format(self._world.size),
+            facts=self._components.facts if self._world.is_main else {},
         )
         engine, data = self._accumulator.engine, self._loader.state()
         path = self._store.save(
@@ -248,6 +255,8 @@ class Loop:
             self._world,
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
         )
+        if best and self._evaluation is not None:
+            self._best.mark(path, self._evaluation[1])
         self._saved_step = self.progress.step
         if self._world.is_main:
             self._run_dir.note_saved(self._saved_step)
@@ -273,7 +282,7 @@ class Loop:
             self._log(*self._unlogged, self.progress, evaluates=evaluates)
         elif evaluates:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
-        self._save_last()
+        self._save_last(best=evaluates and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call(lambda callback: callback.on_end(self, results))
         return results
@@ -305,9 +314,13 @@ class Loop:
             self.preempted = True
         self.stop_reason = "; ".join(reasons)
 
-    def _save_last(self) -> None:
-        if self._components.config.checkpoint.every and self._saved_step != self.progress.step:
-            self._save()
+    def _save_last(self, *, best: bool = False) -> None:
+        if not self._components.config.checkpoint.every:
+            return
+        if self._saved_step != self.progress.step:
+            self._save(best=best)
+        elif best and self._evaluation is not None:
+            self._best.mark(self._store.root / f"step-{self._saved_step}", self._evaluation[1])
 
     def _write_status(self) -> None:
         if self._world.is_main:

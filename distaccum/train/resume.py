@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.schema import RunConfig
 from distaccum.data.cursor import position_mismatch
+from distaccum.data.fingerprint import differs
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.modules import is_meta
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train.callbacks import named
+from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir
 
@@ -34,6 +36,7 @@ def find_checkpoint(
     model: nn.Module,
     world_size: int,
     record: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> SavedState | None:
     """Finds the checkpoint that ``resume`` asks for, verifies it and checks that this run can resume from it.
 
@@ -44,7 +47,8 @@ def find_checkpoint(
         position: of the plan; must be the saved one.
         model: not wrapped yet; must have the saved tensors.
         world_size: decides which optimizer state the engine can read.
-        record: the configuration that trains, as a checkpoint keeps it: names the optimizers.
+        record: the configuration that trains, as a checkpoint keeps it.
+        facts: of the model and the data, as a checkpoint keeps them.
 
     Returns:
         None to start from zero.
@@ -52,7 +56,8 @@ def find_checkpoint(
     Raises:
         ConfigError: the named checkpoint is damaged or another model's; ``auto`` finds none that can be used where some
             were saved; the data position means something else in this run; the results of another run are in the way;
-            or ``auto`` finds optimizer state of another format than this run's engine has.
+            ``auto`` finds optimizer state of another format than this run's engine has; or a setting has changed that
+            gives the saved state its meaning.
     """
     if config.resume == "auto":
         path = store.newest_valid()
@@ -77,6 +82,7 @@ def find_checkpoint(
     if saved.run.optimizer_format == optimizer_format:
         _check_optimizers(saved.run.config, record, path)
     weights.check(model, path, key="resume")
+    _check_changes(saved.run, record, facts or {}, path, config.resume_allow)
     return replace(saved, folder=path.resolve())
 
 
@@ -87,6 +93,41 @@ def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any] | None, 
         problem = f"and {path} has the state of {', '.join(saved)}"
         remedy = f"Continue with the same, or begin another run from its weights with init_from={path}"
         raise ConfigError("optimizer", ", ".join(given), problem, remedy)
+
+
+def _check_changes(
+    saved: checkpoint.RunState,
+    record: Mapping[str, Any] | None,
+    facts: Mapping[str, Any],
+    path: Path,
+    allowed: Sequence[str],
+) -> None:
+    """Raises ConfigError where the saved state would mean something else in this run."""
+    refused = [change for change in changes_since(saved, record, facts, allowed) if change.refused]
+    if refused:
+        keys = ", ".join(dict.fromkeys(change.key.partition(" ")[0] for change in refused))
+        problem = f"the run has changed since {path}: {shown(refused)}"
+        remedy = (
+            f"Continue with what was, begin anew with init_from={path}, or answer for it with resume_allow=[{keys}]"
+        )
+        raise ConfigError(refused[0].key.partition(" ")[0], None, problem, remedy)
+
+
+def changes_since(
+    saved: checkpoint.RunState, record: Mapping[str, Any] | None, facts: Mapping[str, Any], allowed: Sequence[str] = ()
+) -> list[Change]:
+    """What a run has changed since its checkpoint; nothing where one of them has no record."""
+    if not record or not saved.config:
+        return []
+    before, now = saved.facts, facts
+    known = bool(before.get("data")) and bool(now.get("data"))
+    return compare(
+        saved.config,
+        record,
+        facts=(before, now),
+        data=differs(before["data"], now["data"]) if known else None,
+        allowed=allowed,
+    )
 
 
 def _optimizers_of(record: Mapping[str, Any]) -> list[str]:
@@ -123,7 +164,7 @@ class Restore:
         if folder and saved is None:
             saved = checkpoint.read(Path(folder))
         config = components.config
-        self._saved, self._components = saved, components
+        self._saved, self._components, self._is_main = saved, components, world.is_main
         self._init_from = Path(config.init_from) if config.init_from and saved is None else None
         self._with_optimizer = saved is not None and saved.run.optimizer_format == config.optimizer_format(world.size)
         self._on_meta = is_meta(components.model)
@@ -179,6 +220,9 @@ class Restore:
         if not self._with_optimizer:
             lost = f"optimizer state ({run.optimizer_format}) and loss scale do not"
             carried = f"weights, progress and data carry over, {lost}"
+        record, facts = self._components.record, self._components.facts if self._is_main else {}
+        if changes := changes_since(run, record, facts):
+            carried += f"; changed since: {shown(changes)}"
         by = f"saved by engine {run.config['engine']['name']} on {ranks} rank{'s' if ranks > 1 else ''}"
         note = f"resuming {saved.folder} at step {run.progress.step}; {carried} ({by})"
         return note if continued else f"{note}; another world size: what draws outside micro-steps draws anew"

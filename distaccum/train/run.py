@@ -43,6 +43,7 @@ from distaccum.train.peers import Peers
 from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.shared_storage import check_shared
 from distaccum.train.time_limit import TimeLimit
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
         model=components.model,
         world_size=environment.size,
         record=components.record,
+        facts=components.facts,
     )
 
 
@@ -221,6 +223,8 @@ def train(
     """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
+    if components.config.checkpoint.every:
+        check_shared(run_dir.path, world)
     restore = Restore(saved, components, world)
     restore.before_wrap()
     accumulator = build_accumulator(components, world)

@@ -121,8 +121,11 @@ def _compare(
 ) -> tuple[str, str]:
     """An error, or a warning, in words; empty where the loss is a sum."""
     with _evaluating(engine.unwrapped_model), torch.no_grad(), state_restored(engine):
+        state = RNGState.capture(engine.device)
 
-        def measure(batch: Any) -> _Measured:
+        def measure(batch: Any, *, anew: bool = False) -> _Measured:
+            if not anew:
+                state.restore()  # a layer that is left out at random is left out of all of them
             counts = as_counts(count(batch))
             with engine.autocast():
                 sums = as_loss_sums(loss(engine.unwrapped_model, to_device(batch, engine.device)))
@@ -131,7 +134,8 @@ def _compare(
         classes: list[int] = []
         hook = engine.unwrapped_model.register_forward_hook(lambda *call: classes.append(_classes(call[-1])))
         try:
-            a, b, ab, again = map(measure, batches)
+            a, b, ab = map(measure, batches[:3])
+            again = measure(batches[3], anew=True)
         finally:
             hook.remove()
     tolerance = _ROUNDING_16 if _in_16_bits(engine) else _ROUNDING
@@ -147,10 +151,22 @@ def _compare(
             return error, warning
     known = set(classes)
     counted = sum(ab.counts.values())
-    if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and counted:
+    if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and counted and _has_labels(batches[0], *known):
         mean = sum(ab.losses.values()) / counted
         return "", suspicious_first_loss(mean, min(known), steps)
     return "", ""
+
+
+def _has_labels(batch: Any, classes: int) -> bool:
+    """Whether a batch holds whole numbers that may be classes: a regression's loss is no logarithm of anything."""
+    found: list[bool] = []
+
+    def look(tensor: Tensor) -> None:
+        whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        found.append(whole and tensor.numel() > 0 and 0 <= int(tensor.max()) < classes)
+
+    map_tensors(batch, look)
+    return any(found)
 
 
 def _classes(output: Any) -> int:

@@ -7,20 +7,20 @@ before and behind the weights, says how steep it is there; the engine's gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distaccum.data.batches import map_tensors, to_device
-from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.buffers import Buffers, buffers_restored
-from distaccum.losses.base import Loss
-from distaccum.losses.normalize import SINGLE, as_loss_sums
+from distaccum.engines.buffers import buffers_restored
+from distaccum.losses.normalize import as_loss_sums
+from distaccum.verification.recorded import RecordedWindow
+from distaccum.verification.tensors import square
 
 _STRAIGHT = 0.5  # the loss's bend beside its change, at most
 _SEED = 20_261_122
@@ -57,7 +57,7 @@ def make_direction(gradients: Mapping[str, Tensor], world: World, *, seed: int) 
     So a parameter counts by the norm of its gradient, not its square, and no two errors cancel by design. Where the
     gradient is zero everywhere the direction is a random one.
     """
-    squares = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
+    squares = {name: square(gradient) for name, gradient in gradients.items()}
     names = sorted({name for each in world.all_gather_object(list(squares)) for name in each})
     summed = world.all_reduce_host([squares.get(name, 0.0) for name in names])
     norms = dict(zip(names, map(math.sqrt, summed), strict=True))
@@ -83,25 +83,15 @@ class DirectionalRoad:
     Args:
         engine: shifts its weights (``Engine.shifted``).
         world: this rank.
-        window: whose loss is looked at.
-        loss: sums it.
-        states: the random numbers that each micro-batch's forward begins with.
-        buffers: those that the window began with.
+        recorded: the window, with what its forwards are run again with.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        window: Window,
-        loss: Loss,
-        *,
-        states: Sequence[RNGState],
-        buffers: Buffers,
-    ) -> None:
-        self._engine, self._world, self._window, self._loss = engine, world, window, loss
-        self._states, self._buffers = list(states), buffers
-        batches = [micro.batch for micro in window.micro_batches]
+    def __init__(self, engine: Engine, world: World, recorded: RecordedWindow) -> None:
+        assert recorded.loss is not None
+        assert recorded.buffers is not None
+        self._engine, self._world, self._loss = engine, world, recorded.loss
+        self._states, self._buffers, self._counts = recorded.states, recorded.buffers, recorded.counts
+        batches = [micro.batch for micro in recorded.window.micro_batches]
         everyone = world.all_gather_object(len(batches))
         self._own, self._most = len(batches), max(everyone)
         if not min(everyone):  # a forward is a collective: who has no batch runs another rank's, for nothing
@@ -117,8 +107,7 @@ class DirectionalRoad:
 
         The prediction is for the weights as they have moved: in 16 bits they move by whole steps only.
         """
-        counts = self._window.counts or {SINGLE: float(self._window.samples)}
-        total = predicted = 0.0
+        counts, total, predicted = self._counts, 0.0, 0.0
         outer = RNGState.capture(self._engine.device)
         try:
             with torch.no_grad(), buffers_restored(self._engine), self._engine.shifted(direction, distance) as moved:
@@ -150,7 +139,7 @@ class DirectionalRoad:
             middle: the window's mean loss at the weights themselves.
         """
         direction, predicted = make_direction(gradients, self._world, seed=_SEED)
-        length = math.sqrt(self._world.all_reduce_host([_square(direction)])[0])
+        length = math.sqrt(self._world.all_reduce_host([sum(map(square, direction.values()))])[0])
         distance = farthest / max(length, 1e-30)
         if predicted:
             distance = min(distance, 0.25 * most * abs(middle) * scale / predicted)
@@ -164,7 +153,3 @@ class DirectionalRoad:
                 break
             distance /= _SHRINK
         return found
-
-
-def _square(tensors: Mapping[str, Tensor]) -> float:
-    return sum(float(tensor.double().square().sum()) for tensor in tensors.values())

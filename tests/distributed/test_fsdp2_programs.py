@@ -23,7 +23,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("part", ["programs", "abandoned", "after an error", "gan"])
+@pytest.mark.parametrize("part", ["programs", "copies", "abandoned", "after an error", "gan"])
 def test_the_weights_are_those_of_whole_windows(found: Any, part: str) -> None:
     assert len(found[0][part]) >= 3
     for rank in found:
@@ -50,7 +50,7 @@ def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) ->
         "a kept parameter": "a gradient reached leave.weight as it was before wrapping",
         "a hook on a shard": "register_hook on enter.weight after wrapping",
         "a constant forward": "no parameter got a gradient",
-        "another block on each rank": "ranks ran different blocks in a forward",
+        "another block twice on each rank": "ranks ran different blocks in a forward",
         "a block twice, reentrant": "a reentrant checkpoint computes a block (FSDPBlock) again twice",
         "two forwards, reentrant": "a reentrant checkpoint computes a block (FSDPBlock) again twice",
         "two models, uneven": "the model was called in another one's micro-step",
@@ -58,10 +58,24 @@ def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) ->
         "an attack, uneven": "the model is differentiated by hand",
         "between micro-batches": "the model was called between two micro-batches",
         "abandoned beside an empty rank": "one of them has none",
+        "whole weights in the loss": "itself, which is sharded",
+        "local weights in the loss": "itself, which is sharded",
+        "a plain penalty": "the loss reads a parameter itself, which is sharded",
+        "a penalty before the forward": "a gradient came after its reduction",
+        "an inner step": "autograd.grad by a tensor that is in no forward",
+        "vmap": "the model was called in a transform of torch.func",
+        "frozen in a window": "requires_grad was changed in the middle of a window",
+        "tied after wrapping": "leave.weight was replaced after wrapping",
+        "another type": "of a sharded model would become torch.float64",
+        "a copy of a block": "a part of a sharded model (FSDPBlock) cannot be copied by itself",
+        "an error that another rank waits for": "the model is differentiated by hand",
+        "wrapped again": "build the model anew, and load its weights",
     }
     said = [rank["refused"] for rank in found]
     for name, message in expected.items():
         assert any(message in rank[name] for rank in said), (name, [rank[name] for rank in said])
+    waiting = [rank["an error that another rank waits for"] for rank in said]
+    assert ["on another rank, which this one waited for" in words for words in waiting] == [False, True]
     for rank in found:
         assert rank["unmoved"]
 

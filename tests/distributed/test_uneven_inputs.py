@@ -52,3 +52,7 @@ def test_saved_statistics_are_those_of_one_rank(found: Any, engine: str) -> None
 @pytest.mark.parametrize("engine", ["ddp", "boundary", "every", "zero1"])
 def test_what_an_optimizer_counts_in_its_groups_goes_on(found: Any, engine: str) -> None:
     assert found[engine]["counted"] == [2, 0.5]
+
+
+def test_a_forward_on_one_rank_between_windows_is_refused_on_all(found: Any) -> None:
+    assert "a forward of acc.model was called on some ranks alone" in found["boundary"]["alone"]

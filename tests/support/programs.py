@@ -635,10 +635,7 @@ REFUSED: dict[str, dict[str, str]] = {
 # Refused in the first window that cannot be exact, after others that were.
 LATE = {("GAN, two accumulators", "fsdp2")}
 # Neither exact nor refused by distaccum.
-OPEN = {
-    ("AveragedModel", "fsdp2"): "torch refuses to copy a sharded model: average a model that was loaded from its state",
-    ("branch used by one rank", "fsdp2"): "the ranks' reductions do not fit, and the run ends in gloo's error",
-}
+OPEN: dict[tuple[str, str], str] = {}
 
 
 def table() -> str:

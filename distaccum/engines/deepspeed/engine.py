@@ -109,7 +109,7 @@ class DeepSpeedEngine(Engine):
         for parameter in self._trained:
             internals.accumulate_in_fp32(parameter)
         self.forward_communicates = gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
-        self._uneven_inputs = UnevenInputs(self._engine, world) if gathers else None
+        self._uneven_inputs = UnevenInputs(self._engine, world, self._meet_others) if gathers else None
         self._hold: AbstractContextManager[object] | None = None
         self._called = self._due = False
         self._engine.register_forward_pre_hook(self._note_call)

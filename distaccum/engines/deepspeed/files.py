@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from distaccum.distributed.world import World
 from distaccum.engines.deepspeed.compat import suppress_output
 from distaccum.errors import CheckpointError
 
 _FOLDER, _TAG, _ABOUT = "deepspeed", "state", "distaccum.json"
+_LONGEST = 200  # characters
+# What DeepSpeed itself puts into its files beside tensors and plain values: none of them runs code.
+_CLASSES = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
 
 
 def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> None:
@@ -19,6 +32,8 @@ def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> N
     target = folder / _FOLDER
     with suppress_output():
         engine.save_checkpoint(str(target), tag=_TAG, save_latest=False)
+    world.barrier()
+    check_inert(target, "save")  # the same on every rank: what cannot be read back is not there
     if world.is_main:
         (target / _ABOUT).write_text(json.dumps(about))
     world.barrier()
@@ -27,11 +42,11 @@ def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> N
 def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
     """Restores :func:`save`, bit by bit; learning rates and other settings stay this run's. A collective.
 
-    DeepSpeed unpickles its files: whoever wrote them can run code. The manifest of the checkpoint's folder proves that
-    the files are those that were saved; it does not say by whom.
+    DeepSpeed unpickles its files without restriction. So they are first read with torch's ``weights_only``, which runs
+    no code, by memory map: they hold nothing but tensors, plain values and a few of DeepSpeed's own classes.
 
     Raises:
-        CheckpointError: they are missing, or are those of another world size, stage or precision.
+        CheckpointError: they are missing, are those of another world size, stage or precision, or hold something else.
     """
     source = folder / _FOLDER
     if not (source / _ABOUT).exists():
@@ -41,6 +56,7 @@ def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
     if differing:
         remedy = "resume so, or export the weights and start from them"
         raise CheckpointError(f"{source} was saved with {differing}, and DeepSpeed's files fit that alone: {remedy}")
+    check_inert(source, "load")
     groups = engine.optimizer.param_groups
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     with suppress_output():
@@ -49,3 +65,20 @@ def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
         raise CheckpointError(f"DeepSpeed found no checkpoint in {source}")
     for group, setting in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(setting)
+
+
+def check_inert(folder: Path, verb: str) -> None:
+    """Raises CheckpointError if one of DeepSpeed's files would run code where it is unpickled."""
+    allowed: list[Any] = []
+    for name in _CLASSES:  # what an older or newer DeepSpeed lacks, its files do not hold
+        module, _, attribute = name.rpartition(".")
+        with suppress(ImportError, AttributeError):
+            allowed.append(getattr(import_module(module), attribute))
+    for file in sorted(folder.rglob("*.pt")):
+        try:
+            with torch.serialization.safe_globals(allowed):
+                torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            line = next((line for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), str(error))
+            problem = f"{file} holds more than tensors and plain values ({line.strip()[:_LONGEST]})"
+            raise CheckpointError(f"cannot {verb}: {problem}. Keep that out of the optimizer's state") from error

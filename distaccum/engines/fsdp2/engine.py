@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,14 +23,19 @@ from distaccum.engines.base import (
     LocalGradients,
     StateLayout,
     StepOutput,
+    WholeWeights,
     mebibytes,
 )
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like, to_local
 from distaccum.engines.fsdp2 import hooks, internals, wrap
+from distaccum.engines.fsdp2.copies import Copies
 from distaccum.engines.fsdp2.optimizers import rebind_optimizers
+from distaccum.engines.fsdp2.shard_reads import ShardReads, reads_shards
 from distaccum.engines.fsdp2.shard_watch import ShardWatch
+from distaccum.engines.fsdp2.skipped_blocks import SkippedBlocks
+from distaccum.engines.fsdp2.used_parameters import UsedParameters
 from distaccum.engines.fused_update import StepOptions
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.host_copy import HostCopy
@@ -46,7 +50,12 @@ from distaccum.precision.policy import PrecisionPolicy
 _ORDERS = 2**16 - 15  # checksums of the order of blocks; a prime
 _OTHER_BLOCKS = (
     "ranks ran different blocks in a forward, or in another order, so that one block's weights were gathered into "
-    "another's: every rank must run every block alike on this engine (fsdp2), or use ddp with find_unused_parameters"
+    "another's: a rank may leave out a block on this engine (fsdp2), but not repeat one or change the order by itself. "
+    "Or use ddp with find_unused_parameters"
+)
+_LATE = (
+    "the loss reads a gathered parameter outside of its module's forward, so that a gradient came after its reduction: "
+    "use weight_decay= of the optimizer, or an engine that holds whole parameters (ddp, zero1)"
 )
 
 
@@ -84,7 +93,7 @@ class FSDP2Engine(Engine):
         super().__init__(optimizers, world, policy, options.scaler)
         self.gradient_divide_factor = 1
         self._every = config.sync == "every"
-        self._reshards = config.reshard_after_forward
+        self._reshards, self._offloads = config.reshard_after_forward, config.offload
         self._zero_contribution: list[bool] = []  # not empty while a replay runs
         everywhere = policy.casts and not (policy.keep_fp32 or policy.only)
         self._gathers_compute = config.gather_dtype == "compute" and everywhere
@@ -108,11 +117,13 @@ class FSDP2Engine(Engine):
             all_reduce_shards=self._all_reduce_shards,
         )
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._uneven_inputs = inputs = UnevenInputs(model, world)
+        if not self._reshards:  # but all at once, after the backward
+            self._units[0].set_reshard_after_backward(False)
+        self._uneven_inputs = inputs = UnevenInputs(model, world, self._meet_others)
         hooks.carry_over(taken, model, self._sharded, replays=lambda: inputs.replays)
         self._watch = GradientWatch(self._gradients)
         self._shard_watch = ShardWatch(lambda: [p.grad for p in self._parameters.values()])
-        self._sync = self._backward_frees = False
+        self._sync = False
         self._toggled: tuple[bool, bool] | None = None
         self._gathered = False  # by a forward, and not freed by a backward since
         self._checkpointed: dict[nn.Module, int] = {}  # recomputed so often, by block that ran without gradients
@@ -122,12 +133,23 @@ class FSDP2Engine(Engine):
         self._order = 0  # in which the window's forwards ran the blocks, as a checksum
         self._compares_order = False
         self._late_faults: list[tuple[HostCopy, str]] = []
-        self._hooks += [
-            unit.register_forward_pre_hook(partial(self._note_block, number))
-            for number, unit in enumerate(self._units)
-            if unit is not model
-        ]
+        self._skipped = SkippedBlocks(model, lambda: not inputs.differentiates, self._note_block)
+        self._hooks += self._skipped.hooks
+        self._used = UsedParameters(self._sharded.shards())
+        self._sharded.fill_reductions(lambda: inputs.differentiates, self._note_used)
         self._window_begun = False
+        self._fault = ""  # of the window, that only this rank may know
+        self._trains: list[bool] = []  # at the window's begin: which parameters need a gradient
+        self._in_micro_step = self._for_nothing = False
+        self._reads = ShardReads(
+            self._parameters,
+            in_micro_step=lambda: self._in_micro_step,
+            in_backward=lambda: inputs.differentiates,
+            note=self._note_fault,
+        )
+        self._sharded.guard_apply()
+        owners = (self, inputs, self._skipped)
+        self._copies = Copies(model, self._sharded, world, self._shard_unit, owners)
 
     def _shard(self, model: nn.Module, config: FSDP2Config, seed: int) -> None:
         """Block by block, so that one at a time is whole on the device."""
@@ -138,51 +160,65 @@ class FSDP2Engine(Engine):
                 module.sparse = False  # a dense gradient has the same numbers, and can be sharded
         if config.activation_checkpoint != "none":
             wrap.checkpoint_activations(model, blocks, selective=config.activation_checkpoint == "selective")
-        mixed = MixedPrecisionPolicy(
-            param_dtype=self._policy.compute_dtype if self._gathers_compute else None,
-            reduce_dtype=torch.float32 if self._gathers_compute else None,  # what is accumulated before, too
-            cast_forward_inputs=False,  # autocast does
-        )
-        sixteen = self._policy.reduce_dtype if self._policy.reduce_dtype is not torch.float32 else None
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if config.offload else OffloadPolicy()
         for unit in [*blocks, model]:
             if is_meta(unit):
                 wrap.materialize(unit, names, seed)
                 wrap.move_and_sync(unit, self.device, fill=lambda _: None)
             else:
                 wrap.move_and_sync(unit, self.device, fill=self._world.broadcast_)
-            fully_shard(
-                unit,
-                mesh=self._mesh,
-                mp_policy=mixed,
-                offload_policy=offload,
-                reshard_after_forward=self._reshards if unit is not model else False,
+            self._shard_unit(unit, unit is model)
+
+    def _shard_unit(self, unit: nn.Module, is_root: bool) -> None:
+        """One block, or what is left of the root."""
+        mixed = MixedPrecisionPolicy(
+            param_dtype=self._policy.compute_dtype if self._gathers_compute else None,
+            reduce_dtype=torch.float32 if self._gathers_compute else None,  # what is accumulated before, too
+            cast_forward_inputs=False,  # autocast does
+        )
+        sixteen = self._policy.reduce_dtype if self._policy.reduce_dtype is not torch.float32 else None
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._offloads else OffloadPolicy()
+        fully_shard(
+            unit,
+            mesh=self._mesh,
+            mp_policy=mixed,
+            offload_policy=offload,
+            reshard_after_forward=self._reshards and not is_root,
+        )
+        sharded = cast(FSDPModule, unit)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # else a factor is NCCL's to multiply by, and gloo has none
+        if hasattr(sharded, "set_custom_reduce_scatter"):  # from torch 2.9 on
+            sharded.set_custom_reduce_scatter(
+                cast(Any, ReduceScatterInDtype(sixteen, zero_contribution=self._zero_contribution))
             )
-            sharded = cast(FSDPModule, unit)
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)  # else a factor is NCCL's to multiply by, and gloo has none
-            if hasattr(sharded, "set_custom_reduce_scatter"):  # from torch 2.9 on
-                sharded.set_custom_reduce_scatter(
-                    cast(Any, ReduceScatterInDtype(sixteen, zero_contribution=self._zero_contribution))
-                )
 
     def _all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Over the ranks that share a model: those of other replicas hold the same gradient.
 
         With the norms of a step travels the order in which this rank's forwards ran the blocks, and its square: where
-        ranks differ they have gathered one block's shards into another's, and the norms become NaN.
+        ranks differ they have gathered one block's shards into another's, and the norms become NaN. So do the marks of
+        the parameters that this rank has used: one that no rank has used has no gradient.
+
+        Raises:
+            MisuseError: no rank has used any.
         """
         if not self._compares_order:
             dist.all_reduce(tensor, group=self._mesh.get_group("shard"))
             return tensor
         self._compares_order = False
+        if self._fault:
+            tensor = tensor + torch.nan
+        if self._replicated and self._mesh["replicate"].get_local_rank():
+            tensor = torch.full_like(tensor, torch.nan if self._fault else 0.0)  # the first replica gives the norms
         order = torch.full((1,), float(self._order), dtype=tensor.dtype, device=tensor.device)
-        sums = torch.cat((tensor, order, order.square()))
-        dist.all_reduce(sums, group=self._mesh.get_group("shard"))
-        total, squares = sums[-2], sums[-1]  # of whole numbers below 2**53
-        differ = (squares * self._mesh["shard"].size() != total.square()).reshape(1)
+        sums = torch.cat((tensor, order, order.square(), self._used.marks(tensor)))
+        dist.all_reduce(sums)
+        norms, total, squares, used = sums.tensor_split((len(tensor), len(tensor) + 1, len(tensor) + 2))
+        differ = squares * self._world.size != total.square()  # of whole numbers below 2**53
         self._late_faults.append((HostCopy(differ.float()), _OTHER_BLOCKS))
-        return sums[:-2] + torch.where(differ, torch.nan, 0.0).to(tensor.dtype)
+        if not self._used.drop_unused(used):
+            raise _no_gradient(self._parameters)
+        return norms + torch.where(differ, torch.nan, 0.0).to(tensor.dtype)
 
     @property
     def model(self) -> nn.Module:
@@ -223,25 +259,37 @@ class FSDP2Engine(Engine):
         """
         self._open_window()
         self._window_begun = True
-        missing = self._uneven_inputs.missing_steps(micro_steps)
+        missing = self._uneven_inputs.missing_steps(micro_steps, like=self._skipped.proposal)
+        self._skipped.begin_window(agreed=self._uneven_inputs.alike)
         for _ in range(missing - (0 if micro_steps else 1)):
             if self._uneven_inputs.left:  # it may be given up
                 self.shadow_micro_step(sync=False)
         if missing and not self._every:
-            self._sharded.zero_gradients()  # zeros, or NaN where the earlier input was beyond the number format
+            self._sharded.drop_gradients()  # zeros, or NaN where the earlier input was beyond the number format
             self._note_gradients()
 
     def _drop_stray_gradients(self) -> None:
-        """Also frees what an evaluation has gathered: a rank that replays must gather where the others do."""
+        """Also frees what an evaluation has gathered: a rank that replays must gather where the others do.
+
+        Raises:
+            MisuseError: parameters are not those that were wrapped.
+        """
+        replaced = self._sharded.all_replaced()
+        if replaced:
+            problem = f"{shorten(replaced)} was replaced after wrapping (tied, assigned, or by .to() or .double())"
+            raise MisuseError(f"{problem}, and what is sharded and stepped is the former one: do it before")
+        self._sharded.take_over_trains()
         self._free_gathered()
         self._drop_gradients()
-        self._order = 0
+        self._order, self._fault = 0, ""
+        self._trains = self._sharded.trains()
         hooks.check_shards(self._parameters)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._sharded.drop_gradients()
+        self._used.forget()
         self._watch.note()
         self._shard_watch.forget()
 
@@ -258,7 +306,14 @@ class FSDP2Engine(Engine):
             remedy = "call the module itself, or use an engine that holds whole parameters (ddp, zero1)"
             raise MisuseError(f"{problem}, and a forward would gather the parameter all the same: {remedy}")
 
-    def _note_block(self, number: int, block: nn.Module, _: object) -> None:
+    def _note_fault(self, fault: str) -> None:
+        self._fault = self._fault or fault
+
+    def _note_used(self, shard: nn.Parameter) -> None:
+        if not (self._uneven_inputs.replays or self._for_nothing):
+            self._used.add(shard)
+
+    def _note_block(self, number: int, block: nn.Module) -> None:
         """Notes the order of blocks, and how often a reentrant checkpoint computes one again.
 
         That is a forward without gradients, then one with gradients in the backward.
@@ -304,25 +359,39 @@ class FSDP2Engine(Engine):
         self._open_window()
         self._uneven_inputs.begin_micro_step()
         self._toggle(sync=False)
-        self._sync = sync
+        self._sync, self._in_micro_step = sync, True
         try:
             yield
-        except RuntimeError as error:
-            if "DTensor" in str(error) and not self._uneven_inputs.called:  # torch's, of a shard in a plain forward
-                raise _forward_past_model() from error
-            raise
+        except Exception as error:
+            meant = self._meant(error)
+            self._uneven_inputs.fail(meant)
+            if meant is error:
+                raise
+            raise meant from error
+        finally:
+            self._in_micro_step = False
         self._uneven_inputs.end_micro_step()
+
+    def _meant(self, error: Exception) -> Exception:
+        """One of distaccum's in place of torch's own, where that says nothing of shards."""
+        text = "" if isinstance(error, MisuseError) else str(error)
+        if "DTensor" in text:  # of a shard in a plain forward, or next to an output
+            return reads_shards() if self._uneven_inputs.called else _forward_past_model()
+        if "to not have been used in the graph" in text:
+            problem = "autograd.grad by a tensor that is in no forward, as the parameters of a sharded model"
+            return MisuseError(f"{problem} are: use an engine that holds whole parameters (ddp, zero1)")
+        if "functorch transform" in text:
+            problem = "the model was called in a transform of torch.func (vmap, grad), which a sharded model cannot be"
+            return MisuseError(f"{problem}: call it on the whole batch, or use ddp or zero1")
+        return error
 
     def _toggle(self, *, sync: bool) -> None:
         """Around the engine's own backwards alone: another one in a window reduces nothing."""
-        self._backward_frees = self._reshards or sync
         if self._toggled == (sync, self._every):
             return
         self._toggled = sync, self._every
         for unit in self._units:
             unit.set_requires_gradient_sync(sync or self._every, recurse=False)
-            if not self._reshards:
-                unit.set_reshard_after_backward(sync, recurse=False)
 
     @property
     def local_gradients(self) -> LocalGradients | None:
@@ -359,8 +428,27 @@ class FSDP2Engine(Engine):
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         with self._uneven_inputs.backward(scaled):
             scaled.backward()  # type: ignore[no-untyped-call]
-        self._gathered = not self._backward_frees
+            self._join_backward()
+        self._gathered = not self._reshards
+        if (self._sync or self._every) and any(gradient is not None for gradient in self._sharded.whole_gradients()):
+            self._note_fault(_LATE)
         self._note_gradients()
+
+    def _join_backward(self) -> None:
+        """Where the loss of this micro-batch does not depend on the model: with zeros through what others' ones do."""
+        ends, zeros = self._uneven_inputs.unreached()
+        if not ends:
+            return
+        before = self._sharded.whole_gradients()
+        for shard, gradient in zip(self._sharded.shards(), before, strict=True):
+            if gradient is not None:
+                self._used.add(shard)
+        self._for_nothing = True
+        try:
+            torch.autograd.backward(ends, zeros)
+        finally:
+            self._for_nothing = False
+        self._sharded.drop_new_gradients(before)
 
     def _gradients(self) -> list[Tensor | None]:
         """All that a window accumulates: whole, and reduced."""
@@ -371,6 +459,8 @@ class FSDP2Engine(Engine):
         self._shard_watch.note()
 
     def _expect_untouched(self) -> None:
+        if self._trains != self._sharded.trains():
+            self._note_fault("requires_grad was changed in the middle of a window: change it between two windows")
         self._watch.check()
         self._shard_watch.look()
         self._watch.forget()  # or what the next backward reduces stays in memory until its end
@@ -390,6 +480,36 @@ class FSDP2Engine(Engine):
                 shard.copy_(before[name])
             self._reshard()
 
+    def known_fault(self) -> str:
+        """See :class:`Engine`."""
+        same = len(set(self._world.all_gather_object(self._order))) == 1
+        return super().known_fault() if same else _OTHER_BLOCKS
+
+    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See :class:`Engine`; frees what a forward has left gathered, in whose places the shards are then again."""
+        self._free_gathered()
+        yield from super().reduced_gradients()
+
+    @property
+    def whole_weights(self) -> WholeWeights | None:
+        """See :class:`Engine`; none where code was compiled, or a hook changes what a shard was given."""
+        odd = internals.is_compiled(self._model) or any(map(internals.accumulation_hooks, self._parameters.values()))
+        return None if odd else self._whole_weights
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[Mapping[str, Tensor]]:
+        self._reshard()
+        leaves: dict[int, nn.Parameter] = {}
+        for shard in self._model.parameters():
+            leaf = nn.Parameter(full_tensor(shard.detach()).to(self.device), requires_grad=shard.requires_grad)
+            for hook in self._sharded.hooks_of(shard):
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            leaves[id(shard)] = leaf
+        dtype = self._policy.compute_dtype if self._gathers_compute else None
+        cast = {key: leaf.to(dtype) if leaf.is_floating_point() else leaf for key, leaf in leaves.items()}
+        with internals.computing_with(self._model, cast):
+            yield {name: leaves[id(shard)] for name, shard in self._parameters.items() if shard.requires_grad}
+
     def _reshard(self) -> None:
         """Frees what is gathered, so that the next forward gathers the shards as they are."""
         for module in self._model.modules():
@@ -405,10 +525,11 @@ class FSDP2Engine(Engine):
             raise _no_gradient(self._parameters)
         self._late_faults = self._shard_watch.spoil()
         self._compares_order = True
-        output = replace(self._optimizer_step.step(divisor), late_faults=self._late_faults)
+        output = replace(self._optimizer_step.step(divisor), fault=self._fault, late_faults=self._late_faults)
         for parameter in self._parameters.values():
             parameter.grad = None
         self._shard_watch.forget()
+        self._used.forget()
         self._close_window()
         return output
 
@@ -444,6 +565,8 @@ class FSDP2Engine(Engine):
         for hook in self._hooks:
             hook.remove()
         self._uneven_inputs.remove()
+        self._sharded.release()
+        self._reads.remove()
         self._optimizer_step.release()
         apply_precision(self._model, PrecisionPolicy.of(PrecisionConfig()), self.device)
 

@@ -86,7 +86,7 @@ def carry_over(
 
 def check_shards(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises MisuseError for a ``register_hook`` on a shard, which no backward would call."""
-    names = internals.with_gradient_hooks(parameters)
+    names = internals.with_gradient_hooks(parameters, own=1)  # ShardReads'
     if names:
         problem = f"register_hook on {shorten(names)} after wrapping: the shard that it is on is in no backward"
         raise MisuseError(f"{problem}. Register it before the model is wrapped")

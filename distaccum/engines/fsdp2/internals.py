@@ -6,14 +6,17 @@ not in the middle of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, MisuseError
 
 OLDEST, NEWEST = "2.8", "2.15"  # the torch versions that docs/versions.md has results of
 # Where torch has no reset_iter_state (before 2.13).
@@ -21,7 +24,13 @@ _OF_STATE = ("_state_ctx", "_comm_ctx", "_modules_to_run_forward", "_training_st
 _OF_GROUP = ("fsdp_params", "_partial_reduce_output", "_training_state", "_post_forward_indices", "_all_gather_result")
 _MOVED = "unsharded_accumulated_grad"
 _LOCAL = "_local_tensor"
+_MOVES = "to_accumulated_grad_if_needed"  # where gradients are moved (before 2.15)
+_WRAPPING = ("torch.distributed.", "distaccum.engines.")  # modules whose hooks gather, and tell what was gathered
 _OF_PARAMETER = ("sharded_param", "_module_info", _MOVED)
+_OF_EVERY_GROUP = ("post_backward", "reduce_grads")
+# What a sharded module's instance has, and a copy has not: FSDP2's state, and what this package puts there.
+_OF_INSTANCE = ("__composable_api_state_key", "__deepcopy__", "_apply", "zero_grad")
+_OF_EVERY_STATE = ("_pre_forward", "_post_forward")
 
 
 def check(model: nn.Module) -> None:
@@ -46,10 +55,14 @@ def _missing(model: nn.Module) -> Iterator[str]:
         yield "FSDPState._fsdp_param_groups"
     resets = hasattr(FSDPModule, "reset_iter_state")
     yield from (f"FSDPState.{name}" for state in states if not resets for name in _OF_STATE if not hasattr(state, name))
+    yield from (f"FSDPState.{name}" for state in states for name in _OF_EVERY_STATE if not hasattr(state, name))
     for group in _groups(model):
-        yield from (f"FSDPParamGroup.{name}" for name in _OF_GROUP if not hasattr(group, name))
+        names = (*_OF_GROUP, *_OF_EVERY_GROUP)
+        yield from (f"FSDPParamGroup.{name}" for name in names if not hasattr(group, name))
     for parameter in _parameters(model):
         yield from (f"FSDPParam.{name}" for name in _OF_PARAMETER if not hasattr(parameter, name))
+        if not isinstance(getattr(type(parameter), _MOVED, None), property) and not hasattr(parameter, _MOVES):
+            yield f"FSDPParam.{_MOVES}"
         if not hasattr(getattr(parameter, "sharded_param", None), _LOCAL):
             yield f"DTensor.{_LOCAL}"
         if "_unsharded_param" not in type(parameter).__annotations__:  # made by the first forward
@@ -64,6 +77,13 @@ class ShardedModel:
         self._groups, self._parameters = list(_groups(model)), list(_parameters(model))
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._of_unit: dict[nn.Module, list[Any]] = {unit: list(_parameters_of(unit)) for unit in units}
+        of_shard = {id(parameter.sharded_param): parameter for parameter in self._parameters}
+        self._places = [
+            (module._parameters, key, f"{prefix}.{key}".lstrip("."), shard, of_shard[id(shard)])
+            for prefix, module in model.named_modules()
+            for key, shard in module._parameters.items()
+            if id(shard) in of_shard
+        ]
         # Torch 2.15 accumulates in the gathered parameter's own gradient. Older ones move it where it is not fp32.
         kinds = {type(parameter) for parameter in self._parameters}
         self._moves = not any(isinstance(getattr(kind, _MOVED, None), property) for kind in kinds)
@@ -76,6 +96,24 @@ class ShardedModel:
             if held is not parameter.sharded_param and held is not getattr(parameter, "_unsharded_param", None):
                 return str(info.param_name)
         return ""
+
+    def all_replaced(self) -> list[str]:
+        """The parameters whose place in the model another tensor has taken since it was wrapped."""
+        return [
+            name
+            for held, key, name, shard, parameter in self._places
+            if held.get(key) is not shard and held.get(key) is not getattr(parameter, "_unsharded_param", shard)
+        ]
+
+    def on_meta(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter, as a shard and as gathered, with an empty one of the whole's shape on the meta device."""
+        for parameter in self._parameters:
+            shard = parameter.sharded_param
+            whole = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+            empty = nn.Parameter(whole, shard.requires_grad)
+            yield shard, empty
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param, empty
 
     def shards(self) -> list[nn.Parameter]:
         """The parameters that optimizers hold, one for each of :meth:`whole_gradients`."""
@@ -90,11 +128,75 @@ class ShardedModel:
             found = [own if other is None else other for own, other in zip(found, moved, strict=True)]
         return found
 
-    def zero_gradients(self) -> None:
-        """Zeroes in place what is accumulated whole: where there is a gradient decides when FSDP2 reduces."""
-        gradients = [gradient for gradient in self.whole_gradients() if gradient is not None]
-        if gradients:
-            torch._foreach_zero_(gradients)
+    def fill_reductions(self, active: Callable[[], bool], note: Callable[[nn.Parameter], None]) -> None:
+        """Has every reduction hold all trained parameters of its group: zeros for those without a gradient.
+
+        What FSDP2 reduces is otherwise up to each rank: ranks that have used other parameters send other sizes. Of
+        several forwards in a micro-step each has its reduction, and whether a gradient is there depends on the rank.
+
+        Args:
+            active: whether a reduction is the engine's own.
+            note: called before one with the shard of each parameter that has a gradient.
+        """
+        for group in self._groups:
+            group.post_backward = partial(self._fill_and_reduce, group, group.post_backward, active, note)
+
+    def _fill_and_reduce(
+        self,
+        group: Any,
+        reduce: Callable[..., None],
+        active: Callable[[], bool],
+        note: Callable[[nn.Parameter], None],
+        *args: Any,
+    ) -> None:
+        if group.reduce_grads and active():
+            empty, moved = [], False
+            for parameter in group.fsdp_params:
+                if not parameter.sharded_param.requires_grad or not hasattr(parameter, "_unsharded_param"):
+                    continue
+                if self._moves and parameter.unsharded_accumulated_grad is not None:
+                    moved = True
+                elif parameter._unsharded_param.grad is None:
+                    empty.append(parameter)
+                    continue
+                note(parameter.sharded_param)
+            for parameter in empty:
+                leaf = parameter._unsharded_param
+                leaf.grad = torch.zeros_like(leaf, dtype=getattr(leaf, "grad_dtype", None))  # wider in torch 2.15
+            for parameter in group.fsdp_params if moved else ():  # a reduction is of one number format
+                if parameter.unsharded_accumulated_grad is None and hasattr(parameter, "_unsharded_param"):
+                    parameter.to_accumulated_grad_if_needed()
+        reduce(*args)
+
+    def trains(self) -> list[bool]:
+        """Whether each parameter needs a gradient, as the model holds it: gathered or as a shard."""
+        return [held[key].requires_grad for held, key, *_ in self._places]
+
+    def take_over_trains(self) -> None:
+        """Lets shards need a gradient where what was gathered of them does, which is about to be freed."""
+        for held, key, _, shard, _ in self._places:
+            if held[key] is not shard and held[key].requires_grad != shard.requires_grad:
+                shard.requires_grad_(held[key].requires_grad)
+
+    def guard_apply(self) -> None:
+        """Has ``.to()``, ``.double()`` and the like raise MisuseError where they would change a sharded tensor."""
+        for unit in self._of_unit:
+            vars(unit)["_apply"] = partial(_refuse_to_change, unit)
+
+    def release(self) -> None:
+        """Leaves reductions to FSDP2 alone."""
+        for group in self._groups:
+            vars(group).pop("post_backward", None)
+        for unit in self._of_unit:
+            vars(unit).pop("_apply", None)
+
+    def drop_new_gradients(self, before: Sequence[Tensor | None]) -> None:
+        """Drops those that are accumulated whole where :meth:`whole_gradients` gave none ``before``."""
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            if gradient is None and hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+                if self._moves:
+                    parameter.unsharded_accumulated_grad = None
 
     def drop_gradients(self) -> None:
         """Drops what is accumulated whole and not reduced yet."""
@@ -138,6 +240,114 @@ class ShardedModel:
         leaf: nn.Parameter = found._unsharded_param
         return leaf
 
+    def hooks_of(self, shard: Tensor) -> list[Callable[..., Any]]:
+        """What ``register_hook`` was given for the parameter that forwards compute with in place of ``shard``."""
+        leaves = [
+            getattr(found, "_unsharded_param", None) for found in self._parameters if found.sharded_param is shard
+        ]
+        return [hook for leaf in leaves if leaf is not None for hook in gradient_hooks(leaf)]
+
+
+@contextmanager
+def computing_with(model: nn.Module, weights: Mapping[int, Tensor]) -> Iterator[None]:
+    """Within the block forwards gather nothing: other tensors are in the places of the parameters.
+
+    Hooks of FSDP2 and of the engine are away; those of the user, and of the precision policy, run.
+
+    Args:
+        model: wrapped, and not gathered.
+        weights: by the ``id`` of the parameter whose place they take.
+    """
+    before = [
+        (module, module._forward_pre_hooks, module._forward_hooks, dict(module._parameters))
+        for module in model.modules()
+    ]
+    try:
+        for module, earlier, later, parameters in before:
+            module._forward_pre_hooks, module._forward_hooks = _of_others(earlier), _of_others(later)
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = cast(nn.Parameter, weights[id(parameter)])
+        yield
+    finally:
+        for module, earlier, later, parameters in before:
+            module._forward_pre_hooks, module._forward_hooks = earlier, later
+            module._parameters.update(parameters)
+
+
+def _of_others(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not _origin(hook).startswith(_WRAPPING))
+
+
+def _origin(hook: Any) -> str:
+    """The module that a hook's function is from."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module of it was given to ``torch.compile``, or compiled in place."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _refuse_to_change(unit: nn.Module, change: Callable[[Tensor], Tensor], *_: Any, **__: Any) -> nn.Module:
+    """In place of a wrapped module's ``_apply``, which makes other parameters of shards."""
+    with torch.no_grad():
+        for name, tensor in (*unit.named_parameters(), *unit.named_buffers()):
+            new = change(tensor)
+            if new is not tensor and (new.dtype, new.device) != (tensor.dtype, tensor.device):
+                problem = f"{name} of a sharded model would become {new.dtype} on {new.device} (.to(), .double(), ...)"
+                raise MisuseError(f"{problem}, and optimizers hold it as it is: do it before the model is wrapped")
+    return unit
+
+
+def pass_through(
+    block: nn.Module, tensors: Sequence[Tensor], inner: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Copies of ``tensors``, by way of all that ``block`` and the blocks ``inner`` communicate for one forward.
+
+    Their backward communicates what the block's would.
+    """
+    state: Any = block._get_fsdp_state()  # type: ignore[operator]
+    given, _ = state._pre_forward(block, tuple(tensors), {})
+    if given:
+        gathered = [parameter._unsharded_param for group in _groups_of(state) for parameter in group.fsdp_params]
+        given = _PassThrough.apply(len(given), *given, *gathered)  # type: ignore[no-untyped-call]
+    passed: Sequence[Tensor] = state._post_forward(block, (), tuple(inner(given)))
+    return passed
+
+
+class _PassThrough(torch.autograd.Function):
+    """Of some tensors, with parameters that get no gradient: what comes out needs one, as what a block computes."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = len(tensors) - count
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *gradients, *[None] * ctx.parameters
+
+
+def copy_shard(to: Tensor, shard: Tensor) -> None:
+    """Copies this rank's part."""
+    getattr(to, _LOCAL).copy_(getattr(shard, _LOCAL))
+
+
+def own_values(unit: nn.Module) -> dict[str, Any]:
+    """What a sharded module's instance holds of its own."""
+    return {name: value for name, value in vars(unit).items() if not name.startswith(_OF_INSTANCE)}
+
+
+def is_state(owner: object) -> bool:
+    """Whether it is FSDP2's own, of a module."""
+    return all(hasattr(owner, name) for name in _OF_EVERY_STATE)
+
 
 def local_shards(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     """This rank's parts of sharded gradients, as they lie in memory; ``to_local`` would make a view of each."""
@@ -145,9 +355,9 @@ def local_shards(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     return [part for part in parts if part.numel()]
 
 
-def with_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Those that ``register_hook`` was called on."""
-    return [name for name, parameter in parameters.items() if parameter._backward_hooks]
+def with_gradient_hooks(parameters: Mapping[str, nn.Parameter], own: int) -> list[str]:
+    """Those that ``register_hook`` was called on more than ``own`` times."""
+    return [name for name, parameter in parameters.items() if len(parameter._backward_hooks or ()) > own]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[..., Any]]:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from distaccum import World
 from distaccum.config.engine import FSDP2Config
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import full_tensor
+from distaccum.engines.dtensor import full_tensor, to_local
 from distaccum.engines.factory import create_engine
 from distaccum.errors import DistaccumError, MisuseError
 
@@ -75,6 +76,61 @@ class Checkpointed(Model):
         return self.leave(x), torch.tanh(self.second(x))
 
 
+class Chosen(Model):
+    """Each sample chooses its blocks, and the second layer; what no sample of a micro-batch chooses is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.enter(x)
+        for i, block in enumerate(self.blocks):
+            rows = (x[:, i] > 0).unsqueeze(1)
+            if rows.any():
+                hidden = torch.where(rows, block(hidden), hidden)
+        rows = (x[:, -1] > 0).unsqueeze(1)
+        second = torch.zeros_like(hidden)
+        return self.leave(hidden), torch.where(rows, self.second(hidden), second) if rows.any() else second
+
+
+class Outer(nn.Module):
+    """Holds blocks of its own; the second is run for what chooses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.first, self.second = nn.Linear(WIDTH, WIDTH), Block(), Block()
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        x = self.first(self.layer(x))
+        return torch.where(rows, self.second(x), x) if rows.any() else x
+
+
+class Nested(Model):
+    """Blocks within blocks, the outer and the inner ones chosen by each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Outer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, rows = self.enter(x), (x[:, :1] > 0)
+        for i, block in enumerate(self.blocks):
+            if i or rows.any():
+                hidden = torch.where(rows | (i > 0), block(hidden, x[:, i + 1 : i + 2] > 0), hidden)
+        return self.leave(hidden), torch.tanh(self.second(hidden))
+
+
+class Backwards(Model):
+    """Runs its blocks in another order than it lists them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.leave(x), torch.tanh(self.second(x))
+
+
 def squares(a: Tensor, b: Tensor) -> Tensor:
     """A sum."""
     return (a - b).square().sum()
@@ -116,6 +172,15 @@ def detached(model: nn.Module, batch: Batch) -> Tensor:
     return squares(model(batch[0])[0], model(-batch[0])[0].detach())
 
 
+def masked(model: nn.Module, batch: Batch) -> Tensor:
+    """Of some samples; without any of these in a micro-batch the loss does not depend on the model."""
+    kept = batch[0][:, 2] > 0
+    first, second = model(batch[0])
+    if not kept.any():
+        return torch.zeros((), requires_grad=True)
+    return squares(first[kept], batch[1][kept]) + squares(second[kept], batch[1][kept])
+
+
 def adversarial(model: nn.Module, batch: Batch) -> Tensor:
     """Trained on the inputs that a gradient step makes worse."""
     x = batch[0].clone().requires_grad_()
@@ -153,6 +218,7 @@ PROGRAMS: dict[str, tuple[Loss, Act, Act]] = {  # loss, after each backward, bet
     "teacher": (teacher, nothing, nothing),
     "detached teacher": (detached, nothing, nothing),
     "adversarial": (adversarial, nothing, nothing),
+    "masked": (masked, nothing, nothing),
     "metric": (both, metric, nothing),
     "metric and teacher": (teacher, evaluated, nothing),
     "evaluation between windows": (both, nothing, evaluated),
@@ -256,10 +322,38 @@ def programs(few: bool) -> Iterator[tuple[str, Any]]:
         train(engine, tables[table], loss, after, between)
         yield f"{name}, {table}, {setting}", errors(engine, before, tables[table], loss)
 
-    for table, setting in chosen(product(tables, SETTINGS), few):
-        before, engine = made(SETTINGS[setting], Checkpointed)
+    for make, table, setting in chosen(product((Checkpointed, Chosen), tables, SETTINGS), few):
+        before, engine = made(SETTINGS[setting], make)
         train(engine, tables[table], both, nothing, nothing)
-        yield f"checkpointed, {table}, {setting}", errors(engine, before, tables[table], both)
+        yield f"{make.__name__}, {table}, {setting}", errors(engine, before, tables[table], both)
+
+    nested = FSDP2Config(blocks=["blocks.?", "blocks.?.first", "blocks.?.second"])
+    for make, config in ((Nested, nested), (Backwards, SETTINGS["boundary"])):
+        before, engine = made(config, make)
+        train(engine, UNEVEN, both, nothing, nothing)
+        yield make.__name__, errors(engine, before, UNEVEN, both)
+
+
+def copies() -> Iterator[tuple[str, Any]]:
+    """Errors of an average of the weights, which is evaluated in between."""
+    for setting, config in SETTINGS.items():
+        before, engine = made(config)
+        average = AveragedModel(engine.model)
+
+        def update(model: nn.Module, batch: Batch, average: AveragedModel = average) -> None:
+            average.update_parameters(model)
+            metric(average, batch)
+
+        train(engine, UNEVEN, both, nothing, update)
+        exact, loop = (
+            {name: sum(after[name] for after in weights) / len(weights) for name in weights[0]}
+            for weights in (
+                [oracle(before, UNEVEN[: i + 1], both, dtype) for i in range(len(UNEVEN))]
+                for dtype in (torch.float64, torch.float32)
+            )
+        )
+        found = {name: full_tensor(p).detach().double() for name, p in average.module.named_parameters()}
+        yield setting, [distance(found, exact, before), distance(loop, exact, before)]
 
 
 PHASES = ("begun", "forward", "backward", "one micro-step", "last backward")
@@ -386,10 +480,16 @@ def _rehooked(before: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Routed(Model):
-    """Each rank uses a block of its own; they are alike in size."""
+    """Each rank uses a block of its own once more; they are alike in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Block())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.blocks[WORLD.rank](self.enter(x))
+        x = self.enter(x)
+        for block in (*self.blocks, self.blocks[WORLD.rank]):
+            x = block(x)
         return self.leave(x), torch.tanh(self.second(x))
 
 
@@ -540,6 +640,70 @@ def beside_an_empty_rank(engine: Engine) -> None:
     raise MisuseError(said or "")
 
 
+def gathered_by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    """With a penalty on whole weights."""
+    return both(model, batch) + sum(full_tensor(p).square().sum() for p in model.parameters())
+
+
+def local_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """With a penalty on this rank's parts."""
+    return both(model, batch) + sum(to_local(p).square().sum() for p in model.parameters())
+
+
+def mixed(model: nn.Module, batch: Batch) -> Tensor:
+    """With a plain penalty."""
+    return both(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+
+def adapted(model: nn.Module, batch: Batch) -> Tensor:
+    """An inner step, as meta-learning makes it."""
+    slopes = torch.autograd.grad(both(model, batch), list(model.parameters()))
+    return sum(slope.square().sum() for slope in slopes)  # type: ignore[return-value]
+
+
+def mapped(model: nn.Module, batch: Batch) -> Tensor:
+    """Sample by sample."""
+    return torch.func.vmap(lambda x, y: both(model, (x.unsqueeze(0), y.unsqueeze(0))))(*batch).sum()
+
+
+def freeze(model: Any, _: Batch) -> None:
+    """After a backward."""
+    model.leave.requires_grad_(False)
+
+
+def tied(engine: Any) -> None:
+    """Between wrapping and the first window."""
+    own = engine.model.leave.weight
+    engine.model.leave.weight = engine.model.enter.weight
+    try:
+        whole_window(engine, both)
+    finally:
+        engine.model.leave.weight = own
+
+
+def penalty_before_the_forward(_: Engine) -> None:
+    """On weights that are gathered already."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        metric(model, batch)
+        return sum(p.square().sum() for p in model.parameters()) + both(model, batch)
+
+    whole_window(made(SETTINGS["held"])[1], loss)
+
+
+def told_of_an_error(engine: Engine) -> None:
+    """In the first window, in which rank 0 has two micro-batches."""
+    train(engine, UNEVEN, adversarial, nothing, nothing)
+
+
+def wrapped_again(_: Engine) -> None:
+    """After it was given back."""
+    _, engine = made(FSDP2Config())
+    engine.close()
+    model = engine.unwrapped_model
+    create_engine(model, torch.optim.SGD(model.parameters(), lr=RATE), WORLD, engine=FSDP2Config())
+
+
 def caught(call: Callable[[], object]) -> str:
     """What was raised, or nothing."""
     try:
@@ -575,7 +739,7 @@ def refusals() -> Iterator[tuple[str, Any]]:
         "a kept parameter": (lambda e: whole_window(e, lambda m, b: both(m, b) + kept[0].square().sum()), keep),
         "a hook on a shard": (hooked, Model),
         "a constant forward": (lambda engine: whole_window(engine, constant), Model),
-        "another block on each rank": (lambda engine: whole_window(engine, both), Routed),
+        "another block twice on each rank": (lambda engine: whole_window(engine, both), Routed),
         "a block twice, reentrant": (lambda engine: whole_window(engine, both), Reentrant),
         "two forwards, reentrant": (lambda engine: whole_window(engine, contrastive), Checkpointed),
         "two models, uneven": (gan_uneven, Model),
@@ -583,6 +747,18 @@ def refusals() -> Iterator[tuple[str, Any]]:
         "an attack, uneven": (adversarial_then_uneven, Model),
         "between micro-batches": (between_micro_batches, Model),
         "abandoned beside an empty rank": (beside_an_empty_rank, Model),
+        "whole weights in the loss": (lambda engine: whole_window(engine, gathered_by_hand), Model),
+        "local weights in the loss": (lambda engine: whole_window(engine, local_penalty), Model),
+        "a plain penalty": (lambda engine: whole_window(engine, mixed), Model),
+        "a penalty before the forward": (penalty_before_the_forward, Model),
+        "an inner step": (lambda engine: whole_window(engine, adapted), Model),
+        "vmap": (lambda engine: whole_window(engine, mapped), Model),
+        "frozen in a window": (lambda engine: whole_window(engine, both, freeze), Model),
+        "tied after wrapping": (tied, Model),
+        "another type": (lambda engine: engine.model.double(), Model),
+        "a copy of a block": (lambda engine: deepcopy(engine.model.blocks[0]), Model),
+        "an error that another rank waits for": (told_of_an_error, Model),
+        "wrapped again": (wrapped_again, Model),
     }
     unmoved = True
     for name, (run, make) in cases.items():
@@ -601,6 +777,7 @@ def main() -> None:
     refused = dict(refusals())
     found = {
         "programs": dict(programs(few)),
+        "copies": dict(copies()),
         "abandoned": dict(abandonments(few)),
         "after an error": {setting: after_an_error(config) for setting, config in SETTINGS.items()},
         "hooks": dict(hooks()),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distaccum import Accumulator, World
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.engines.state import whole_state
-from distaccum.errors import MisuseError, NonFiniteError
+from distaccum.errors import DistaccumError, MisuseError, NonFiniteError
 
 ENGINES: dict[str, EngineConfig] = {
     "ddp": DDPConfig(find_unused_parameters=True),
@@ -222,6 +222,23 @@ def counted(engine: EngineConfig) -> list[Any]:
     raise AssertionError
 
 
+def alone(engine: EngineConfig) -> str:
+    """What is said to a rank of which another one calls the model between two windows."""
+    torch.manual_seed(1)
+    acc = accumulator(engine, Model())
+    try:
+        for window in acc.windows(Stream([2] * 8)):
+            for micro in window:
+                with acc.accumulate():
+                    acc.backward(loss_of(acc.model, micro.batch))
+            if not WORLD.is_main:
+                with torch.no_grad():
+                    acc.model(torch.ones(2, WIDTH))
+    except DistaccumError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """All cases."""
     found: dict[str, Any] = {}
@@ -236,6 +253,7 @@ def main() -> None:
             "buffers": buffers(engine),
             "counted": counted(engine),
         }
+    found["boundary"]["alone"] = alone(ENGINES["boundary"])
     found["zero1"] = {"counted": counted(Zero1Config(find_unused_parameters=True))}
     if WORLD.is_main:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
+from distaccum.verification import proof
 from tests.distributed.workers.engine_matrix import allow_fp16
 from tests.support.engine_matrix import ENGINES
 
 FEATURES, MARK = 4, 256
 MICRO_SIZE = 2
+MOST_ELEMENTS = proof.MOST_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Run:
         clip_norm: of the gradient.
         growth_interval: windows between two growths of the loss scale.
         program: one of ``PROGRAMS``; by default a plain model and loss.
+        by_slope: whether a sharded model counts as too large for a rank.
         overflow: the number of a sample of rank 0 whose gradient is infinite in fp16; -1: none.
     """
 
@@ -55,6 +59,7 @@ class Run:
     overflow: int = -1
     epochs: int = 2
     program: str = ""
+    by_slope: bool = False
 
 
 class Squares:
@@ -105,15 +110,15 @@ class OfOneRank(nn.Linear):
 
 
 class Swapped(nn.Sequential):
-    """Runs its layers in another order on rank 1."""
+    """Runs its layers, and one of them again: another one on each rank."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+        super().__init__(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
 
     def forward(self, given: Tensor) -> Tensor:
-        first, second = reversed(self) if os.environ["RANK"] == "1" else self
-        found: Tensor = second(first(given))
-        return found
+        for layer in (*self, self[int(os.environ["RANK"])]):
+            given = layer(given)
+        return given
 
 
 class Counted(nn.Linear):
@@ -130,6 +135,66 @@ class Counted(nn.Linear):
         return super().forward(given) * self._runs
 
 
+class Saturates(nn.Linear):
+    """Remembers in a Python number that soon stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self._runs = 0
+
+    def forward(self, given: Tensor) -> Tensor:
+        self._runs = min(self._runs + self.training, 3)
+        return super().forward(given) * self._runs
+
+
+class Once(torch.autograd.Function):
+    """A product whose backward runs once: it frees what it has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = [given, weight]
+        return given @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        weight, given = ctx.kept.pop(), ctx.kept.pop()
+        return gradient @ weight.T, given.T @ gradient
+
+
+class Frees(nn.Module):
+    """A layer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(FEATURES))
+
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = Once.apply(given, self.weight)  # type: ignore[no-untyped-call]
+        return found
+
+
+class Reentrant(nn.Linear):
+    """The first trained layer, in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, given.clone().requires_grad_(), use_reentrant=True)
+        return found
+
+
+class Complex(nn.Module):
+    """Of complex weights, more than one rank's share of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES, dtype=torch.complex64))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return (given.to(torch.complex64) @ self.weight).abs()
+
+
 def _scale_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -142,10 +207,15 @@ FIRST_LAYERS = {
     "running mean": Standardised,
     "other memory": Counted,
     "swapped": Swapped,
+    "saturates": Saturates,
+    "frees": Frees,
+    "reentrant": Reentrant,
+    "complex": Complex,
     "of one rank": lambda: nn.Sequential(OfOneRank(FEATURES, FEATURES)),
 }
+BLOCKS = {"swapped": ["0.*"], "complex": ["0"]}
 LOSSES = {"own targets": Bootstrapped, "reversed": Reversed}
-PROGRAMS = (*FIRST_LAYERS, *LOSSES, "step pre-hook")
+PROGRAMS = (*FIRST_LAYERS, *LOSSES, "step pre-hook", "late count")
 
 
 def data(run: Run) -> list[dict[str, Tensor]]:
@@ -165,6 +235,7 @@ def data(run: Run) -> list[dict[str, Tensor]]:
 
 def train(run: Run, world: World) -> str:
     """What the run ends with; what it has verified where it does not end before."""
+    proof.MOST_ELEMENTS = 0 if run.by_slope else MOST_ELEMENTS
     if run.engine.startswith("deepspeed"):
         allow_fp16()
     torch.manual_seed(1)
@@ -182,11 +253,11 @@ def train(run: Run, world: World) -> str:
             optimizer,
             global_batch_size=run.global_size,
             micro_batch_size=MICRO_SIZE,
-            count=loss.count,
+            count=None if run.program == "late count" else loss.count,
             max_skips=1000,
             clip_norm=run.clip_norm,
             world=world,
-            engine=FSDP2Config(blocks=["0.*"]) if run.program == "swapped" else ENGINES[run.engine],
+            engine=FSDP2Config(blocks=BLOCKS[run.program]) if run.program in BLOCKS else ENGINES[run.engine],
             precision=PrecisionConfig(name=run.precision, scaler=scaler),
         )
         spec = DataSpec(train=data(run), eval_dataset=None, description="squares", shuffle=False)
@@ -195,9 +266,12 @@ def train(run: Run, world: World) -> str:
                 if run.level == 3:
                     acc.step(window, loss)
                     continue
+                late = run.program == "late count"
+                if late:
+                    acc.verify(window, loss)
                 for micro in window:
                     with acc.accumulate():
-                        acc.backward(loss(acc.model, micro.batch))
+                        acc.backward(loss(acc.model, micro.batch), loss.count(micro.batch) if late else None)
     except DistaccumError as error:
         return f"{type(error).__name__}: {error}"
     return acc.verified

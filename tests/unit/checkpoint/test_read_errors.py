@@ -65,8 +65,8 @@ def test_one_that_stays_ends_the_run_and_deletes_nothing(
         # Also where somebody saves at or before that step all the same.
         store.save(2, gloo_world, lambda folder: (folder / "state.json").write_text('{"new": 1}'))
     assert json.loads((store.root / "step-2" / "state.json").read_text()) == {"new": 1}
-    assert json.loads((store.root / "aside-step-2-0" / "state.json").read_text()) == {}
-    verify(store.root / "aside-step-2-0")
+    assert json.loads((store.root / "aside-step-2" / "state.json").read_text()) == {}
+    verify(store.root / "aside-step-2")
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(
@@ -99,19 +99,27 @@ def test_a_listing_that_fails_is_no_missing_file(store: CheckpointStore, monkeyp
         verify(folder)
 
 
-def test_valid_checkpoints_ahead_are_set_aside_and_damaged_ones_deleted(
+def test_what_lies_ahead_is_set_aside_and_never_deleted(
     store: CheckpointStore, gloo_world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     (store.root / "step-3").mkdir()
+    (store.root / "damaged-step-3").mkdir()
+    (store.root / "step-4").write_text("a file")
+    (store.root / "step-5").symlink_to("nowhere")
+    assert store.newest_valid() == store.root / "step-2"
     store.save(1, gloo_world, lambda folder: (folder / "state.json").write_text('{"new": 1}'))
     assert sorted(path.name for path in store.root.iterdir()) == [
-        "aside-step-1-0",
-        "aside-step-2-0",
+        "aside-step-1",
+        "aside-step-2",
+        "damaged-step-3",
+        "damaged-step-3-1",
+        "damaged-step-4",
+        "damaged-step-5",
         "latest",
         "step-1",
     ]
     assert store.newest_valid() == store.root / "step-1"
-    assert "step-2 is in the way" in caplog.text
+    assert "step-2 is aside-step-2 now" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '"text"', "\xff"])

@@ -95,7 +95,10 @@ def test_a_resumed_run_says_what_carries_over_and_who_saved_it(
     config = _config(resume="auto", trainer={"max_steps": 3, "eval_every": 0})
     Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=RunConfig.from_dict(config), run_dir=tmp_path).fit()
     said = " ".join(capsys.readouterr().out.split())
-    assert "step-2 at step 2; everything carries over (saved by engine ddp on 1 rank))" in said
+    assert (
+        "step-2 at step 2; everything carries over; changed since: trainer.max_steps: 2 -> 3 (saved by engine ddp"
+        in said
+    )
 
 
 def test_weights_of_two_origins_are_refused(tmp_path: Path) -> None:

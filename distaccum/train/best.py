@@ -1,0 +1,54 @@
+"""The checkpoint with the best evaluation, which is kept beside the newest ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from distaccum.checkpoint.store import CheckpointStore
+from distaccum.config.schema import CheckpointConfig
+from distaccum.distributed.world import World
+from distaccum.errors import ConfigError
+
+
+class BestCheckpoint:
+    """Which evaluation has been the best of the run, also across resumes; a collective to make.
+
+    Args:
+        config: ``best`` names a result of the evaluation, null: none; ``best_mode`` says what is better.
+        store: keeps the checkpoint, and which it is.
+        world: this rank.
+    """
+
+    def __init__(self, config: CheckpointConfig, store: CheckpointStore, world: World) -> None:
+        self._config, self._store, self._is_main = config, store, world.is_main
+        self._value = math.nan
+        if config.best is not None:
+            kept = json.loads(world.broadcast_str(json.dumps(store.best() if world.is_main else None)))
+            if kept is not None and kept["metric"] == config.best:
+                self._value = float(kept["value"])
+
+    def improves(self, evaluation: Mapping[str, float]) -> bool:
+        """Whether this evaluation, the same on every rank, is better than any before; NaN never is.
+
+        Raises:
+            ConfigError: it has no such result.
+        """
+        name = self._config.best
+        if name is None:
+            return False
+        if name not in evaluation:
+            known = ", ".join(evaluation)
+            raise ConfigError("checkpoint.best", name, f"the evaluation gives {known}", "Name one of these")
+        sign = 1.0 if self._config.best_mode == "min" else -1.0
+        value = sign * evaluation[name]
+        return value < (math.inf if math.isnan(self._value) else sign * self._value)
+
+    def mark(self, path: Path, evaluation: Mapping[str, float]) -> None:
+        """Keeps ``path``, which is of the weights that were evaluated; the one before is pruned like any other."""
+        assert self._config.best is not None
+        self._value = evaluation[self._config.best]
+        if self._is_main:
+            self._store.mark_best(path, metric=self._config.best, value=self._value)

@@ -1,0 +1,123 @@
+"""What a run has changed since the checkpoint that it resumes from: what may change, and what changes its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_ABSENT = "not there"
+_IGNORED = ("resume", "resume_allow", "init_from")
+# What the saved tensors and numbers mean depends on these.
+_MEANING = ("model", "loss")
+_MOST_SHOWN = 6
+_LONGEST = 60  # characters of a value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A setting with its value in the checkpoint and in this run; ``refused`` where it changes what the state means."""
+
+    key: str
+    before: Any
+    now: Any
+    refused: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def compare(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    facts: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+    data: str | None = None,
+    allowed: Sequence[str] = (),
+) -> list[Change]:
+    """The changes of a configuration, those that are refused first.
+
+    Args:
+        before: the configuration as the checkpoint keeps it.
+        now: as this run would keep it.
+        facts: what both say of ``model`` and ``loss``, by :func:`structure`; looked at where no setting of one differs.
+        data: how the data themselves differ, in words; "" where they do not; None where nobody can tell, so that a
+            changed setting of the data counts.
+        allowed: keys, or the beginnings of keys, that the user answers for.
+    """
+    saved, given = dict(_flat(before)), dict(_flat(now))
+    found = []
+    for key in sorted(saved.keys() | given.keys()):
+        group = key.partition(".")[0]
+        if group in _IGNORED or saved.get(key, _ABSENT) == given.get(key, _ABSENT):
+            continue
+        refused = group in _MEANING or (group == "data" and data is None)
+        refused &= not (key.endswith("_target_") and _name(saved.get(key)) == _name(given.get(key)))  # it has moved
+        found.append(_change(key, saved.get(key, _ABSENT), given.get(key, _ABSENT), refused, allowed))
+    if data:
+        found.append(_change("data", "other samples", data, True, allowed))
+    for group in _MEANING:
+        if any(change.key.startswith(f"{group}.") for change in found):
+            continue
+        old, new = (each.get(group, {}) for each in facts)
+        for name in sorted(old.keys() | new.keys()) if old and new else ():
+            if old.get(name) != new.get(name):
+                key = f"{group} ({name})" if name else group
+                found.append(_change(key, old.get(name, _ABSENT), new.get(name, _ABSENT), True, allowed))
+    return sorted(found, key=lambda change: not change.refused)
+
+
+def shown(changes: Sequence[Change]) -> str:
+    """The first few changes, and how many are left."""
+    more = f"; and {len(changes) - _MOST_SHOWN} more" if len(changes) > _MOST_SHOWN else ""
+    return "; ".join(map(str, changes[:_MOST_SHOWN])) + more
+
+
+def structure(thing: object) -> dict[str, str]:
+    """By module, its class and its settings that are plain values: what shapes do not tell, such as heads."""
+    modules = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
+    return {name: _described(module) for name, module in modules}
+
+
+def _described(thing: object) -> str:
+    values = {
+        name: value
+        for name, value in sorted(getattr(thing, "__dict__", {}).items())
+        if not name.startswith("_") and name != "training" and _is_plain(value)
+    }
+    return f"{type(thing).__qualname__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+def _change(key: str, before: Any, now: Any, refused: bool, allowed: Sequence[str]) -> Change:
+    plain = key.partition(" ")[0]
+    answered = any(plain == one or plain.startswith(f"{one}.") for one in allowed)
+    return Change(key=key, before=before, now=now, refused=refused and not answered)
+
+
+def _name(target: Any) -> str:
+    return str(target).rpartition(".")[2]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _flat(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, by dotted keys."""
+    if isinstance(node, Mapping) and node:
+        for name, value in node.items():
+            yield from _flat(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list | tuple) and node:
+        for number, value in enumerate(node):
+            yield from _flat(value, f"{key}.{number}")
+    else:
+        yield key, list(node) if isinstance(node, tuple) else node
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

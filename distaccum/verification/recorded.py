@@ -1,0 +1,85 @@
+"""What a window ran: all that it takes to run it once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from distaccum.data.window import Window
+from distaccum.distributed.random import RNGState
+from distaccum.engines.base import Engine
+from distaccum.engines.buffers import Buffers
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
+
+
+class RecordedWindow:
+    """A window, the random numbers and buffers that its forwards began with, and the losses that it gave.
+
+    Args:
+        engine: runs it.
+        window: has not begun.
+    """
+
+    def __init__(self, engine: Engine, window: Window) -> None:
+        self.window = window
+        self.loss: Loss | None = None
+        """What the forwards are run again with; None where they cannot be."""
+        self.states: list[RNGState] = []
+        """At each micro-batch's forward."""
+        self.totals: list[Mapping[str, Tensor]] = []
+        """The losses of each micro-batch, as the window gave them."""
+        self.buffers: Buffers | None = None
+        """That the window begins with; with :attr:`loss`."""
+        scale = engine.loss_scale
+        self.provisional_count = float(window.samples)
+        """What losses are divided by where the count is known at the window's end only."""
+        self.scale = None if scale is None else scale.clone()
+        """The loss scale of the whole window: 0-dim, on the device; None without a loss scaler."""
+        self._engine = engine
+
+    def rerun_with(self, loss: Loss) -> None:
+        """The forwards are to be run again with ``loss``; called before the first of them."""
+        self.loss = loss
+        self.buffers = Buffers(self._engine)
+
+    def recording(self, loss: Loss) -> Callable[[nn.Module, Any], LossSum]:
+        """``loss``, noting the random numbers that it begins with and what it gives."""
+        self.rerun_with(loss)
+
+        def recorded(model: nn.Module, batch: Any) -> LossSum:
+            self.before_forward()
+            total = loss(model, batch)
+            self.note(total)
+            return total
+
+        return recorded
+
+    def before_forward(self) -> None:
+        """Notes the random numbers that a micro-batch's forward begins with."""
+        self.states.append(RNGState.capture(self._engine.device))
+
+    def note(self, total: LossSum) -> None:
+        """Notes a micro-batch's losses."""
+        self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
+
+    @property
+    def loss_scale(self) -> float:
+        """:attr:`scale` on the host; 1.0 without a loss scaler."""
+        return 1.0 if self.scale is None else float(self.scale)
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """What the losses are divided by."""
+        return self.window.counts or {SINGLE: self.provisional_count}
+
+    @property
+    def micro_batches(self) -> int:
+        """How many this rank has."""
+        return len(self.window.micro_batches)
+
+    def forget(self) -> None:
+        """Frees what was recorded."""
+        self.states, self.loss, self.buffers = [], None, None

@@ -1,0 +1,80 @@
+"""The checkpoint of the best evaluation outlives newer ones, also where the run is resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum import CrossEntropy, DataSpec, Trainer
+from distaccum.config.schema import RunConfig
+from distaccum.errors import ConfigError
+
+DATA = [(torch.randn(4), torch.tensor(i % 3)) for i in range(16)]
+SCORES = [5.0, 2.0, 3.0, float("nan"), 4.0, 1.5, 9.0]  # of the evaluations, one after each update
+
+
+class Score:
+    """The next one of a list."""
+
+    def __init__(self, given: list[float]) -> None:
+        self.given = list(given)
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Looks at nothing."""
+
+    def compute(self) -> Tensor:
+        """The next one."""
+        return torch.tensor(self.given.pop(0))
+
+    def reset(self) -> None:
+        """Keeps its place."""
+
+
+def _train(folder: Path, steps: int, scores: list[float], **checkpoint: Any) -> list[str]:
+    config = {
+        "batch": {"global_size": 4, "micro_size": 4},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+        "trainer": {"max_steps": steps, "eval_every": 1, "log_every": 1},
+        "checkpoint": {"every": 100, "keep": 1} | checkpoint,
+        "metrics": {"wandb": {"mode": "disabled"}},
+        "resume": "auto",
+    }
+    data = DataSpec(train=DATA, eval_dataset=DATA)
+    metrics = {"score": Score(scores)}
+    torch.manual_seed(0)
+    trainer = Trainer(
+        nn.Linear(4, 3), CrossEntropy(), data, metrics=metrics, config=RunConfig.from_dict(config), run_dir=folder
+    )
+    trainer.fit()
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def _best(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "checkpoints" / "best.json").read_text())
+    return found
+
+
+def test_the_best_one_is_kept_beside_the_newest(gloo_world: Any, tmp_path: Path) -> None:
+    assert _train(tmp_path, 5, SCORES, best="eval_score") == ["step-2", "step-5"]
+    assert _best(tmp_path) == {"checkpoint": "step-2", "metric": "eval_score", "value": 2.0}
+    assert _train(tmp_path, 7, SCORES[5:], best="eval_score") == ["step-6", "step-7"]
+    assert _best(tmp_path)["checkpoint"] == "step-6"
+
+
+def test_a_resumed_run_knows_the_best_before(gloo_world: Any, tmp_path: Path) -> None:
+    _train(tmp_path, 2, SCORES, best="eval_score")
+    assert _train(tmp_path, 5, [3.0, 2.5, 2.25], best="eval_score") == ["step-2", "step-5"]
+    assert _train(tmp_path, 6, [7.0], best="eval_score", best_mode="max") == ["step-2", "step-6"]
+    assert _best(tmp_path) == {"checkpoint": "step-6", "metric": "eval_score", "value": 7.0}
+
+
+def test_what_cannot_be_is_refused(gloo_world: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.best=eval_other: the evaluation gives eval_loss, .*eval_score"):
+        _train(tmp_path, 2, SCORES, best="eval_other")
+    with pytest.raises(ConfigError, match=r"checkpoint\.best=eval_loss: and checkpoint\.every=0 saves nothing"):
+        _train(tmp_path, 2, SCORES, best="eval_loss", every=0)

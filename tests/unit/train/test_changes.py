@@ -1,0 +1,133 @@
+"""A run that resumes: what it may have changed is listed, what gives its state another meaning is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum import DataSpec, Trainer
+from distaccum.config.schema import RunConfig
+from distaccum.data.fingerprint import differs, fingerprint
+from distaccum.errors import ConfigError
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.changes import compare
+
+FEATURES, CLASSES = 4, 3
+
+
+class Headed(nn.Module):
+    """Its shapes do not tell its number of heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.body = heads, nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.unflatten(-1, (self.heads, -1)).flatten(-2))
+
+
+def _data(seed: int = 0, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(FEATURES, generator=generator) + shift, torch.tensor(i % CLASSES)) for i in range(16)]
+
+
+def _train(
+    run_dir: Path,
+    *,
+    steps: int,
+    model: nn.Module | None = None,
+    loss: Any = None,
+    data: Any = None,
+    **more: Any,
+) -> None:
+    config = {
+        "batch": {"global_size": 8, "micro_size": 4},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+        "trainer": {"max_steps": steps, "eval_every": 0},
+        "metrics": {"wandb": {"mode": "disabled"}},
+        "resume": "auto",
+    } | more
+    torch.manual_seed(0)
+    Trainer(
+        model or Headed(2),
+        loss or CrossEntropy(),
+        data or DataSpec(train=_data()),
+        config=RunConfig.from_dict(config),
+        run_dir=run_dir,
+    ).fit()
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": ({"model": Headed(4)}, r"model: .*model: Headed\(heads=2\) -> Headed\(heads=4\)"),
+    "ignore_index": ({"loss": CrossEntropy(ignore_index=0)}, r"loss: .*ignore_index=-100.* -> .*=0"),
+    "other samples": ({"data": DataSpec(train=_data(seed=1))}, r"data: .*sample 0 is not the one it was \(8 of 8"),
+    "optimizer": (
+        {"optim": {"optimizer": {"_target_": "torch.optim.NAdam"}}},
+        "optimizer=NAdam: and .* has the state of AdamW",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_changes_the_meaning_of_state_is_refused_before_the_run(
+    gloo_world: Any, name: str, tmp_path: Path
+) -> None:
+    _train(tmp_path, steps=1)
+    change, words = CHANGED[name]
+    before = json.loads((tmp_path / "checkpoints" / "step-1" / "state.json").read_text())
+    with pytest.raises(ConfigError, match=words):
+        _train(tmp_path, steps=2, **change)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]
+    assert json.loads((tmp_path / "checkpoints" / "step-1" / "state.json").read_text()) == before
+
+
+def test_the_user_may_answer_for_it(gloo_world: Any, tmp_path: Path) -> None:
+    _train(tmp_path, steps=1)
+    allowed = {"resume_allow": ["model", "loss"]}
+    _train(tmp_path, steps=2, model=Headed(4), loss=CrossEntropy(ignore_index=0), **allowed)
+    with pytest.raises(ConfigError, match=r"resume_allow=\[data\]"):
+        _train(tmp_path, steps=3, model=Headed(4), loss=CrossEntropy(ignore_index=0), data=DataSpec(train=_data(3)))
+
+
+def test_what_may_change_is_listed(gloo_world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _train(tmp_path, steps=1)
+    _train(tmp_path, steps=2, precision="bf16", optim={"lr": 0.125})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optim.lr: 0.003 -> 0.125; " in said
+    assert "fp32 -> bf16" in said
+    assert "trainer.max_steps: 1 -> 2" in said
+
+
+def test_a_checkpoint_without_facts_is_taken(gloo_world: Any, tmp_path: Path) -> None:
+    """As those of earlier versions."""
+    record = {"model": {"_target_": "Net"}}
+    assert compare(record, record, facts=({}, {"model": {"": "Net()"}})) == []
+
+
+def test_samples_are_told_apart_and_random_ones_tell_nothing() -> None:
+    class Cropped:
+        """Draws from the global generators."""
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.full((3,), float(index)) + torch.rand(()) + random.random()  # noqa: S311
+
+    state = torch.get_rng_state()
+    one = fingerprint(DataSpec(train=_data()))
+    assert torch.equal(state, torch.get_rng_state())
+    saved = json.loads(json.dumps(one))
+    assert differs(saved, fingerprint(DataSpec(train=_data()))) == ""
+    assert "8 of 8" in differs(saved, fingerprint(DataSpec(train=_data(shift=0.5))))
+    assert "5 samples, and before 16" in differs(saved, fingerprint(DataSpec(train=_data()[:5])))
+    random_ones = fingerprint(DataSpec(train=Cropped()))
+    assert random_ones["sketches"] == {}
+    assert differs(random_ones, fingerprint(DataSpec(train=Cropped()))) == ""
+    assert fingerprint(DataSpec(train=iter([1, 2]))) == {}
