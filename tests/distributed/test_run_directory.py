@@ -21,7 +21,8 @@ SETTINGS = (
     "~data.seq_len",
     "~data.held_out",
     "~data.vocab_size",
-    "data._target_=tests.support.deaths.Dies",
+    "data._target_=tests.support.deaths.Images",
+    "+callbacks.dies._target_=tests.support.deaths.Dies",
     "batch.global_size=4",
     "batch.micro_size=1",
     "trainer.max_steps=9",
@@ -75,7 +76,7 @@ def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path) -> None:
     assert status(tmp_path)["reason"] == "rank 0: the program called sys.exit(0) in the middle of the run"
     said = finished.stderr.splitlines()
     assert said[-3:] == [
-        f"distaccum: last logged step: 3; step 2 is saved in {tmp_path}/checkpoints",
+        f"distaccum: last logged step: 2; step 2 is saved in {tmp_path}/checkpoints",
         f"distaccum: to go on: the same command with resume=auto hydra.run.dir={tmp_path}",
         f"distaccum: tracebacks: {tmp_path}/logs/rank-N.log (of 1 ranks)",
     ]
@@ -88,7 +89,13 @@ def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path) -> None:
     secrets = ("canary-of-a-key", "hf_canaryABCDEFGHIJKLMNOP", "canary-of-the-environment")
-    given = (f"+data.api_key={secrets[0]}", f"+data.login={secrets[1]}", "+data.where='/x/${oc.env:SOME_TOKEN}'")
+    keys = ("api_key", "login", "where")
+    values = (*secrets[:2], "'/x/${oc.env:SOME_TOKEN}'")
+    given = [f"+callbacks.dies.{key}={value}" for key, value in zip(keys, values, strict=True)]
+        f"+callbacks.dies.api_key={secrets[0]}",
+        f"+callbacks.dies.login={secrets[1]}",
+        "+callbacks.dies.where='/x/${oc.env:SOME_TOKEN}'",
+    )
     run_dir = tmp_path / "run"
     finished = _run(run_dir, *given, "metrics=wandb", HOW="raise", SOME_TOKEN=secrets[2], WANDB_SILENT="true")
     assert finished.returncode == 1
@@ -105,12 +112,12 @@ def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path) -> None:
 def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path) -> None:
     assert _run(tmp_path, "checkpoint.every=100", "resume=auto", HOW="exit").returncode == 1
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"window": 4, "lo\xff')
+        file.write(b'{"window": 3, "lo\xff')
     again = _run(tmp_path, "checkpoint.every=100", "resume=auto")
     assert again.returncode == 0, again.stderr
     assert "begins again at zero: the attempt of" in again.stderr
     assert "begins again at zero: the attempt of" in " ".join(again.stdout.split())
-    assert "metrics.jsonl: line 4 is damaged" in again.stderr
+    assert "metrics.jsonl: line 3 is damaged" in again.stderr
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
