@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 from distaccum.train.startup import without_garbage_collection
@@ -19,9 +20,13 @@ from distaccum.train.startup import without_garbage_collection
 with without_garbage_collection():
     import torch
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from distaccum.distributed.signals import die_with_parent
     from distaccum.train import cli
+    from distaccum.train.failure import RUN_NOTE, lines_of
+    from distaccum.train.owner import read_holder
+    from distaccum.train.run_dir import RunDir
 
 TRAIN = Path(__file__).with_name("train.py")
 SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=.*)?")
@@ -45,7 +50,31 @@ def main() -> None:
     sys.argv[0] = run.__file__  # torchrun's own messages name it
     options = ["--standalone", f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
     options.append(f"--shutdown-timeout={environment.get('SHUTDOWN_TIMEOUT', '120')}")
-    run.main([*options, str(TRAIN), *arguments])
+    with tempfile.TemporaryDirectory() as folder:
+        environment[RUN_NOTE] = str(Path(folder, "run"))
+        try:
+            run.main([*options, str(TRAIN), *arguments])
+        except ChildFailedError as error:
+            sys.exit(_report(error, Path(environment[RUN_NOTE])))
+
+
+def _report(error: ChildFailedError, note: Path) -> int:
+    """Prints a failure in a few lines in place of torchrun's traceback; returns the exit code.
+
+    Where all ranks were killed none has written why: this process then does.
+    """
+    rank, first = error.get_first_failure()
+    if not note.exists():  # it never came to training, and the rank has printed why
+        return 1
+    path = Path(note.read_text())
+    holder = read_holder(path)  # of a run that this process has started
+    run_dir = RunDir(path, token=holder.token if holder else "")
+    if not run_dir.failure():
+        how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
+        run_dir.write_failure(f"rank {rank} {how} (process {first.pid})")
+    for line in lines_of(run_dir):
+        sys.stderr.write(f"distaccum: {line}\n")
+    return 1
 
 
 def _check(arguments: list[str], processes: str) -> tuple[str, int]:

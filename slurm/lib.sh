@@ -64,7 +64,7 @@ read_overrides() {
         *) run_dir=$PWD/$run_dir ;;
     esac
     if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ -n "$chain" ]; then
-        if compgen -G "$run_dir/checkpoints/step-*" > /dev/null; then
+        if compgen -G "$run_dir/checkpoints/step-*" > /dev/null || grep -qs '"saved": [0-9]' "$run_dir/history.json"; then
             resume=resume=auto
         elif [ -e "$run_dir/metrics.jsonl" ]; then # it begins again: what it has logged is kept beside
             mv "$run_dir/metrics.jsonl" "$run_dir/metrics.before-restart-$(date +%s).jsonl"

@@ -26,6 +26,7 @@ class LaunchEnvironment:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1  # ranks on this machine; 1 where the launcher does not say
     launched: bool = False  # by torchrun or the like; otherwise this process is a world of one
     planned: bool = False  # the ranks are not started: one process checks a configuration for them
 
@@ -48,7 +49,14 @@ class LaunchEnvironment:
             if not environment[name].isdecimal():
                 raise ConfigError(name, environment[name], "not a number", "Start with torchrun, which sets it")
             numbers[name] = int(environment[name])
-        return cls(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"], launched=True)
+        there = environment.get("LOCAL_WORLD_SIZE", "")
+        return cls(
+            rank=numbers["RANK"],
+            size=numbers["WORLD_SIZE"],
+            local_rank=numbers["LOCAL_RANK"],
+            local_size=int(there) if there.isdecimal() else 1,
+            launched=True,
+        )
 
     @classmethod
     def current(cls) -> LaunchEnvironment:

@@ -10,8 +10,9 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -21,6 +22,7 @@ from secrets import token_hex
 from time import monotonic
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,12 +30,14 @@ from distaccum.checkpoint.files import write_text
 from distaccum.config.command_line import register_aliases, take_flag
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
+from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
-from distaccum.distributed.world import open_world
+from distaccum.distributed.world import World, open_world
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
+from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.log_handler import enable_loggers, log_to_stderr
 from distaccum.train.metrics.wandb import is_left_behind
 from distaccum.train.run import RunResult, prepare, run
@@ -92,18 +96,27 @@ def _run_job(
         JobRejectedError: on all ranks, before the process group, if the configuration cannot run on one of them.
     """
 
+    run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+
     def agree(rejection: str | None) -> None:
         coordinator.agree(job, rejection)
+
+    @contextmanager
+    def open_group(device: torch.device) -> Iterator[World]:
+        if RUN_NOTE in os.environ and environment.rank == 0:
+            Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
         accepted()
+        with open_world(environment, coordinator.store_for(job), device) as world:
+            yield world
 
     result = run(
         partial(_make_components, job, environment),
-        RunDir(Path(job.run_dir)),
+        run_dir,
         environment,
         began=monotonic(),
         signals=signals,
         agree=agree,
-        open_group=partial(open_world, environment, coordinator.store_for(job)),
+        open_group=open_group,
     )
     note = os.environ.get("DISTACCUM_PREEMPTED")
     if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
@@ -142,14 +155,17 @@ class _Jobs:
         self.stop_capturing()
         sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
         self.composed = True
-        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir))
+        secrets = values_of(OmegaConf.to_container(node, resolve=False))  # what cannot be resolved is an error below
+        run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(secrets))
         try:
             self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:
             run_dir.write_refusal(str(error))
             sys.exit(_print_config_error(error))
-        except DistaccumError as error:
-            _log.error("%s", error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit(0) of a user's function too
+            _report(run_dir, self._environment.rank, error)
             sys.exit(1)
         if self.preempted:
             sys.exit(0)  # the same command with resume=auto runs the rest of a sweep
@@ -232,12 +248,14 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
     files = {
         "config": node,
         "hydra": OmegaConf.create({"hydra": hydra_config}),
-        "overrides": hydra_config.overrides.task,
+        "overrides": list(hydra_config.overrides.task),
     }
     folder = run_dir.path / ".hydra"
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
-        write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(content))
+        plain_content = content if isinstance(content, list) else OmegaConf.to_container(content, resolve=False)
+        kept = OmegaConf.create(redact(plain_content, run_dir.secrets))
+        write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(kept))
 
 
 def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
@@ -251,9 +269,27 @@ def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator
                 return 0
         except JobRejectedError:
             return _BAD_CONFIGURATION
-        except DistaccumError:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+            _report(run_dir, environment.rank, error)
             return 1
     raise AssertionError
+
+
+def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
+    """Rank 0, or its launcher, prints the failure; the rank that caused it one line, also in torchrun's error file."""
+    reason, first = run_dir.hidden(reason_of(rank, error)), run_dir.failure()
+    if "HYDRA_FULL_ERROR" in os.environ:
+        sys.stderr.writelines(traceback.format_exception(error))
+    if first in ("", reason):
+        tell_torchrun(reason, run_dir)
+    if rank == 0 and RUN_NOTE not in os.environ:
+        for line in lines_of(run_dir, reason):
+            _log.error("%s", line)
+    elif first in ("", reason):
+        _log.error("%s", reason.removeprefix(f"rank {rank}: ") if rank else reason)
 
 
 def _print_config_error(error: DistaccumError) -> int:

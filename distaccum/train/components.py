@@ -22,6 +22,7 @@ from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
 from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import Node, RunConfig
+from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import check_workers, make_plan
 from distaccum.data.fingerprint import fingerprint
@@ -51,8 +52,8 @@ _log = logging.getLogger(__name__)
 class TrainingComponents:
     """All that can be built, and can fail for the user's reasons, before there is a process group.
 
-    ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train. ``parameters`` is
-    the number of elements, counted before an engine shards them.
+    ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train, without secrets.
+    ``parameters`` is the number of elements, counted before an engine shards them.
     """
 
     config: RunConfig
@@ -206,7 +207,7 @@ def build_components(
         _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
     return TrainingComponents(
         config=config,
-        record=asdict(config) if record is None else record,
+        record=redact(asdict(config) if record is None else record),
         data=data,
         plan=plan,
         model=model,

@@ -30,6 +30,12 @@ from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
 
+TRAINING = "training"
+
+
+def _tell_nobody(_: str) -> None:
+    pass
+
 
 class Loop:
     """Trains until ``total_steps`` updates are applied, or until it is stopped.
@@ -45,6 +51,7 @@ class Loop:
         loggers: take the records; empty on all ranks but 0.
         wandb_id: kept in every checkpoint.
         time_limit: says when the run has to save.
+        enter_phase: told what this rank does, for those who find it dead.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Loop:
         loggers: Sequence[Logger],
         wandb_id: str,
         time_limit: TimeLimit,
+        enter_phase: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._components = components
         self._accumulator = accumulator
@@ -67,6 +75,7 @@ class Loop:
         self._loggers = loggers
         self._wandb_id = wandb_id
         self._time_limit = time_limit
+        self._enter_phase = enter_phase
         self._best = BestCheckpoint(components.config.checkpoint, store, accumulator.world)
         self._world = accumulator.world
         self._tracker = accumulator.tracker
@@ -114,6 +123,7 @@ class Loop:
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()
+        self._enter_phase(TRAINING)
         # Pretrained models come in evaluation mode. One in training mode may have frozen modules: it stays as it is.
         if not self._accumulator.engine.unwrapped_model.training:
             self._accumulator.model.train()
@@ -193,6 +203,7 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float]:
         components = self._components
+        self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
         found = evaluate(
             self._accumulator.engine,
@@ -209,6 +220,7 @@ class Loop:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
         self._time_limit.evaluated()
+        self._enter_phase(TRAINING)
         return found
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
@@ -224,6 +236,8 @@ class Loop:
         return self._evaluation is not None and self._best.improves(self._evaluation[1])
 
     def _save(self, *, best: bool = False) -> None:
+        self._run_dir.require_owned()
+        self._enter_phase(f"saving step {self.progress.step}")
         self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
         run = checkpoint.RunState(
@@ -244,9 +258,12 @@ class Loop:
         if best and self._evaluation is not None:
             self._best.mark(path, self._evaluation[1])
         self._saved_step = self.progress.step
+        if self._world.is_main:
+            self._run_dir.note_saved(self._saved_step)
         self._call(lambda callback: callback.on_checkpoint(self, path))
         self._meter.restart(self.progress)
         self._time_limit.saved()
+        self._enter_phase(TRAINING)
         _log.info("saved %s", path)
 
     def _finish(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from distaccum.data.loader import padding_share
 from distaccum.data.plan.batch import Ids, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.engines.base import Engine
+from distaccum.errors import shorten
 from distaccum.precision.selection import describe
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
@@ -44,6 +46,12 @@ def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
     return f"{first:.1%} of the tokens of a micro-batch are padding ({second:.1%} {other})"
 
 
+def not_finite(evaluation: Mapping[str, float]) -> str:
+    """Which results of the last evaluation are NaN or infinite, in words; empty for none."""
+    bad = [f"{name} is {value}" for name, value in evaluation.items() if not math.isfinite(value)]
+    return f"in the last evaluation, {shorten(bad)}" if bad else ""
+
+
 def print_summary(
     components: TrainingComponents,
     progress: Progress,
@@ -72,6 +80,8 @@ def print_summary(
     )
     if stop_reason:
         console.print(f"stopped early: {stop_reason}", highlight=False, soft_wrap=True)
+    if not_finite(evaluation):
+        console.print(not_finite(evaluation), style="bold red", highlight=False, soft_wrap=True)
     if rows:
         console.print("held-out")
     for name, value in rows.items():

@@ -54,12 +54,15 @@ def find_checkpoint(
         None to start from zero.
 
     Raises:
-        ConfigError: the named checkpoint is damaged or another model's; the data position means something else in this
-            run; the results of another run are in the way; or ``auto`` finds optimizer state of another format than
-            this run's engine has; or a setting has changed that gives the saved state its meaning.
+        ConfigError: the named checkpoint is damaged or another model's; ``auto`` finds none that can be used where some
+            were saved; the data position means something else in this run; the results of another run are in the way;
+            ``auto`` finds optimizer state of another format than this run's engine has; or a setting has changed that
+            gives the saved state its meaning.
     """
     if config.resume == "auto":
         path = store.newest_valid()
+        if path is None:
+            run_dir.require_no_history()
         saved = None if path is None else checkpoint.read(path)
     else:
         run_dir.refuse_to_mix()

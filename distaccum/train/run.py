@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import subprocess
@@ -31,12 +32,15 @@ from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, PeerError
+from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_loggers
 from distaccum.train.coordination import JobRejectedError
+from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
-from distaccum.train.report import print_header, print_summary
+from distaccum.train.owner import refuse_if_held
+from distaccum.train.peers import Peers
+from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.shared_storage import check_shared
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _log = logging.getLogger(__name__)
+
+_CAUSE_S = 1.0  # within which the end of another rank's process is known, where that ended a collective of this one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,28 +98,88 @@ def run(
         NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
         DataError: an epoch gives nothing to train on.
     """
-    try:
-        components = make_components()
-        saved = prepare(components, run_dir, environment)
-        if environment.rank == 0:
-            run_dir.forget_failure()
-    except ConfigError as error:
-        agree(str(error))
-        raise
-    except BaseException as error:
-        reason = _reason(environment.rank, error)
-        run_dir.write_failure(reason)
-        with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
-            agree(reason)
-        raise
-    agree(None)
-    with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
-        _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
-        run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
+    with ExitStack() as owning:
         try:
-            return train(components, saved, run_dir, world, signals=caught, began=began)
-        except BaseException as error:  # written before the group closes: closing makes the other ranks fail
-            run_dir.write_failure(_reason(world.rank, error))
+            if environment.rank == 0:
+                run_dir.make()
+                owning.enter_context(run_dir.own())
+            components = make_components()
+            saved = prepare(components, run_dir, environment)
+            beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
+        except ConfigError as error:
+            agree(str(error))
+            raise
+        except BaseException as error:
+            note_failure(run_dir, environment.rank, error)
+            with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
+                agree(reason_of(environment.rank, error))
+            raise
+        agree(None)
+        return _in_group(
+            components,
+            saved,
+            run_dir,
+            environment,
+            began=began,
+            signals=signals,
+            open_group=open_group,
+            beginning=beginning,
+        )
+
+
+def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
+    """Rank 0 begins a run in its folder: the history, and what the header says of a start from zero."""
+    own = components.config.resume == "auto"
+    beginning = run_dir.beginning() if saved is None and own else ""
+    run_dir.forget_failure()
+    run_dir.begin()
+    if saved is not None and own:
+        run_dir.note_saved(saved.run.progress.step)
+    return beginning
+
+
+def _in_group(
+    components: TrainingComponents,
+    saved: SavedState | None,
+    run_dir: RunDir,
+    environment: LaunchEnvironment,
+    *,
+    began: float,
+    signals: StopSignals | None,
+    open_group: Callable[[torch.device], AbstractContextManager[World]],
+    beginning: str,
+) -> RunResult:
+    """Opens the group and trains. An error from here on is written by the rank that it happens on."""
+    rank = environment.rank
+    with Peers(run_dir, rank=rank, local_size=environment.local_size) as peers:
+        joined = False
+        try:
+            with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
+                _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
+                path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
+                run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
+                joined = True
+                peers.enter_phase("preparing")
+                peers.show(run_dir)
+                try:
+                    return train(
+                        components,
+                        saved,
+                        run_dir,
+                        world,
+                        signals=caught,
+                        began=began,
+                        enter_phase=peers.enter_phase,
+                        beginning=beginning,
+                    )
+                except BaseException as error:  # written before the group closes: closing makes the other ranks fail
+                    if follows_from_another_rank(error):
+                        peers.await_cause(_CAUSE_S)
+                    note_failure(run_dir, rank, error)
+                    raise
+        except BaseException as error:
+            if not joined:
+                note_failure(run_dir, rank, error)
             raise
 
 
@@ -126,6 +192,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     if environment.rank != 0:
         return None
     run_dir.make()
+    refuse_if_held(run_dir.path)
     return find_checkpoint(
         components.config,
         run_dir,
@@ -146,10 +213,13 @@ def train(
     *,
     signals: StopSignals,
     began: float,
+    enter_phase: Callable[[str], None],
+    beginning: str,
 ) -> RunResult:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
+    ``enter_phase`` is told what this rank does; ``beginning`` is for the header of a run without a checkpoint.
     """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
@@ -182,7 +252,7 @@ def train(
             }
             run_dir.write_plan(plan)
             about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
-            print_header(components, engine, run_dir, note, console)
+            print_header(components, engine, run_dir, note or beginning, console)
             run_dir.write_artifacts(engine.artifacts)
             loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
             for logger in loggers:
@@ -194,6 +264,7 @@ def train(
             loader,
             run_dir=run_dir,
             store=_store(components, run_dir),
+            enter_phase=enter_phase,
             loggers=loggers,
             wandb_id=wandb_id,
             time_limit=TimeLimit(
@@ -208,7 +279,8 @@ def train(
             logger.mark_preempted()
     if console is not None:
         state = State.PREEMPTED if loop.preempted else State.DONE
-        run_dir.write_status(state, step=loop.progress.step, reason=loop.stop_reason)
+        reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
+        run_dir.write_status(state, step=loop.progress.step, reason=reason)
         print_summary(
             components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
         )
@@ -264,9 +336,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
-
-
-def _reason(rank: int, error: BaseException) -> str:
-    if isinstance(error, PeerError):  # it follows from another rank's
-        return error.reason
-    return f"rank {rank}: {type(error).__name__}: {error}"

@@ -1,15 +1,28 @@
-"""The run directory: its paths, and the status and plan files that other programs read."""
+"""The run directory: its paths, its owner, its history, and the status and plan files that other programs read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from distaccum.checkpoint.files import write_json
+from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.errors import ConfigError
+from distaccum.train import owner
+from distaccum.train.owner import Owner
+
+_log = logging.getLogger(__name__)
+
+_RESERVED = 4096  # bytes of a status, kept for a full disk
 
 
 class State(StrEnum):
@@ -23,13 +36,27 @@ class State(StrEnum):
 
 
 class RunDir:
-    """Paths of one run, and its status and plan files."""
+    """Paths of one run, and its status, history and plan files.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the folder.
+        token: of the run that owns it, where this process is not the owner itself but one of its ranks.
+        secrets: values in settings that no status and no log may hold.
+    """
+
+    def __init__(self, path: Path, *, token: str = "", secrets: Collection[str] = ()) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.ranks = path / ".ranks"
+        self.logs = path / "logs"
+        self.token, self.secrets = token, secrets
+        self._turn = Lock()  # of this process's threads, which write by one temporary name
+        self._owner: Owner | None = None
         self._failure = path / ".failure"
+        self._status = path / "status.json"
+        self._reserve = path / ".status.reserve"
+        self._history = path / "history.json"
 
     def make(self) -> None:
         """Makes the folder.
@@ -39,12 +66,50 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".writable"
+            probe = self.path / f".writable.{os.getpid()}"
             probe.touch()
             probe.unlink()
         except OSError as error:
             remedy = "Choose a folder that you can write to"
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Owns the folder for the block, and clears away what a process that died has left in it.
+
+        Raises:
+            ConfigError: another run owns it, or it cannot be written.
+        """
+        with Owner(self.path) as holding:
+            self._owner, self.token = holding, holding.holder.token
+            self._clear()
+            try:
+                self._reserve.write_bytes(b" " * _RESERVED)
+                self.ranks.mkdir()
+            except OSError as error:
+                remedy = "Make room there, or choose another folder"
+                raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error})", remedy) from error
+            try:
+                yield
+            finally:
+                with suppress(OSError, owner.OwnershipLostError):
+                    holding.require()
+                    self._reserve.unlink(missing_ok=True)
+                    shutil.rmtree(self.ranks, ignore_errors=True)
+                self._owner = None
+
+    def _clear(self) -> None:
+        left = [self._reserve, *self.path.glob(".*.json.*"), *self.path.glob(".writable*"), *self.path.glob(".owner-*")]
+        for file in [*left, self.path / "metrics.tmp"]:
+            with suppress(OSError):
+                file.unlink()
+        for folder in (self.ranks, *self.checkpoints.glob(".saving-*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def require_owned(self) -> None:
+        """Raises OwnershipLostError if this process owned the folder and another run has taken it over."""
+        if self._owner is not None:
+            self._owner.require()
 
     def remove_if_empty(self) -> None:
         """Removes the folder if nothing is in it."""
@@ -53,7 +118,11 @@ class RunDir:
 
     def holds_results(self) -> bool:
         """Whether a run has logged or saved anything here."""
-        return self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+        return self.metrics.exists() or self.holds_checkpoints()
+
+    def holds_checkpoints(self) -> bool:
+        """Whether a run has saved anything here, be it there still or not."""
+        return any(self.checkpoints.glob("step-*")) or self.saved_step() is not None
 
     def refuse_to_mix(self) -> None:
         """Raises ConfigError if an earlier run's results are here."""
@@ -61,41 +130,178 @@ class RunDir:
             remedy = "Continue it with resume=auto, or choose another folder"
             raise ConfigError("hydra.run.dir", self.path, "already holds the results of a run", remedy)
 
+    def begin(self) -> None:
+        """Notes in ``history.json`` that a run has begun here, where nobody has yet."""
+        if self._read_history() is None:
+            write_json(self._history, {"begun": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}", "saved": None})
+
+    def note_saved(self, step: int) -> None:
+        """Notes in ``history.json`` that a whole checkpoint of this step is, or was, here."""
+        history = self._read_history() or {}
+        if history.get("saved") != step:
+            write_json(self._history, {**history, "saved": step})
+
+    def saved_step(self) -> int | None:
+        """The step of the last checkpoint that was ever saved here; None if there has been none, or nobody knows."""
+        return (self._read_history() or {}).get("saved")
+
+    def require_no_history(self) -> None:
+        """Called where no checkpoint can be used: a run may begin at zero only where none was ever saved.
+
+        A whole checkpoint was saved if ``history.json`` says so or a folder of one is there. Records without a
+        ``history.json`` may be of a run that saved some. A run that began and logged, but never saved, begins again.
+
+        Raises:
+            ConfigError: a checkpoint was saved, or may have been.
+        """
+        there = sorted(path.name for path in self.checkpoints.glob("*step-*") if not path.name.startswith(".saving-"))
+        history, saved = self._read_history(), self.saved_step()
+        logged = _logged(self.metrics)
+        if saved is None and not there and (history is not None or not logged):
+            return
+        found = f"{len(there)} damaged ({', '.join(there)})" if there else "the folder checkpoints is empty or gone"
+        before = f"was saved at step {saved}" if saved is not None else f"has {logged} records in metrics.jsonl"
+        problem = f"{self.path} has no checkpoint to resume from: {found}, and the run {before}"
+        remedy = (
+            "Nothing is changed. Restore the folder checkpoints; or name a checkpoint elsewhere with resume=PATH and "
+            "a new hydra.run.dir; or train from zero with resume=never and a new hydra.run.dir"
+        )
+        raise ConfigError("resume", "auto", problem, remedy)
+
+    def beginning(self) -> str:
+        """What header and log say of a start from zero that is not the first one here; empty for that."""
+        history, logged, times = self._read_history(), _logged(self.metrics), owner.restarts()
+        if history is not None:
+            kept = f"; its {logged} records are moved to metrics.superseded.jsonl" if logged else ""
+            note = f"begins again at zero: the attempt of {history.get('begun')} saved no checkpoint{kept}"
+        elif times:
+            note = f"begins at zero, though this job was started again ({times} times): nothing was begun in this "
+            note += "folder before. Was it to continue another one? Look at hydra.run.dir"
+        else:
+            return ""
+        _log.warning("%s: %s", self.path, note)
+        return note
+
+    def _read_history(self) -> dict[str, Any] | None:
+        try:
+            history = json.loads(self._history.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return history if isinstance(history, dict) else None
+
     def forget_failure(self) -> None:
         """Removes the mark of an earlier failure, before a run starts."""
         self._failure.unlink(missing_ok=True)
 
     def write_status(self, state: State, *, step: int, reason: str = "") -> None:
-        """Replaces ``status.json``, unless some rank has failed already."""
-        if not self._failure.exists():
-            self._write_status(state, step=step, reason=reason)
+        """Replaces ``status.json``, unless some rank has failed already.
+
+        Raises:
+            OwnershipLostError: another run has taken the folder over.
+            OSError: the disk is full.
+        """
+        self.require_owned()
+        with self._turn:
+            if self._failure.exists():
+                return
+            try:
+                write_json(self._status, _status(state, step, reason))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._status)) from error
+
+    def status(self) -> dict[str, Any]:
+        """The content of ``status.json``; empty without one."""
+        try:
+            found = json.loads(self._status.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def state(self) -> State | None:
         """The state in ``status.json``; None without one."""
         try:
-            return State(json.loads((self.path / "status.json").read_text())["state"])
-        except (OSError, ValueError, KeyError):
+            return State(self.status()["state"])
+        except (ValueError, KeyError):
             return None
 
-    def write_failure(self, reason: str) -> None:
-        """Writes ``failed``, at the step last written. The first rank's reason stays: the others follow from it."""
-        with suppress(FileExistsError), self._failure.open("x") as file:
-            file.write(reason)
-        try:
-            step = json.loads((self.path / "status.json").read_text())["step"]
-        except (OSError, ValueError, KeyError):
-            step = 0
-        self._write_status(State.FAILED, step=step, reason=self._failure.read_text() or reason)
+    def hidden(self, text: str) -> str:
+        """A text without the secrets of settings and environment."""
+        return redact_text(text, {*self.secrets, *values_of_environment()})
 
-    def _write_status(self, state: State, *, step: int, reason: str) -> None:
-        write_json(self.path / "status.json", {"state": state.value, "step": step, "reason": reason})
+    def failure(self) -> str:
+        """The reason of the first failure of this attempt; empty without one."""
+        try:
+            return self._failure.read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def write_failure(self, reason: str) -> None:
+        """Writes ``failed``, at the step last written. The first rank's reason stays: the others follow from it.
+
+        Never raises: where the file system takes nothing, the log has the reason. Writes nothing into a folder that
+        another run owns.
+        """
+        if not self.is_foreign():
+            with self._turn:
+                self._write_failed(self.hidden(reason))
+
+    def _write_failed(self, reason: str) -> None:
+        first, left = self._write_first(reason)
+        if not first and self.state() is State.FAILED:
+            return
+        status = _status(State.FAILED, self.status().get("step", 0), self.failure() or reason)
+        try:
+            write_json(self._status, status)
+        except OSError as error:
+            with suppress(OSError):
+                self._status.with_name(f".{self._status.name}.{os.getpid()}").unlink(missing_ok=True)
+            if not self._write_reserved(status) and not left:
+                _log.error("%s cannot be written (%s): the run failed, %s", self._status, error, reason)
+
+    def _write_first(self, reason: str) -> tuple[bool, bool]:
+        """Leaves the reason for the other ranks. Returns whether it is the first, and whether one is left there."""
+        try:
+            descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False, True
+        except OSError:
+            return True, False
+        try:
+            os.write(descriptor, reason.encode(errors="replace"))
+        except OSError:
+            return True, False
+        finally:
+            os.close(descriptor)
+        return True, True
+
+    def _write_reserved(self, status: Mapping[str, object]) -> bool:
+        """Writes over the blocks that were taken when the run began, which needs no room."""
+        text = json.dumps(status, indent=2).encode()[: _RESERVED - 1] + b"\n"
+        try:
+            with self._reserve.open("r+b") as file:
+                file.write(text)
+                file.truncate()
+            self._reserve.replace(self._status)
+        except OSError:
+            return False
+        return True
+
+    def is_foreign(self) -> bool:
+        """Whether another run than the one that this rank is of owns the folder."""
+        try:
+            holder = owner.read_holder(self.path)
+        except (OSError, ValueError):
+            return False
+        if holder is None:
+            return False
+        return holder.token != self.token if self.token else holder.launch != owner.launch()
 
     def write_refusal(self, reason: str) -> None:
-        """Writes ``config_error``, unless the folder holds a run's results or cannot be written."""
+        """Writes ``config_error``, unless the folder holds a run's results, is owned, or cannot be written."""
         with suppress(OSError, ConfigError):
             self.make()
-            if not self.holds_results():
-                self.write_status(State.CONFIG_ERROR, step=0, reason=reason)
+            if not self.holds_results() and not self.is_foreign():
+                self.write_status(State.CONFIG_ERROR, step=0, reason=self.hidden(reason))
 
     def write_artifacts(self, artifacts: Mapping[str, Mapping[str, object]]) -> None:
         """Writes each under its file name, as JSON."""
@@ -105,3 +311,14 @@ class RunDir:
     def write_plan(self, plan: Mapping[str, object]) -> None:
         """Replaces ``plan.json``."""
         write_json(self.path / "plan.json", dict(plan))
+
+
+def _status(state: State, step: int, reason: str) -> dict[str, object]:
+    return {"state": state.value, "step": step, "reason": reason}
+
+
+def _logged(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0

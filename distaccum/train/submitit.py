@@ -95,7 +95,7 @@ def _arguments(hydra: Any) -> list[str]:
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     where = [f"--config-dir={folder}" for folder in folders]
     folder = hydra.runtime.output_dir
-    if any(Path(folder).glob("checkpoints/step-*")):  # it resumes its own checkpoint, whatever it started from
+    if RunDir(Path(folder)).holds_checkpoints():  # it resumes its own, whatever it started from
         given = [one for one in given if not one.startswith("resume=")]
     resume = [] if any(one.startswith("resume=") for one in given) else ["resume=auto"]
     return [*where, *given, *resume, f"hydra.run.dir={folder}"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from tests.support.commands import TINY, metrics, run, succeed
+from tests.support.commands import ROOT, TINY, environment, metrics, run, succeed
 
 SETTINGS = (
     *TINY,
@@ -104,6 +106,38 @@ def test_a_server_that_cannot_be_reached_costs_seconds(tmp_path: Path, trouble: 
     assert "Weights & Biases" in finished.stderr
     assert len(metrics(tmp_path / "with")) == 6
     assert with_trouble < without + 20  # a bound on hanging (the server's own time-out is 100 s), not a timing
+
+
+@pytest.mark.slow
+def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(tmp_path: Path) -> None:
+    data = ("model=cnn", "~data.seq_len", "~data.held_out", "~data.vocab_size")
+    settings = [setting for setting in SETTINGS if not setting.startswith(("data.", "model."))]
+    finished = run(
+        *data,
+        *settings,
+        "schedule=constant",
+        "data._target_=tests.support.deaths.Images",
+        "+callbacks.dies._target_=tests.support.deaths.Dies",
+        "trainer.max_steps=12",
+        f"hydra.run.dir={tmp_path}",
+        HOW="core",
+        PYTHONPATH=str(ROOT),
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stderr
+    (said,) = finished.stderr.splitlines()
+    assert said.startswith("distaccum: Weights & Biases: ")
+    assert f"metrics.jsonl has every record: distaccum-wandb-upload {tmp_path} makes a W&B run of it" in said
+    uploads = [sys.executable, "-m", "distaccum.train.metrics.wandb", "--offline", "--id=again", str(tmp_path)]
+    subprocess.run(uploads, check=True, timeout=100, env=environment(PYTHONPATH=str(ROOT)))
+    (file,) = tmp_path.glob("wandb/offline-run-*-again/*.wandb")
+    rows, keys, run_id = _history(file)
+    expected = metrics(tmp_path)
+    assert [record["step"] for record in expected] == list(range(1, 13))
+    assert [{key: row[key] for key in record} for row, record in zip(rows, expected, strict=True)] == expected
+    assert [row["_step"] for row in rows] == [record["window"] for record in expected]
+    assert run_id == "again"
+    assert "config" in keys
 
 
 def test_a_collapse_of_the_loss_scale_is_an_alert(tmp_path: Path) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from distaccum.errors import shorten
+
+_log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
@@ -31,11 +38,25 @@ class JsonlLogger(Logger):
     """Appends one JSON object a line; every line is whole on disk before the next update."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def log(self, record: Record) -> None:
-        """Writes the numbers unrounded."""
-        self._file.write(json.dumps(record) + "\n")
+        """Writes the numbers unrounded.
+
+        Raises:
+            OSError: the disk is full, or gone; the file then ends with the record before.
+        """
+        line = json.dumps(record).encode() + b"\n"
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):  # what still fitted on the disk; the rest says why
+                self._file.write(line[written:])
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self._path, before)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
@@ -43,28 +64,35 @@ class JsonlLogger(Logger):
 
 
 def rewind_jsonl(path: Path, window: int) -> None:
-    """Moves the lines past ``window``, and a torn last one, to ``metrics.superseded.jsonl``, before a run resumes.
+    """Moves the lines past ``window`` to ``metrics.superseded.jsonl``, before a run resumes.
 
-    The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost.
+    The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost. Lines that are no
+    records, such as one that was cut short or has a damaged byte, go there as well, and the log says so.
     """
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
-    kept: list[str] = []
-    superseded: list[str] = []
-    for line in lines:
-        (kept if _window(line) <= window else superseded).append(line)
+    kept: list[bytes] = []
+    superseded: list[bytes] = []
+    damaged: list[int] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        at = _window(line)
+        (kept if at <= window else superseded).append(line)
+        if at == math.inf:
+            damaged.append(number)
     if superseded:
-        with path.with_name("metrics.superseded.jsonl").open("a") as file:
-            file.writelines(line if line.endswith("\n") else line + "\n" for line in superseded)
+        with path.with_name("metrics.superseded.jsonl").open("ab") as file:
+            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in superseded)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
+        temporary.write_bytes(b"".join(kept))
         temporary.replace(path)
+    if damaged:
+        text = "%s: line %s is damaged, and was moved as it is to metrics.superseded.jsonl"
+        _log.warning(text, path, shorten(damaged))
 
 
-def _window(line: str) -> float:
-    """The window of a line; infinity for a line that was cut short."""
+def _window(line: bytes) -> float:
+    """The window of a line; infinity for a line that is no record."""
     try:
         return int(json.loads(line)["window"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf

@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from distaccum.train.metrics.console import ConsoleLogger
@@ -47,6 +48,16 @@ def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path
     rewind_jsonl(path, 3)
     rewind_jsonl(tmp_path / "none.jsonl", 3)
     assert len((tmp_path / "metrics.superseded.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("damage", [b'{"window": 2, "x": "\xff"}', b'{"window": 2, "lo', b"\x00\x00", b"[2]", b""])
+def test_a_damaged_line_is_set_aside_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"window": 1}\n' + damage + b'\n{"window": 3}\n')
+    rewind_jsonl(path, 3)
+    assert path.read_text() == '{"window": 1}\n{"window": 3}\n'
+    assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == damage + b"\n"
+    assert "metrics.jsonl: line 2 is damaged" in caplog.text
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:

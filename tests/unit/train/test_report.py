@@ -3,19 +3,22 @@ from __future__ import annotations
 from io import StringIO
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from distaccum import DataSpec
 from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.components import build_components
-from distaccum.train.report import print_header
+from distaccum.train.report import not_finite, print_header
 from distaccum.train.run_dir import RunDir
+from distaccum.train.trainer import Trainer
 
 
 def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path: Path) -> None:
@@ -32,3 +35,30 @@ def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path
     assert lines["world"] == "1 x cpu"
     assert lines["engine"].startswith("ddp: parameters and gradients whole on every rank; ")
     assert len({line.index(lines[name]) for name, line in zip(lines, text.getvalue().splitlines(), strict=True)}) == 1
+
+
+def test_an_evaluation_that_is_nan_is_in_the_status_and_the_summary(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = [(torch.tensor([torch.nan, 1.0]), torch.tensor(0))] * 4
+    train = [(torch.ones(2), torch.tensor(0))] * 8
+    settings = {"trainer": {"eval_every": 1}, "checkpoint": {"every": 0}, "metrics": {"wandb": {"mode": "disabled"}}}
+    Trainer(
+        nn.Linear(2, 2),
+        CrossEntropy(),
+        DataSpec(train=train, eval_dataset=held_out, description=""),
+        global_batch_size=4,
+        micro_batch_size=2,
+        max_steps=1,
+        config=RunConfig.from_dict(settings),
+        run_dir=tmp_path,
+    ).fit()
+    found = RunDir(tmp_path).status()
+    assert (found["state"], found["reason"]) == ("done", "in the last evaluation, eval_loss is nan")
+    assert "in the last evaluation, eval_loss is nan" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_is_no_number_is_said_in_words() -> None:
+    assert not_finite({"eval_loss": 1.0}) == ""
+    found = not_finite({"eval_loss": float("nan"), "eval_accuracy": 0.5, "eval_bits_per_byte": float("inf")})
+    assert found == "in the last evaluation, eval_loss is nan, eval_bits_per_byte is inf"

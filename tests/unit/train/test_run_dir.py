@@ -42,3 +42,67 @@ def test_a_refusal_leaves_a_run_with_results_alone(tmp_path: Path) -> None:
     assert _status(tmp_path) == ["done", 5, ""]
     with pytest.raises(ConfigError, match="resume=auto"):
         run_dir.refuse_to_mix()
+
+
+def test_a_run_begins_at_zero_only_where_none_was_ever_saved(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.require_no_history()
+    assert run_dir.beginning() == ""
+    run_dir.begin()
+    run_dir.metrics.write_text("{}\n{}\n")
+    run_dir.require_no_history()  # it was killed before its first checkpoint
+    assert "begins again at zero: the attempt of 20" in run_dir.beginning()
+    assert "its 2 records are moved to metrics.superseded.jsonl" in run_dir.beginning()
+    run_dir.note_saved(40)
+    run_dir.begin()  # changes nothing
+    said = r"resume=auto: .* the folder checkpoints is empty or gone, and the run was saved at step 40\. Nothing is"
+    with pytest.raises(ConfigError, match=said):
+        run_dir.require_no_history()
+    with pytest.raises(ConfigError, match="already holds the results"):
+        run_dir.refuse_to_mix()
+
+
+@pytest.mark.parametrize("left", ["step-4", "damaged-step-4", "aside-step-4-0"])
+def test_a_folder_that_was_a_checkpoint_is_a_history(tmp_path: Path, left: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.begin()
+    (run_dir.checkpoints / ".saving-step-2").mkdir(parents=True)
+    run_dir.require_no_history()
+    (run_dir.checkpoints / left).mkdir()
+    said = rf"1 damaged \({left}\).* Restore the folder .* name a checkpoint .* with resume=PATH .* resume=never and a"
+    with pytest.raises(ConfigError, match=said):
+        run_dir.require_no_history()
+
+
+def test_records_of_which_nobody_knows_whether_they_were_saved_are_a_history(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text("{}\n" * 12)
+    with pytest.raises(ConfigError, match=r"the run has 12 records in metrics\.jsonl"):
+        run_dir.require_no_history()
+
+
+def test_a_job_that_is_started_again_in_an_empty_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert "started again (2 times): nothing was begun in this folder" in RunDir(tmp_path).beginning()
+
+
+def test_the_owner_clears_away_what_dead_processes_left(tmp_path: Path) -> None:
+    left = (".status.json.4711", ".writable", ".writable.4711", ".owner-12ab", "metrics.tmp", ".status.reserve")
+    for name in left:
+        (tmp_path / name).touch()
+    for name in (".ranks", "checkpoints/.saving-step-3", "checkpoints/step-2"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+    run_dir = RunDir(tmp_path)
+    with run_dir.own():
+        run_dir.write_status(State.DONE, step=2)
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert found == ["checkpoints", "checkpoints/step-2", "checkpoints/step-2/file", "status.json"]
+
+
+def test_no_status_holds_a_secret(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, secrets=["s3cr3t-value"])
+    run_dir.write_failure("rank 0: GET https://host/?key=s3cr3t-value and hf_0123456789abcdefghij")
+    assert _status(tmp_path)[2] == "rank 0: GET https://host/?key=<redacted> and <redacted>"

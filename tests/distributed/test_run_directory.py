@@ -1,0 +1,246 @@
+"""Whose a run directory is, what it has been, what became of a rank: real processes, signals and disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, TRAIN, command, environment, family, metrics, run, status, succeed
+
+SETTINGS = (
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.support.deaths.Images",
+    "+callbacks.dies._target_=tests.support.deaths.Dies",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "trainer.max_steps=9",
+    "trainer.log_every=1",
+    "metrics=jsonl",
+    "checkpoint.every=2",
+)
+ON_A_SCREEN = 25
+
+
+def _run(folder: Path, *more: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return run(*SETTINGS, *more, f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT), **options)  # type: ignore[arg-type]
+
+
+def _launch(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """By ``launch/local.py``, on two ranks."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *SETTINGS, *more, f"hydra.run.dir={folder}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2", **extra),
+    )
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+    succeed(*SETTINGS, f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT))
+    for file in tmp_path.glob("checkpoints/step-*/model.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[100] ^= 1
+        file.write_bytes(content)
+    damaged = _run(tmp_path, "resume=auto")
+    shutil.rmtree(tmp_path / "checkpoints")
+    gone = _run(tmp_path, "resume=auto")
+    for refused in (damaged, gone):
+        assert refused.returncode == 2
+        assert "the run was saved at step 9. Nothing is changed. Restore the folder checkpoints; or" in refused.stderr
+        assert "resume=never and a new hydra.run.dir" in refused.stderr
+        assert status(tmp_path)["state"] == "done"
+        assert len(metrics(tmp_path)) == 9
+    assert "2 damaged (" in damaged.stderr
+    assert "the folder checkpoints is empty or gone" in gone.stderr
+
+
+def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path) -> None:
+    finished = _run(tmp_path, HOW="exit")
+    assert finished.returncode == 1
+    assert status(tmp_path)["state"] == "failed"
+    assert status(tmp_path)["reason"] == "rank 0: the program called sys.exit(0) in the middle of the run"
+    said = finished.stderr.splitlines()
+    assert said[-3:] == [
+        f"distaccum: last logged step: 2; step 2 is saved in {tmp_path}/checkpoints",
+        f"distaccum: to go on: the same command with resume=auto hydra.run.dir={tmp_path}",
+        f"distaccum: tracebacks: {tmp_path}/logs/rank-N.log (of 1 ranks)",
+    ]
+    assert "sys.exit(0)" in (tmp_path / "logs" / "rank-0.log").read_text()
+    resumed = _run(tmp_path, "resume=auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path) -> None:
+    secrets = ("canary-of-a-key", "hf_canaryABCDEFGHIJKLMNOP", "canary-of-the-environment")
+    keys = ("api_key", "login", "where")
+    values = (*secrets[:2], "'/x/${oc.env:SOME_TOKEN}'")
+    given = [f"+callbacks.dies.{key}={value}" for key, value in zip(keys, values, strict=True)]
+    run_dir = tmp_path / "run"
+    finished = _run(run_dir, *given, "metrics=wandb", HOW="raise", SOME_TOKEN=secrets[2], WANDB_SILENT="true")
+    assert finished.returncode == 1
+    assert "key=<redacted>: forbidden" in finished.stderr
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {"state.json", "config.yaml", "hydra.yaml", "overrides.yaml", "rank-0.log"} <= {file.name for file in files}
+    assert any(file.suffix == ".wandb" for file in files)
+    found = [(file, secret) for file in files for secret in secrets if secret.encode() in file.read_bytes()]
+    assert not found
+    assert not any(secret in finished.stdout + finished.stderr for secret in secrets)
+
+
+@pytest.mark.slow
+def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path) -> None:
+    assert _run(tmp_path, "checkpoint.every=100", "resume=auto", HOW="exit").returncode == 1
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"window": 3, "lo\xff')
+    again = _run(tmp_path, "checkpoint.every=100", "resume=auto")
+    assert again.returncode == 0, again.stderr
+    assert "begins again at zero: the attempt of" in again.stderr
+    assert "begins again at zero: the attempt of" in " ".join(again.stdout.split())
+    assert "metrics.jsonl: line 3 is damaged" in again.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("how", "said"), [("kill", "was killed by SIGKILL"), ("leave", "ended with exit code 3 without an error")]
+)
+def test_the_status_names_a_rank_that_died_in_silence(tmp_path: Path, rank: str, how: str, said: str) -> None:
+    finished = _launch(tmp_path, HOW=how, WHO=rank)
+    assert finished.returncode == 1
+    found = status(tmp_path)
+    assert found["state"] == "failed"
+    assert found["reason"].startswith(f"rank {rank} {said}")
+    assert " while training (process " in found["reason"]
+    told = finished.stderr.splitlines()
+    assert len(told) <= ON_A_SCREEN
+    assert any(line.startswith(f"distaccum: the run failed: rank {rank} {said}") for line in told)
+    assert f"distaccum: to go on: the same command with resume=auto hydra.run.dir={tmp_path}" in told
+    resumed = _run(tmp_path, "resume=auto")  # the lock of a rank 0 that was killed is a dead one's
+    assert resumed.returncode == 0, resumed.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "launch" / "local.py"),
+            *SETTINGS,
+            "trainer.max_steps=100000",
+            f"hydra.run.dir={tmp_path}",
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+    )
+    file = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = family(process.pid)[1:]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert status(tmp_path)["state"] == "failed"
+    assert "was killed by SIGKILL" in status(tmp_path)["reason"]
+    assert len(told.splitlines()) <= ON_A_SCREEN
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").touch()  # no folder, so that rank 0 cannot keep its settings there
+    began = time.monotonic()
+    finished = _run(tmp_path, world=2, torchrun=True)
+    assert finished.returncode == 1
+    assert time.monotonic() - began < 25 + 8  # was 33 s of waiting, and the start
+    assert status(tmp_path)["state"] == "failed"
+    assert status(tmp_path)["reason"].startswith("rank 0: FileExistsError:")
+    assert "rank 1: the process group cannot be opened, and this rank ends: rank 0: FileExistsError" in finished.stderr
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path) -> None:
+    arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
+    first = subprocess.Popen(
+        command(2, TRAIN, arguments), env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL
+    )
+    try:
+        file = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (file.exists() and file.read_bytes().count(b"\n") > 3):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        holder = json.loads((tmp_path / "owner.json").read_text())
+        for resume, world in (("auto", 1), ("never", 2)):
+            second = _run(tmp_path, f"resume={resume}", world=world)
+            assert second.returncode == 2
+            assert f"is another run's (process {holder['pid']} on {holder['machine']['host']}, since" in second.stderr
+        assert status(tmp_path)["state"] == "running"
+    finally:
+        for pid in family(first.pid):
+            os.kill(pid, signal.SIGKILL)
+        first.wait()
+    assert json.loads((tmp_path / "owner.json").read_text()) == holder
+    resumed = _run(tmp_path, "resume=auto", f"trainer.max_steps={status(tmp_path)['step'] + 3}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "which is gone: taken over" in resumed.stderr
+    assert not (tmp_path / "owner.json").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of a few kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], check=False)  # noqa: S607
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int) -> None:
+    run_dir = small_disk / "run"
+    finished = _run(run_dir, "checkpoint.every=0", world=world, HOW="fill", DISK=str(small_disk))
+    assert finished.returncode == 1
+    found = status(run_dir)
+    assert found["state"] == "failed"
+    assert found["reason"].startswith("rank 0: OSError: [Errno 28] No space left on device: ")
+    assert found["reason"].endswith(
+        ("status.json'. Make room there, and go on", "metrics.jsonl'. Make room there, and go on")
+    )
+    assert len(finished.stderr.splitlines()) <= ON_A_SCREEN
+    records = metrics(run_dir)  # whole lines only
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    full = _run(run_dir, "checkpoint.every=0", "resume=auto")
+    assert full.returncode in (1, 2)  # as little as what the first left may be room for
+    assert "No space left on device" in full.stderr
+    (small_disk / "big").unlink()
+    assert _run(run_dir, "checkpoint.every=0", "resume=auto").returncode == 0
+    assert [record["step"] for record in metrics(run_dir)] == list(range(1, 10))
