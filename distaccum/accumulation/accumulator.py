@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from math import inf, nan
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from distaccum.data.plan.batch import check_sizes
 from distaccum.data.plan.resized import Resize
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
+from distaccum.distributed import activity
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.context import EngineContext
@@ -355,9 +357,11 @@ class Accumulator:
     def _planned(self, loader: WindowLoader) -> Iterator[Window]:
         """The rest of the epoch, planned anew where the global batch changes."""
         while True:
-            change = self._change
+            change, own = self._change, self.world.activity
+            own.phase, own.loading_at = activity.Phase.LOADING, perf_counter()
             for window in loader.windows(self.progress.epoch, self.progress.epoch_window, self._counter):
                 yield window
+                own.phase, own.loading_at = activity.Phase.LOADING, perf_counter()
                 if change is not self._change:
                     break
             if change is self._change or self._counter.stopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from time import perf_counter
 from types import TracebackType
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from distaccum.accumulation.step import LossSums
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed import activity
 from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
@@ -104,6 +106,7 @@ class OpenWindow:
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._current
         if not self.plain.micro_batches:
+            self._arrive()
             self._engine.shadow_micro_step()
             self._run_finish()
         self.expect(Phase.DONE, "the end of the window", "run each micro-batch in `with acc.accumulate():`")
@@ -119,6 +122,7 @@ class OpenWindow:
         if self.proof is not None:
             self.proof.before_forward()
         self.phase = Phase.FORWARD
+        self._engine.activity.phase = activity.Phase.FORWARD
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -146,6 +150,9 @@ class OpenWindow:
         if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
             own_counts = as_counts(count)
         factor = self._engine.gradient_divide_factor
+        self._engine.activity.phase = activity.Phase.BACKWARD
+        if self._left == 1:
+            self._arrive()
         if self.proof is not None:
             self.proof.before_backward(loss, self.provisional_count)
         self._engine.backward(normalize_loss(loss, counts, factor, own_counts=own_counts))
@@ -191,7 +198,12 @@ class OpenWindow:
         self._autocast.__exit__(None, None, None)
         self._autocast = None
 
+    def _arrive(self) -> None:
+        own = self._engine.activity
+        own.phase, own.arrived_at = activity.Phase.REDUCTION, perf_counter()
+
     def _run_finish(self) -> None:
+        self._engine.activity.phase = activity.Phase.STEP
         self._finish(self._sums, self._late_count)
         self.mark_done()
 

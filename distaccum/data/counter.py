@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import Count, Counts, as_counts
@@ -106,7 +108,10 @@ class GlobalCounter:
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
         riding = self.rider.outgoing(len(micro_batches), len(own)) if self.rider else []
         self._width = len(own) + len(more) + len(riding)
+        activity = self._world.activity
+        activity.phase = Phase.COUNTING
         signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more, *riding])
+        activity.phase, activity.counted_at = Phase.LOADING, perf_counter()
         if signals >= _FAILED:  # or elsewhere: that rank says where
             where = "while this one began a window" if signals >= _ELSEWHERE else "while it loaded its part of a window"
             raise_on_all(self._world, error, where)

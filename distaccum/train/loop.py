@@ -17,6 +17,7 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
+from distaccum.distributed.activity import Phase
 from distaccum.errors import MisuseError, NonFiniteError
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
@@ -201,6 +202,7 @@ class Loop:
             check_sums=self._evaluation is None,
         )
         self._evaluation = (self.progress.step, found)
+        self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_eval(self, found))
         if components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
@@ -218,6 +220,7 @@ class Loop:
         self._write_status()
 
     def _save(self) -> None:
+        self._world.activity.phase = Phase.SAVE
         self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
         run = checkpoint.RunState(
@@ -235,6 +238,7 @@ class Loop:
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
         )
         self._saved_step = self.progress.step
+        self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_checkpoint(self, path))
         self._meter.restart(self.progress)
         self._time_limit.saved()

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -34,6 +35,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
 from distaccum.train.components import TrainingComponents, build_loggers
 from distaccum.train.coordination import JobRejectedError
+from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
 from distaccum.train.report import print_header, print_summary
@@ -59,9 +61,9 @@ def _alone(_: str | None) -> None:
     """Asks no other rank: an error on a rank is that rank's alone."""
 
 
-def _join(_: torch.device) -> AbstractContextManager[World]:
+def _join(_: torch.device, timeout: timedelta) -> AbstractContextManager[World]:
     """Joins the open process group, or opens one that stays open."""
-    return nullcontext(World.join())
+    return nullcontext(World.join(timeout))
 
 
 def run(
@@ -72,7 +74,7 @@ def run(
     began: float,
     signals: StopSignals | None = None,
     agree: Callable[[str | None], None] = _alone,
-    open_group: Callable[[torch.device], AbstractContextManager[World]] = _join,
+    open_group: Callable[[torch.device, timedelta], AbstractContextManager[World]] = _join,
 ) -> RunResult:
     """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
@@ -83,7 +85,7 @@ def run(
         began: when the run began, as ``time.monotonic`` gives it; ``trainer.max_time`` counts from there.
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
-        open_group: opens the process group, and closes it.
+        open_group: opens the process group of a device, with a timeout, and closes it.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
@@ -106,11 +108,16 @@ def run(
             agree(reason)
         raise
     agree(None)
-    with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
+    trainer = components.config.trainer
+    with (
+        open_group(components.device, group_timeout(trainer)) as world,
+        nullcontext(signals) if signals else StopSignals() as caught,
+    ):
         _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
         run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
         try:
-            return train(components, saved, run_dir, world, signals=caught, began=began)
+            with watchdog(trainer, world, run_dir, lambda: caught.received):
+                return train(components, saved, run_dir, world, signals=caught, began=began)
         except BaseException as error:  # written before the group closes: closing makes the other ranks fail
             run_dir.write_failure(_reason(world.rank, error))
             raise
