@@ -255,8 +255,8 @@ class Watchdog:
     def _advice(self, how_long: str) -> str:
         switch = f"trainer.hang_timeout={self._timeout:g}" if self._timeout else "trainer.hang_timeout"
         return (
-            f"and no rank has made progress {how_long}: the run ends here. Every rank's stacks are in {self._folder}; "
-            f"resume=auto goes on from the last checkpoint. {switch} is the limit; null switches it off, as for a debugger"
+            f"and no rank has made progress {how_long}: the run ends here. All ranks' stacks are in {self._folder}; "
+            f"resume=auto goes on from the checkpoint. {switch} is the limit; null switches it off, as for a debugger"
         )
 
     def _answer(self, store: Store) -> None:

@@ -116,7 +116,7 @@ def run(
         _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
         run_dir = RunDir(Path(world.broadcast_str(str(run_dir.path))))
         try:
-            with watchdog(trainer, world, run_dir, lambda: caught.received):
+            with watchdog(trainer, world, run_dir, caught):
                 return train(components, saved, run_dir, world, signals=caught, began=began)
         except BaseException as error:  # written before the group closes: closing makes the other ranks fail
             run_dir.write_failure(_reason(world.rank, error))
