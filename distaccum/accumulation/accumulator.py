@@ -20,6 +20,7 @@ from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.stragglers import Stragglers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (
     NONFINITE,
@@ -33,7 +34,7 @@ from distaccum.config.checks import (
 )
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import GlobalCounter
+from distaccum.data.counter import GlobalCounter, Riders
 from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
@@ -194,7 +195,8 @@ class Accumulator:
             count=count,
         )
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
-        self._counter.rider = self.replicas
+        self.stragglers = Stragglers(self.world, forward_communicates=self.engine.forward_communicates)
+        self._counter.rider = Riders(self.stragglers, self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False

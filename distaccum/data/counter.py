@@ -32,6 +32,31 @@ class Rider(Protocol):
         """Their sums over the ranks."""
 
 
+class Riders:
+    """Several riders as one: each gets its own numbers."""
+
+    def __init__(self, *riders: Rider) -> None:
+        self._riders = riders
+        self._widths: list[int] = []
+
+    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
+        """See :class:`Rider`."""
+        numbers: list[float] = []
+        self._widths = []
+        for rider in self._riders:
+            own = rider.outgoing(micro_batches, losses)
+            self._widths.append(len(own))
+            numbers += own
+        return numbers
+
+    def incoming(self, sums: list[float]) -> None:
+        """See :class:`Rider`."""
+        begin = 0
+        for rider, width in zip(self._riders, self._widths, strict=True):
+            rider.incoming(sums[begin : begin + width])
+            begin += width
+
+
 class GlobalCounter:
     """Counts micro-batches on the host, and sums the counts over the ranks.
 
@@ -111,7 +136,8 @@ class GlobalCounter:
         activity = self._world.activity
         activity.phase = Phase.COUNTING
         signals, *sums = self._world.all_reduce_host([signal, *own.values(), *more, *riding])
-        activity.phase, activity.counted_at = Phase.LOADING, perf_counter()
+        activity.phase = Phase.LOADING
+        activity.counted_at = activity.loading_at = perf_counter()
         if signals >= _FAILED:  # or elsewhere: that rank says where
             where = "while this one began a window" if signals >= _ELSEWHERE else "while it loaded its part of a window"
             raise_on_all(self._world, error, where)

@@ -8,12 +8,13 @@ from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType
 
+DIED = "has died"
 _STATES = {
     "T": "is stopped (SIGSTOP, or Ctrl-Z)",
     "t": "is stopped by a debugger",
     "D": "waits for a disk or a network file system (state D)",
-    "Z": "has died",
-    "X": "has died",
+    "Z": DIED,
+    "X": DIED,
 }
 _DEBUGGERS = ("pdb.py", "bdb.py", "ipdb", "pydevd", "debugpy", "pudb")
 
@@ -25,7 +26,7 @@ def trouble_of(pid: int) -> str:
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
     except FileNotFoundError:
-        return "has died"
+        return DIED
     except OSError:
         return ""
     return _STATES.get(after_name[:1], "")
@@ -55,11 +56,16 @@ def stand_of(thread: int) -> Stand:
         file = frame.f_code.co_filename
         if "/torch/distributed/" in file and not code:
             collective = collective if file.endswith("c10d_logger.py") else frame.f_code.co_name
-        elif not code and "/site-packages/" not in file and "/lib/python" not in file:
+        elif not code and not is_of_library(file):
             code = _line(frame)
         debugged = debugged or any(name in file for name in _DEBUGGERS)
         frame = frame.f_back
     return Stand(code, collective, debugged)
+
+
+def is_of_library(file: str) -> bool:
+    """Whether a source file is of Python or of an installed package."""
+    return "/site-packages/" in file or "/lib/python" in file or file.startswith("<")
 
 
 def _line(frame: FrameType) -> str:

@@ -22,6 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *FROM_THE_TERMIN
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _ONE_PRESS_S = 0.3  # wrappers pass on a Ctrl-C that the whole process group has got already
 _PATIENCE_S = 1.0  # before a person is told that Ctrl-C was understood
+_NO_SIGNAL = 0
 _INTERRUPTED = 128 + signal.SIGINT  # the exit code
 
 
@@ -203,19 +204,19 @@ class _WakeUp:
             if not select.select([self._reader], [], [], patience)[0]:
                 patience = self._notice(None)
                 continue
-            numbers = os.read(self._reader, 64)
-            if not numbers:
-                return
-            for number in numbers:
+            for number in os.read(self._reader, 64):
+                if number == _NO_SIGNAL:
+                    return
                 patience = self._notice(number) or patience
 
     def close(self) -> None:
         """Ends it, and gives the signals' numbers to whom they went before."""
         signal.set_wakeup_fd(self._before)
-        os.close(self._writer)
-        self._writer = -1
+        os.write(self._writer, bytes([_NO_SIGNAL]))  # closing would not do: loading processes have it open, too
         self._thread.join()
+        os.close(self._writer)
         os.close(self._reader)
+        self._writer = -1
 
 
 def die_with_parent() -> None:

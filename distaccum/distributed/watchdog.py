@@ -11,22 +11,25 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import active_children
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
+from typing import TextIO
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.activity import MEETINGS, OF_A_WINDOW, Phase, Place
-from distaccum.distributed.processes import stand_of, trouble_of, troubled_children
+from distaccum.distributed.processes import DIED, is_of_library, stand_of, trouble_of, troubled_children
 from distaccum.distributed.world import World
 from distaccum.errors import shorten
 
@@ -35,9 +38,12 @@ FLOOR_S, MULTIPLE = 300.0, 10.0  # by default: ten times the longest pause seen,
 FIRST = 10.0  # times as long for the first window, evaluation and save: they compile, start loaders and fill caches
 OF_THE_GROUP = 0.8  # of the group's timeout, after which the ranks that wait would be blamed
 _TOLD_S, _TOLD_MULTIPLE = 10.0, 2.0  # once the run is told to leave: its sender waits for 30 s or more
-_SLOWEST_BEAT_S, _BEATS = 5.0, 10  # between two signs of life; as many in the shortest limit
+_SLOWEST_BEAT_S, _BEATS = 1.0, 10  # between two signs of life; as many in the shortest limit
 _ANSWER_S, _STORE_S = 5.0, 5.0
 _BEATS_TO_WAIT = 3  # for a sign of another rank
+_CAUSE_S, _TOLD_FIRST_S, _POLL_S = 4.0, 1.0, 0.1
+_KILLED = ". It left no word: it was killed, as the kernel does when memory is over (see dmesg), or its node is lost"
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _EXIT_CODE = 1
 _WINDOW, _MEASURED = "window", 3  # windows at least, whose pauses say how long the next one may take
 
@@ -105,6 +111,7 @@ class Watchdog:
         self._host, self._number = socket.gethostname(), 0
         self._place, self._since, self._windows = world.activity.now(), monotonic(), 0
         self._pauses: dict[str, float] = {}  # the longest, by kind; a kind that is not in it has not been done yet
+        self._crashes: TextIO | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -112,6 +119,7 @@ class Watchdog:
         """Starts to watch."""
         if self._world.is_main:
             _log.info("%s", self.describe())
+        self._catch_crashes()
         self._thread.start()
         return self
 
@@ -121,6 +129,7 @@ class Watchdog:
         """Ends it."""
         self._ended.set()
         self._thread.join(timeout=2 * _STORE_S)
+        self._forget_crashes()
 
     def describe(self) -> str:
         """The limits, in words."""
@@ -131,10 +140,77 @@ class Watchdog:
             f"and save; at most {self._most:g} s): trainer.hang_timeout"
         )
 
+    # --- errors, in the loop's thread
+
+    def tell(self, reason: str) -> None:
+        """Shows the other ranks why this one ends; the first rank's reason stays."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.compare_set("watchdog/fault", "", reason)
+
+    def cause(self) -> tuple[str, list[int]]:
+        """Why a collective has failed: what another rank has told, or which ranks are gone; empty if nobody knows.
+
+        Returns:
+            The reason, and the ranks that can say nothing any more.
+        """
+        if self._store is None:
+            return "", []
+        with suppress(RuntimeError):
+            before, number = self._signs(), 0
+            while number < _CAUSE_S / _POLL_S:
+                number += 1
+                if self._store.check(["watchdog/fault"]):
+                    return self._store.get("watchdog/fault").decode(), []
+                gone = [
+                    rank
+                    for rank, sign in before.items()
+                    if rank != self._world.rank and sign.host == self._host and trouble_of(sign.pid) == DIED
+                ]
+                if gone and number * _POLL_S > _TOLD_FIRST_S:
+                    return shorten([self._of_dead(rank, before[rank]) for rank in gone]), gone
+                sleep(_POLL_S)
+            after = self._signs()
+            silent = [rank for rank, sign in after.items() if rank in before and sign == before[rank]]
+            silent = [rank for rank in silent if rank != self._world.rank]
+            return shorten([self._of_dead(rank, after[rank]) for rank in silent]), silent
+        return "", []
+
+    def _of_dead(self, rank: int, sign: Sign) -> str:
+        crash, last = self._crash_file(rank), ""
+        with suppress(OSError):
+            text = crash.read_text()
+            if text:
+                last = f". {text.splitlines()[0]}{_innermost(text)}; its stacks are in {crash}"
+        return f"{_silent(rank, sign, self._host)}{last or _KILLED}"
+
+    def _crash_file(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.crash"
+
+    def _catch_crashes(self) -> None:
+        """A process that dies in native code, as gloo's does of collectives that do not match, leaves its stacks."""
+        if faulthandler.is_enabled():
+            return
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._crashes = self._crash_file(self._world.rank).open("w")
+            faulthandler.enable(self._crashes)
+
+    def _forget_crashes(self) -> None:
+        if self._crashes is None:
+            return
+        faulthandler.disable()
+        with suppress(OSError):
+            self._crashes.close()
+            self._crash_file(self._world.rank).unlink()
+            self._folder.rmdir()  # unless there is something in it
+
     # --- the thread
 
     def _watch(self) -> None:
         woken = monotonic()
+        with suppress(RuntimeError):
+            self._show()
         while not self._ended.wait(self._beat_s):
             now = monotonic()
             self._since += max(0.0, now - woken - 2 * self._beat_s)  # while this process itself was stopped
@@ -349,7 +425,7 @@ def _silent(rank: int, sign: Sign | None, host: str) -> str:
     return (
         f"rank {rank} (process {sign.pid} on {sign.host}) {trouble or 'gives no sign of life'}; it was last "
         f"seen in {sign.place}"
-        f"{f', at {sign.code}' if sign.code else ''}"
+        f"{f', at {sign.code}' if sign.code and trouble != DIED else ''}"
     )
 
 
@@ -359,6 +435,14 @@ def _standing(rank: int, sign: Sign) -> str:
     verb = f"waits in {sign.collective}(), which the other ranks have not called," if alone else "stands still"
     children = f" ({sign.children})" if sign.children else ""
     return f"rank {rank} {verb} in {sign.place}{where}{children}"
+
+
+def _innermost(crash: str) -> str:
+    """Where the main thread, which ``faulthandler`` writes last, has crashed."""
+    for frame in _FRAME.finditer(crash.rpartition("\n\n")[0].rpartition("\n\n")[2] or crash):
+        if not is_of_library(frame["file"]):
+            return f" at {frame['file']}:{frame['line']} in {frame['name']}"
+    return ""
 
 
 def _together(signs: Mapping[int, Sign]) -> str:

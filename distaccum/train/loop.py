@@ -212,7 +212,7 @@ class Loop:
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = float(self._components.optimizers[0].param_groups[0]["lr"])
-        record = self._meter.record(window, outcome, progress, lr=lr)
+        record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
         if evaluates:
             record |= self._evaluate()
         for logger in self._loggers:

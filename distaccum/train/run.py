@@ -39,6 +39,7 @@ from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
 from distaccum.train.report import print_header, print_summary
+from distaccum.train.restarts import is_restart, note_start
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.time_limit import TimeLimit
@@ -97,6 +98,7 @@ def run(
         components = make_components()
         saved = prepare(components, run_dir, environment)
         if environment.rank == 0:
+            note_start(run_dir.path, restarted=is_restart())
             run_dir.forget_failure()
     except ConfigError as error:
         agree(str(error))
