@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from operator import add
-from statistics import median
+from statistics import median_low as median
 from time import perf_counter
 
 from distaccum.distributed.world import World

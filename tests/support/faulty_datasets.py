@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -56,27 +57,34 @@ class OneSampleIsNaN:
 
 
 class GoesWrong:
-    """64 small images; reading number ``at`` does what ``how`` says, on one rank, and once.
+    """64 small images; reading number ``at`` does what ``how`` says, on one rank; with a file ``once`` only once.
 
     ``stop``: SIGSTOP of the process that reads it; ``stick``: it never comes back, as of a mount that is gone;
-    ``memory``: it asks for more memory than there is; a number: a signal to the process that reads it.
+    ``sleep``: it takes five seconds; ``slow``: every image takes 20 ms; ``memory``: it asks for more memory than there
+    is; a number: a signal to the process that reads it.
     """
 
-    def __init__(self, how: str, rank: int = 1, at: int = 7) -> None:
-        self._how, self._at = how, at
+    def __init__(self, how: str, rank: int = 1, at: int = 7, once: str = "") -> None:
+        self._how, self._at, self._once = how, at, Path(once) if once else None
         self._is_here = os.environ.get("RANK", "0") == str(rank)
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        if index == self._at and self._is_here:
+        if self._how == "slow" and self._is_here:
+            time.sleep(0.02)
+        elif index == self._at and self._is_here and not (self._once and self._once.exists()):
+            if self._once:
+                self._once.touch()
             if self._how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif self._how == "stick":
                 time.sleep(1000)
             elif self._how == "memory":
                 torch.empty(2**46)
+            elif self._how == "sleep":
+                time.sleep(5)
             else:
                 os.kill(os.getpid(), int(self._how))
         return torch.full((1, 8, 8), index / 64), torch.tensor(index % 10)
