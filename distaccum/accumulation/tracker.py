@@ -90,7 +90,9 @@ class ProgressTracker:
         """Continues from saved progress."""
         self._unresolved = self._fatal = self._own_fault = None
         self._progress = self._known_progress = progress
-        self._world.activity.window, self._world.activity.step = progress.window, progress.step
+        activity = self._world.activity
+        activity.window = activity.first = progress.window
+        activity.step = progress.step
         self._skips_in_a_row = 0
 
     def next_epoch(self) -> None:

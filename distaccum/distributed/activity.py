@@ -43,6 +43,8 @@ class Activity:
     window: int = 0
     step: int = 0
     phase: Phase = Phase.STARTING
+    first: int = 0
+    """The windows that were done when this process began."""
     done: int = 0
     """Batches that were done in this phase, where it has several."""
     loading_at: float = 0.0

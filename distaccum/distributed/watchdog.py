@@ -235,11 +235,12 @@ class Watchdog:
         kind, pause = _kind(before), now - self._since
         self._place, self._since = place, now
         self._windows += place.window > before.window
-        done = place.window > before.window if kind == _WINDOW else _kind(place) != kind
         if kind in self._pauses:
             self._pauses[kind] = max(self._pauses[kind], pause)
-        elif done:
-            self._pauses[kind] = 0.0 if kind == _WINDOW else pause  # the first window is longer than the others
+        elif kind not in (_WINDOW, _kind(place)):
+            self._pauses[kind] = pause
+        if place.window > self._world.activity.first:  # its own pauses are forgotten: it is longer than the others
+            self._pauses.setdefault(_WINDOW, 0.0)
 
     def limit(self) -> float:
         """Seconds that the present phase may take without a change."""
@@ -358,6 +359,7 @@ class Watchdog:
         """Ends the process at once: its loop waits where no exception gets to it."""
         for child in active_children():
             child.kill()  # a loading process may be the one that is stuck
+        self._forget_crashes()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_EXIT_CODE)

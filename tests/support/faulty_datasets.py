@@ -61,7 +61,7 @@ class GoesWrong:
 
     ``stop``: SIGSTOP of the process that reads it; ``stick``: it never comes back, as of a mount that is gone;
     ``sleep``: it takes five seconds; ``slow``: every image takes 20 ms; ``memory``: it asks for more memory than there
-    is; a number: a signal to the process that reads it.
+    is; ``none``: nothing; a number: a signal to the process that reads it.
     """
 
     def __init__(self, how: str, rank: int = 1, at: int = 7, once: str = "") -> None:
@@ -85,7 +85,7 @@ class GoesWrong:
                 torch.empty(2**46)
             elif self._how == "sleep":
                 time.sleep(5)
-            else:
+            elif self._how != "none":
                 os.kill(os.getpid(), int(self._how))
         return torch.full((1, 8, 8), index / 64), torch.tensor(index % 10)
 
