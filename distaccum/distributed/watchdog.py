@@ -258,6 +258,8 @@ class Watchdog:
     def _sign(self, *, closely: bool) -> Sign:
         self._number += 1
         stand, place = stand_of(self._watched), self._place
+        if stand.debugged:  # a person looks at it, and what follows takes its time from then on
+            self._since = monotonic()
         return Sign(
             number=self._number,
             host=self._host,
