@@ -8,6 +8,7 @@
     ├── DataError         (ValueError)      the data gives nothing to train on, or not what the plan was made for
     │   └── PeerError                       another rank could not load its part of a window: its error, in words
     ├── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
+    ├── ResourceError     (RuntimeError)    memory is over
     ├── VerificationError (RuntimeError)    a run's proof of itself fails: its gradient, its loss, or ranks that differ
     └── MisuseError       (RuntimeError)    a loop does what would train wrongly: the message says what to write instead
 """
@@ -55,6 +56,10 @@ class PeerError(DataError):
 
 class NonFiniteError(DistaccumError, ArithmeticError):
     """The reduced gradient of a window holds NaN or infinity."""
+
+
+class ResourceError(DistaccumError, RuntimeError):
+    """Memory is over, of the host or of a device."""
 
 
 class MisuseError(DistaccumError, RuntimeError):

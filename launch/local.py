@@ -11,18 +11,24 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
+from time import monotonic, sleep
+from types import FrameType
 
 from distaccum.train.startup import without_garbage_collection
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
 with without_garbage_collection():
     import torch
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from distaccum.distributed.signals import die_with_parent
+    from distaccum.distributed.signals import FROM_THE_TERMINAL, die_with_parent, leave_terminal
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.owner import read_holder
@@ -30,8 +36,11 @@ with without_garbage_collection():
 
 TRAIN = Path(__file__).with_name("train.py")
 SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=.*)?")
-# Asked to leave, the workers save; torchrun has to pass that on, and to wait for as long as a save may take.
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+# Told to leave, the workers save. torchrun would end with an error and a traceback whatever they do, so these signals
+# are passed on here, and to the workers alone.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LEFT_TO_TORCHRUN = "SIGQUIT"
+ONE_PRESS_S = 0.3
 
 
 def main() -> None:
@@ -40,6 +49,7 @@ def main() -> None:
     if any(SHOWS.fullmatch(argument) for argument in arguments):
         cli.main()
         return
+    relay = Relay(float(environment.get("SHUTDOWN_TIMEOUT", "120")))
     checks = [argument for argument in arguments if argument.partition("=")[0] == "--check"]
     processes = checks[-1].partition("=")[2] if checks else ""
     processes, code = _check(arguments, processes or environment.get("NPROC", ""))
@@ -48,13 +58,16 @@ def main() -> None:
     if "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(-(-_cores() // int(processes)))
     sys.argv[0] = run.__file__  # torchrun's own messages name it
-    options = ["--standalone", f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
+    options = ["--standalone", f"--nproc-per-node={processes}", f"--signals-to-handle={LEFT_TO_TORCHRUN}"]
     options.append(f"--shutdown-timeout={environment.get('SHUTDOWN_TIMEOUT', '120')}")
+    relay.has_workers = True
     with tempfile.TemporaryDirectory() as folder:
         environment[RUN_NOTE] = str(Path(folder, "run"))
         try:
             run.main([*options, str(TRAIN), *arguments])
         except ChildFailedError as error:
+            if relay.told_by:  # told to leave before it could, or it failed at it: the workers have said so
+                sys.exit(128 + relay.told_by)
             sys.exit(_report(error, Path(environment[RUN_NOTE])))
 
 
@@ -75,6 +88,72 @@ def _report(error: ChildFailedError, note: Path) -> int:
     for line in lines_of(run_dir):
         sys.stderr.write(f"distaccum: {line}\n")
     return 1
+
+
+class Relay:
+    """Passes signals on to the workers, which have ``grace_s`` seconds to save; a second Ctrl-C ends them at once.
+
+    Where SIGHUP is ignored, as under ``nohup``, it stays ignored.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.has_workers = False
+        """Whether the children are workers; before there is only the check."""
+        self.told_by = 0
+        """The first signal; 0 before."""
+        self._grace_s = grace_s
+        self._pressed_at = 0.0
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN or number not in FROM_THE_TERMINAL:
+                signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        workers = _children() if self.has_workers else []
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if not workers:
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            os._exit(128 + number)
+        again = number == signal.SIGINT and 0 < self._pressed_at < monotonic() - ONE_PRESS_S
+        if number == signal.SIGINT:
+            self._pressed_at = self._pressed_at or monotonic()
+        _signal(workers, number)
+        if again:
+            self._end(workers)
+        if not self.told_by:
+            self.told_by = number
+            timer = Timer(self._grace_s, _signal, (workers, signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+    def _end(self, workers: list[int]) -> None:
+        latest = monotonic() + 5
+        while monotonic() < latest and not set(workers).isdisjoint(_children()):
+            sleep(0.02)
+        _signal(workers, signal.SIGKILL)
+        os._exit(128 + signal.SIGINT)
+
+
+def _signal(processes: list[int], number: int) -> None:
+    """Of a worker that is killed, its whole session: it may have loading processes."""
+    for pid in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGKILL and os.getsid(pid) == pid:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+
+
+def _children() -> list[int]:
+    """This process's children that have not ended."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = file.read_text().rpartition(") ")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in "ZX":
+                found.append(int(file.parent.name))
+    return found
 
 
 def _check(arguments: list[str], processes: str) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
 from math import inf, nan
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.settings_agreement import SettingsAgreement
 from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.stragglers import Stragglers
 from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (
@@ -44,6 +46,7 @@ from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
+from distaccum.distributed import activity
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
@@ -198,16 +201,20 @@ class Accumulator:
             clip_value=prepared.clip_value,
             count=count,
         )
-        alone = self.world.size == 1 and count is not None and self.engine.loss_scale is None
-        self._strangers = Strangers(exact=alone)
+        self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
         agreement = SettingsAgreement(self.engine, self.world, self.tracker.next_factors)
-        self._counter.riders = (self._lockstep, agreement, self.replicas)
+        self.stragglers = Stragglers(self.world, forward_communicates=self.engine.forward_communicates)
+        self._counter.riders = (self._lockstep, agreement, self.stragglers, self.replicas)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
         self._loop = object()  # the latest one over windows()
+
+    def _is_alone(self) -> bool:
+        """Whether what a loss reaches beside the model gets its whole gradient, too."""
+        return self.world.size == 1 and self._count is not None and self.engine.loss_scale is None
 
     @property
     def model(self) -> nn.Module:
@@ -357,12 +364,14 @@ class Accumulator:
     def _planned(self, loader: WindowLoader) -> Iterator[Window]:
         """The rest of the epoch, planned anew where the global batch changes."""
         while True:
-            change = self._global_batch.change
+            change, own = self._global_batch.change, self.world.activity
+            own.phase, own.loading_at = activity.Phase.LOADING, perf_counter()
             epoch, start = self.progress.epoch, self.progress.epoch_window
             self._lockstep.begin(epoch, start)
             for window in loader.windows(epoch, start, self._counter):
                 self._lockstep.window_counted()
                 yield window
+                own.phase, own.loading_at = activity.Phase.LOADING, perf_counter()
                 if change is not self._global_batch.change:
                     break
             if change is self._global_batch.change or self._counter.stopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from time import perf_counter
 from types import TracebackType
 from typing import NoReturn
 from weakref import WeakSet
@@ -16,6 +17,7 @@ from distaccum.accumulation.step import LossSums, one_graph_each
 from distaccum.accumulation.strangers import Strangers
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed import activity
 from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
@@ -129,6 +131,7 @@ class OpenWindow:
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._current
         if not self.plain.micro_batches:
+            self._arrive()
             self._engine.shadow_micro_step()
             self._run_finish()
         if self.phase is not Phase.DROPPED:
@@ -146,6 +149,7 @@ class OpenWindow:
         if self.proof is not None:
             self.proof.before_forward()
         self.phase = Phase.FORWARD
+        self._engine.activity.phase = activity.Phase.FORWARD
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -178,6 +182,9 @@ class OpenWindow:
         if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
             own_counts = as_counts(count)
         factor = self._engine.gradient_divide_factor
+        self._engine.activity.phase = activity.Phase.BACKWARD
+        if self._left == 1:
+            self._arrive()
         if self.proof is not None:
             self.proof.before_backward(loss, self.provisional_count)
         total = normalize_loss(loss, counts, factor, own_counts=own_counts)
@@ -237,7 +244,12 @@ class OpenWindow:
         self._autocast.__exit__(None, None, None)
         self._autocast = None
 
+    def _arrive(self) -> None:
+        own = self._engine.activity
+        own.phase, own.arrived_at = activity.Phase.REDUCTION, perf_counter()
+
     def _run_finish(self) -> None:
+        self._engine.activity.phase = activity.Phase.STEP
         with self._engine.finishing():
             self._finish(self._sums, self._late_count)
         self.mark_done()

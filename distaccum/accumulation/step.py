@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
@@ -118,21 +120,27 @@ def run_window(
         before_step: called between the last backward and the step, as to set the learning rate.
         around_backward: the context of each backward, given what it goes back from.
     """
-    sums, boundary = LossSums(engine.device), len(window.micro_batches) - 1
+    sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
     engine.begin_window(len(window.micro_batches))
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     random = KeyedRandom(engine.device)
     for i, batch in enumerate(batches):
+        activity.phase = Phase.FORWARD
         with random.keyed(window.keys, i), engine.micro_step(sync=i == boundary):
             with engine.autocast():
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
             divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
+            activity.phase = Phase.BACKWARD
+            if i == boundary:
+                activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
             with around_backward(divided), one_graph_each():
                 engine.backward(divided)
         sums.add(total)
     if not window.micro_batches:
+        activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
         engine.shadow_micro_step()  # the other ranks' reduction needs this rank's zeros
+    activity.phase = Phase.STEP
     if before_step is not None:
         before_step()
     return sums.outcome(window.counts, engine.step())

@@ -17,6 +17,7 @@ from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.untrained import UntrainedParameters
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import Window
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import trained
@@ -95,6 +96,9 @@ class ProgressTracker:
         """Continues from saved progress."""
         self._unresolved = self._fatal = self._own_fault = None
         self._progress = self._known_progress = progress
+        activity = self._world.activity
+        activity.window = activity.first = progress.window
+        activity.step = progress.step
         self._skips_in_a_row = 0
 
     def next_epoch(self) -> None:
@@ -141,12 +145,15 @@ class ProgressTracker:
         """Notes a window that ran; with ``loss`` it can be run again to find where a NaN began."""
         self.resolve_last_step()
         self._unresolved, self.last = (window, outcome, loss), outcome
+        activity = self._world.activity
+        activity.window, activity.phase = self._progress.window + 1, Phase.BETWEEN
         if self._untrained is not None and outcome.step is not None:
             self._untrained.note(outcome.step)
 
     def skip_window(self, samples: int) -> None:
         """Notes a window that counts nothing and was not run, or that was abandoned."""
         self._progress = self.progress.after(samples=samples, tokens=0, applied=False)
+        self._world.activity.window = self._progress.window
 
     def note_given_up(self) -> None:
         """Notes that this rank gave up a window that it had begun, in place of :meth:`end_step`."""
@@ -161,6 +168,7 @@ class ProgressTracker:
         applied, finite, tokens = outcome.applied, outcome.finite, max(outcome.counts.values())
         self._progress = self._progress.after(samples=window.samples, tokens=tokens, applied=applied, finite=finite)
         self._known_progress = self._progress
+        self._world.activity.step = self._progress.step
         for scheduler in self._schedulers if applied else ():
             scheduler.step()
         self._own_fault = None if finite or outcome.step is None else outcome.step.complaint

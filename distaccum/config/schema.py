@@ -101,7 +101,9 @@ class TrainerConfig:
     infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
     scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
     the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights differ
-    ``stop`` the run or ``warn``.
+    ``stop`` the run or ``warn``. ``hang_timeout``: without progress on any rank for so long, the run
+    ends and names the ranks that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None:
+    never. ``group_timeout``: after it the process group itself gives up.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -115,6 +117,8 @@ class TrainerConfig:
     max_skips: int = 10
     verify: Any = "first"
     on_divergence: str = "stop"
+    hang_timeout: Any = "auto"
+    group_timeout: Any = "30m"
 
     def __post_init__(self) -> None:
         limit = (int, NoneType)
@@ -132,6 +136,11 @@ class TrainerConfig:
         require_count("trainer.max_skips", self.max_skips, least=1)
         require_verify("trainer.verify", self.verify)
         require_choice("trainer.on_divergence", self.on_divergence, ON_DIVERGENCE)
+        longest = seconds_of("trainer.group_timeout", self.group_timeout)
+        if self.hang_timeout not in (None, "auto"):
+            fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest
+            problem = f"not below trainer.group_timeout={self.group_timeout}, when the ranks that wait give up"
+            require(fits, "trainer.hang_timeout", self.hang_timeout, problem, "Raise trainer.group_timeout too")
         unbounded = self.max_steps is None and self.max_epochs is None
         require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any, Protocol
 from zlib import crc32
 
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import GONE, MisuseError, PeerError
 from distaccum.losses.normalize import Count, Counts, as_counts
@@ -135,7 +137,11 @@ class GlobalCounter:
         riding = [rider.outgoing(len(micro_batches), len(own)) for rider in self.riders]
         numbers = [signal, *own.values(), *more, *chain.from_iterable(riding)]
         self._width = len(numbers) - 1
+        activity = self._world.activity
+        activity.phase = Phase.COUNTING
         signals, *sums = self._sum(numbers)
+        activity.phase = Phase.LOADING
+        activity.counted_at = activity.loading_at = perf_counter()
         if signals >= _FAILED:  # or elsewhere: that rank says where
             where = "while this one began a window" if signals >= _ELSEWHERE else "before its next window"
             raise_on_all(self._world, error, where)

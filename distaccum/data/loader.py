@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
@@ -98,6 +100,7 @@ class MapWindowLoader(WindowLoader):
         self._lengths = group_by if group_by is not None else getattr(plan, "lengths", None)
         workers = workers or WorkerOptions()
         self._workers = workers.num_workers
+        self._processes: list[BaseProcess] = []
         # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
         seed_of_workers = plan.seed if workers.seed is None else workers.seed
         digest = hashlib.blake2b(f"{seed_of_workers}/{world.rank}".encode(), digest_size=7).digest()
@@ -162,10 +165,10 @@ class MapWindowLoader(WindowLoader):
                     self._check_length()
                 if batches is None:
                     self._ids.seek(epoch, start)
-                    batches = iter(self._loader)
+                    batches = self._start()
                 micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
-                error = problem
+                error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}")
             waited = perf_counter() - began
             counts, _ = counter.all_reduce(micro_batches, error=error)
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
@@ -182,6 +185,11 @@ class MapWindowLoader(WindowLoader):
                 fetch=self._fetch,
             )
 
+    def _start(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        self._processes = loading_processes.children() if self._workers else []
+        return batches
+
     def _fetch(self, ids: Sequence[int]) -> tuple[list[Any], Collate]:
         assert self._loader.collate_fn is not None
         return [self._loader.dataset[i] for i in ids], self._loader.collate_fn
@@ -194,7 +202,7 @@ class MapWindowLoader(WindowLoader):
         batches: Iterator[Any] = iter(())
         sketches: list[Sketch | None] = []
         try:
-            batches = iter(self._loader)
+            batches = self._start()
             sketches = [self._sketch_of_next(batches) for _ in samples]
         except Exception as problem:
             error = problem
@@ -205,7 +213,7 @@ class MapWindowLoader(WindowLoader):
         number, rank = differing
         # Samples that are random, as augmented ones are, differ on one rank, too.
         self._ids.seek(epoch, start, first=[samples[number]] * _REPEATED)
-        batches = iter(self._loader)
+        batches = self._start()
         first, *others = [self._sketch_of_next(batches) for _ in range(_REPEATED)]
         varies = any(same(first, other) is not True for other in others)
         if not self._world.all_reduce_max_host([varies])[0]:

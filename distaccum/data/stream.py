@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any
 
 from torch.utils.data import default_collate
 
+from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, refuse_equal_streams, refuse_equal_workers
 from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
@@ -67,6 +69,7 @@ class IterableWindowLoader(WindowLoader):
         self._begun = False  # whether an item was taken: an iterator cannot begin again
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
         self._items: Iterator[Any] | None = None
+        self._processes: list[BaseProcess] = []
         self._to_open: int | None = None  # the epoch that the next item opens
         self._taken = 0  # items of this epoch
         self._next = (0, 0)  # the epoch and window that the open iterator yields next
@@ -166,7 +169,7 @@ class IterableWindowLoader(WindowLoader):
             micro_batches = [counter.micro_batch(batch) for batch, _, _ in batches]
             self._compare_workers(taken)
         except Exception as problem:  # every rank has to learn of it, or it waits for this one
-            error = problem
+            error = loading_processes.explain(problem, self._processes, f"window {turn} of epoch {epoch}")
         if not self._agreement.reached:
             facts = {"data": "a stream", **self.position, "epoch": epoch, "window": turn}
             gathered = self._agreement.on(facts, list(map(sketch, taken)), error)
@@ -219,6 +222,7 @@ class IterableWindowLoader(WindowLoader):
             epoch, self._to_open = self._to_open, None
             _call_if_there(self._stream, "set_epoch", epoch)
             items = iter(self._stream)
+            self._processes = loading_processes.children()
             begun = self._begun or (self._skip > 0 and _has_begun(items))
             if begun and items is self._stream:
                 remedy = "Give an object whose __iter__ begins again, such as a class with a generator for __iter__"

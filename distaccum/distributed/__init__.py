@@ -2,5 +2,6 @@
 
 May import ``errors``.
 Begin with ``world.py``; ``environment.py`` reads the launcher's variables, ``rendezvous.py`` finds the other ranks.
-``signals.py`` turns SIGTERM, SIGUSR1 and SIGUSR2 into a request to stop.
+``signals.py`` turns SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C into a request to stop. ``watchdog.py`` names ranks
+that have stopped, from the ``activity.py`` that every loop writes.
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from time import sleep
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
+from distaccum.distributed.activity import Activity
 from distaccum.distributed.environment import GROUP_TIMEOUT, LaunchEnvironment
 
 # Gloo's threads release the last collective's tensors shortly after it returns. If the interpreter is ending by then,
@@ -37,12 +39,17 @@ class World:
     size: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None  # None: the default group serves the host as well
+    store: Store | None = field(
+        default=None, compare=False, repr=False
+    )  # the launcher's; None: the group is the user's
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
+    """What this rank is doing, which :class:`~distaccum.distributed.watchdog.Watchdog` reads."""
 
     @classmethod
-    def join(cls) -> World:
+    def join(cls, timeout: timedelta = GROUP_TIMEOUT) -> World:
         """The open process group; if there is none, a new one of the ranks that the launcher started.
 
-        A group that this opens stays open until the process exits.
+        A group that this opens stays open until the process exits; its collectives wait for ``timeout``.
 
         Raises:
             ConfigError: as :meth:`LaunchEnvironment.from_environment` and :meth:`LaunchEnvironment.device`.
@@ -54,7 +61,7 @@ class World:
             device = ranks.device()
         if not dist.is_initialized():
             opened = ExitStack()
-            world = opened.enter_context(open_world(ranks, ranks.store(), device))
+            world = opened.enter_context(open_world(ranks, ranks.store(), device, timeout))
             atexit.register(opened.close)
             return world
         serves_host = "cpu" in dist.get_backend_config()  # NCCL alone cannot sum host tensors
@@ -115,20 +122,23 @@ class World:
 
 
 @contextmanager
-def open_world(ranks: LaunchEnvironment, store: Store, device: torch.device) -> Iterator[World]:
+def open_world(
+    ranks: LaunchEnvironment, store: Store, device: torch.device, timeout: timedelta = GROUP_TIMEOUT
+) -> Iterator[World]:
     """Opens the default process group for the block, and closes it on any exit.
 
     Args:
         ranks: this process's rank and the world size.
         store: shared by every rank; see :meth:`LaunchEnvironment.store`.
         device: of this rank's model; decides the backend (NCCL for CUDA, gloo for the CPU).
+        timeout: of every collective.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
     try:
-        yield World(rank=ranks.rank, size=ranks.size, device=device)
+        yield World(rank=ranks.rank, size=ranks.size, device=device, store=store if ranks.size > 1 else None)
     finally:
         if dist.is_initialized():  # the user may have closed it
             sleep(_SETTLE_S)

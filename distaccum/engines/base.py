@@ -138,6 +138,7 @@ class Engine(ABC):
         self.min_loss_scale = scaler.floor if scaler else None
         self._optimizers = optimizers
         self._world = world
+        self.activity = world.activity
         self._policy = policy
         self._scaler = scaler
         self._window_open = self._closed = False

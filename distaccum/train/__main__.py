@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 from distaccum.train.startup import without_garbage_collection
 
 
 def main() -> None:
     """Imports the main job, and runs it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
     with without_garbage_collection():
         from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
     cli.main()

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from hashlib import sha256
 from itertools import count
@@ -102,11 +102,11 @@ def _run_job(
         coordinator.agree(job, rejection)
 
     @contextmanager
-    def open_group(device: torch.device) -> Iterator[World]:
+    def open_group(device: torch.device, timeout: timedelta) -> Iterator[World]:
         if RUN_NOTE in os.environ and environment.rank == 0:
             Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
         accepted()
-        with open_world(environment, coordinator.store_for(job), device) as world:
+        with open_world(environment, coordinator.store_for(job), device, timeout) as world:
             yield world
 
     result = run(

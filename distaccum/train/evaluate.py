@@ -14,6 +14,7 @@ from distaccum.data.batches import to_device
 from distaccum.data.loader import MicroBatchIds
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.spec import DataSpec
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -65,7 +66,8 @@ def evaluate(
         MisuseError: there are ``metrics``, and the loss gives no ``predictions``; or a score is a mean.
     """
     assert data.eval_dataset is not None
-    metrics = metrics or {}
+    metrics, activity = metrics or {}, world.activity
+    activity.phase, activity.done = Phase.EVALUATION, 0
     _reset(metrics, loss, engine.device)
     engine.sync_buffers()
     model = engine.unwrapped_model
@@ -76,6 +78,7 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     counted: dict[str, float] = {}
     for batch, is_own in _batches(engine, data, world, micro_batch_size):
+        activity.done += 1
         moved = to_device(batch, engine.device)
         with engine.autocast():
             found = scores(loss, model, moved)

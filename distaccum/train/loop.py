@@ -17,6 +17,7 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
+from distaccum.distributed.activity import Phase
 from distaccum.errors import MisuseError, NonFiniteError
 from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
@@ -215,6 +216,7 @@ class Loop:
             check_sums=self._evaluation is None,
         )
         self._evaluation = (self.progress.step, found)
+        self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_eval(self, found))
         if components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
@@ -225,7 +227,7 @@ class Loop:
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = float(self._components.optimizers[0].param_groups[0]["lr"])
-        record = self._meter.record(window, outcome, progress, lr=lr)
+        record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
         if evaluates:
             record |= self._evaluate()
         for logger in self._loggers:
@@ -238,6 +240,7 @@ class Loop:
     def _save(self, *, best: bool = False) -> None:
         self._run_dir.require_owned()
         self._enter_phase(f"saving step {self.progress.step}")
+        self._world.activity.phase = Phase.SAVE
         self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
         run = checkpoint.RunState(
@@ -260,6 +263,7 @@ class Loop:
         self._saved_step = self.progress.step
         if self._world.is_main:
             self._run_dir.note_saved(self._saved_step)
+        self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_checkpoint(self, path))
         self._meter.restart(self.progress)
         self._time_limit.saved()

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -36,11 +37,13 @@ from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_loggers
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
+from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
 from distaccum.train.report import not_finite, print_header, print_summary
+from distaccum.train.restarts import is_restart, note_start
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.shared_storage import check_shared
@@ -66,9 +69,9 @@ def _alone(_: str | None) -> None:
     """Asks no other rank: an error on a rank is that rank's alone."""
 
 
-def _join(_: torch.device) -> AbstractContextManager[World]:
+def _join(_: torch.device, timeout: timedelta) -> AbstractContextManager[World]:
     """Joins the open process group, or opens one that stays open."""
-    return nullcontext(World.join())
+    return nullcontext(World.join(timeout))
 
 
 def run(
@@ -79,7 +82,7 @@ def run(
     began: float,
     signals: StopSignals | None = None,
     agree: Callable[[str | None], None] = _alone,
-    open_group: Callable[[torch.device], AbstractContextManager[World]] = _join,
+    open_group: Callable[[torch.device, timedelta], AbstractContextManager[World]] = _join,
 ) -> RunResult:
     """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
@@ -90,7 +93,7 @@ def run(
         began: when the run began, as ``time.monotonic`` gives it; ``trainer.max_time`` counts from there.
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
-        open_group: opens the process group, and closes it.
+        open_group: opens the process group of a device, with a timeout, and closes it.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
@@ -130,6 +133,7 @@ def run(
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
     """Rank 0 begins a run in its folder: the history, and what the header says of a start from zero."""
     own = components.config.resume == "auto"
+    note_start(run_dir.path, restarted=is_restart())
     beginning = run_dir.beginning() if saved is None and own else ""
     run_dir.forget_failure()
     run_dir.begin()
@@ -146,15 +150,18 @@ def _in_group(
     *,
     began: float,
     signals: StopSignals | None,
-    open_group: Callable[[torch.device], AbstractContextManager[World]],
+    open_group: Callable[[torch.device, timedelta], AbstractContextManager[World]],
     beginning: str,
 ) -> RunResult:
     """Opens the group and trains. An error from here on is written by the rank that it happens on."""
-    rank = environment.rank
+    rank, trainer = environment.rank, components.config.trainer
     with Peers(run_dir, rank=rank, local_size=environment.local_size) as peers:
         joined = False
         try:
-            with open_group(components.device) as world, nullcontext(signals) if signals else StopSignals() as caught:
+            with (
+                open_group(components.device, group_timeout(trainer)) as world,
+                nullcontext(signals) if signals else StopSignals() as caught,
+            ):
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
                 path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
                 run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
@@ -162,16 +169,17 @@ def _in_group(
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
-                    return train(
-                        components,
-                        saved,
-                        run_dir,
-                        world,
-                        signals=caught,
-                        began=began,
-                        enter_phase=peers.enter_phase,
-                        beginning=beginning,
-                    )
+                    with watchdog(trainer, world, run_dir, caught):
+                        return train(
+                            components,
+                            saved,
+                            run_dir,
+                            world,
+                            signals=caught,
+                            began=began,
+                            enter_phase=peers.enter_phase,
+                            beginning=beginning,
+                        )
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
                     if follows_from_another_rank(error):
                         peers.await_cause(_CAUSE_S)

@@ -135,8 +135,8 @@ class Trainer:
     def fit(self) -> dict[str, float]:
         """Trains to the end, or to where a callback stops it; returns the last evaluation, empty without one.
 
-        SIGTERM, SIGUSR1 and SIGUSR2 preempt it: it saves, sets :attr:`preempted` and returns; the same program with
-        ``resume="auto"`` continues it.
+        SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C preempt it: it saves, sets :attr:`preempted` and returns; the same
+        program with ``resume="auto"`` continues it. A second Ctrl-C ends the process at once.
 
         Raises:
             ConfigError: the run directory cannot be used, or the checkpoint to resume from.

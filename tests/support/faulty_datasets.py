@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+from distaccum.accumulation.step import Outcome
+from distaccum.train.callbacks import Callback, Run
 
 
 class FailsOnRankOne:
@@ -47,3 +54,48 @@ class OneSampleIsNaN:
         if index == 7:
             image[0, 3, 4] = torch.nan
         return image, torch.tensor(index % 10)
+
+
+class GoesWrong:
+    """64 small images; reading number ``at`` does what ``how`` says, on one rank; with a file ``once`` only once.
+
+    ``stop``: SIGSTOP of the process that reads it; ``stick``: it never comes back, as of a mount that is gone;
+    ``sleep``: it takes five seconds; ``slow``: every image takes 20 ms; ``memory``: it asks for more memory than there
+    is; ``none``: nothing; a number: a signal to the process that reads it.
+    """
+
+    def __init__(self, how: str, rank: int = 1, at: int = 7, once: str = "") -> None:
+        self._how, self._at, self._once = how, at, Path(once) if once else None
+        self._is_here = os.environ.get("RANK", "0") == str(rank)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._how == "slow" and self._is_here:
+            time.sleep(0.02)
+        elif index == self._at and self._is_here and not (self._once and self._once.exists()):
+            if self._once:
+                self._once.touch()
+            if self._how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif self._how == "stick":
+                time.sleep(1000)
+            elif self._how == "memory":
+                torch.empty(2**46)
+            elif self._how == "sleep":
+                time.sleep(5)
+            elif self._how != "none":
+                os.kill(os.getpid(), int(self._how))
+        return torch.full((1, 8, 8), index / 64), torch.tensor(index % 10)
+
+
+class Alone(Callback):
+    """A collective of the user's own that one rank calls, and the others do not."""
+
+    def __init__(self, rank: int = 0, step: int = 3, numbers: int = 1) -> None:
+        self._rank, self._step, self._numbers = rank, step, numbers
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == self._step and dist.get_rank() == self._rank:
+            dist.all_reduce(torch.ones(self._numbers))

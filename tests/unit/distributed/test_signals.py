@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from threading import Thread
 
 import pytest
 
+from distaccum.distributed.processes import DIED, trouble_of
 from distaccum.distributed.signals import STOP_SIGNALS, StopSignals
 
 
@@ -23,7 +25,7 @@ def _as_before() -> object:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [number for number in STOP_SIGNALS if number != signal.SIGINT])
 def test_the_first_signal_is_noted_and_told(number: signal.Signals) -> None:
     told: list[str] = []
     with StopSignals() as signals:
@@ -34,6 +36,73 @@ def test_the_first_signal_is_noted_and_told(number: signal.Signals) -> None:
         assert signals.received == number.name
         assert told == [number.name]
     os.kill(os.getpid(), number)  # asked again while leaving: without effect
+
+
+def test_the_first_ctrl_c_is_noted_and_after_the_block_it_ends_the_process_without_a_traceback() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (signals.received, _told(signals)) == ("SIGINT", "SIGINT")
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def _told(signals: StopSignals) -> str:
+    deadline = time.monotonic() + 5
+    while not signals.told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return signals.told
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_of_the_terminal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+    """As SIGHUP under ``nohup``, and SIGINT of a shell's background job."""
+    signal.signal(number, signal.SIG_IGN)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGTERM"
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+WAITS_IN_NATIVE_CODE = """
+import ctypes, multiprocessing, time
+from distaccum.distributed.signals import StopSignals
+with StopSignals() as signals:
+    signals.last_words = lambda why: print(why, flush=True)
+    loader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,), daemon=True)
+    loader.start()
+    print(loader.pid, flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, whatever signal comes
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a mutex of glibc's")
+def test_a_second_ctrl_c_ends_a_process_whose_main_thread_waits_in_native_code() -> None:
+    """No handler of Python's runs there. The loading process gets the signals as well, and is gone, too."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS_IN_NATIVE_CODE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
+    )
+    assert process.stdout is not None
+    loader = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.4)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    said, error = process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert said == "ended at once by a second Ctrl-C (SIGINT), without a save\n"
+    assert [line.partition(",")[0] for line in error.splitlines()] == ["distaccum: ended at once by a second Ctrl-C"]
+    deadline = time.monotonic() + 5
+    while trouble_of(loader) != DIED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_who_listens_late_is_told_too() -> None:

@@ -1,0 +1,85 @@
+"""What became of loading processes: torch's own words are ``EOFError`` or "exited unexpectedly"."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from distaccum.errors import DataError
+
+_SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
+_MIB = 2**20
+_KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
+
+
+def children() -> list[BaseProcess]:
+    """This process's loading processes, to be kept: one that has ended is not listed any more."""
+    return active_children()
+
+
+def explain(problem: Exception, processes: Sequence[BaseProcess], what: str) -> Exception:
+    """The error that names the process that has died; ``problem`` itself where none has.
+
+    Args:
+        problem: from torch's ``DataLoader``.
+        processes: what :func:`children` gave when they were started.
+        what: was being loaded.
+    """
+    dead = [process for process in processes if process.exitcode]
+    if not dead:
+        return problem
+    codes = sorted({process.exitcode for process in dead if process.exitcode is not None})
+    pids = ", ".join(str(process.pid) for process in dead)
+    how, remedy = _cause(codes[0])
+    error = DataError(f"the loading process {pids} {how} while {what} was loaded. {remedy}")
+    error.__cause__ = problem
+    return error
+
+
+def explain_late(problem: Exception) -> Exception:
+    """The same for what torch raises wherever the training process is when a loading process dies; else ``problem``."""
+    found = _KILLED.fullmatch(str(problem).splitlines()[0].strip()) if isinstance(problem, RuntimeError) else None
+    if found is None:
+        return problem
+    numbers = [number for number in signal.Signals if signal.strsignal(number) == found["signal"]]
+    how, remedy = _cause(-numbers[0]) if numbers else (f"was killed ({found['signal']})", "")
+    error = DataError(f"the loading process {found['pid']} {how} while it loaded ahead. {remedy}")
+    error.__cause__ = problem
+    return error
+
+
+def _cause(code: int) -> tuple[str, str]:
+    if code >= 0:
+        return f"ended with exit code {code}", "Its own message says why; num_workers=0 loads without one"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGBUS:
+        remedy = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory), or lower num_workers"
+        return (
+            f"was killed by {name}",
+            f"Batches travel through {_SHARED_MEMORY}, which {_free_shared_memory()}: {remedy}",
+        )
+    if -code == signal.SIGKILL:
+        remedy = f"Lower num_workers, or give it more memory; {_SHARED_MEMORY} {_free_shared_memory()}"
+        return f"was killed by {name}, as the kernel does when memory is over{_memory_limit()},", remedy
+    return f"was killed by {name}", "num_workers=0 loads in the training process, where it shows its stack"
+
+
+def _free_shared_memory() -> str:
+    with suppress(OSError):
+        found = os.statvfs(_SHARED_MEMORY)
+        size = found.f_frsize / _MIB
+        return f"has {found.f_bavail * size:,.0f} of {found.f_blocks * size:,.0f} MiB free"
+    return "does not exist"
+
+
+def _memory_limit() -> str:
+    with suppress(OSError, ValueError):
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        return f" (this container uses {used / _MIB:,.0f} of {limit / _MIB:,.0f} MiB)"
+    return ""

@@ -1,0 +1,179 @@
+"""Ranks that stop, in every way they do: the run names them in time, ends, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distaccum.distributed.processes import DIED, trouble_of
+from tests.support.commands import ROOT, environment, family, metrics, status
+
+pytestmark = pytest.mark.slow
+LOCAL = ROOT / "launch" / "local.py"
+SETTINGS = (
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.support.faulty_datasets.GoesWrong",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "trainer.eval_every=0",
+    "trainer.log_every=1",
+    "metrics=jsonl",
+    "checkpoint.every=2",
+    "resume=auto",
+)
+ENDLESS = (*SETTINGS, "trainer.max_steps=1000000", "checkpoint.every=100000", "+data.how=none")
+AFTER_FAILURE_S = 30  # what torchrun gives the others when a worker has failed
+
+
+class Run:
+    """A run of two ranks under ``launch/local.py``, all of whose processes have to be gone at the end."""
+
+    def __init__(self, run_dir: Path, *arguments: object, grace_s: int = 5) -> None:
+        self.run_dir, self.log = run_dir, run_dir.with_suffix(".out")
+        command = [sys.executable, str(LOCAL), *map(str, arguments), f"hydra.run.dir={run_dir}"]
+        extra = {"NPROC": "2", "PYTHONPATH": str(ROOT), "SHUTDOWN_TIMEOUT": str(grace_s)}
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, env=environment(**extra), stdout=file, stderr=file, start_new_session=True
+            )
+        self._seen: set[int] = set()
+
+    def await_records(self, number: int) -> list[int]:
+        """The launcher and its workers, once so many windows are logged."""
+        file, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + 100
+        while not (file.exists() and len(metrics(self.run_dir)) >= number):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+        self._seen |= set(family(self.process.pid))
+        return [self.process.pid, *sorted(self.workers())]
+
+    def workers(self) -> list[int]:
+        return [pid for pid in family(self.process.pid)[1:] if os.getsid(pid) == pid]
+
+    def end(self, within_s: float) -> int:
+        """The exit code; fails if it takes longer, or if a process is left."""
+        deadline = time.monotonic() + within_s
+        try:
+            while self.process.poll() is None:
+                self._seen |= set(family(self.process.pid))
+                assert time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.1)
+            while left := [pid for pid in self._seen - {self.process.pid} if trouble_of(pid) != DIED]:
+                assert time.monotonic() < deadline + 10, left
+                time.sleep(0.05)
+        finally:
+            for pid in self._seen | {self.process.pid}:
+                if trouble_of(pid) != DIED:
+                    os.kill(pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def stacks(self) -> dict[str, str]:
+        return {file.name: file.read_text() for file in (self.run_dir / "hang").glob("*.txt")}
+
+
+def _said(run: Run) -> str:
+    """The one line about it, which stands in ``status.json`` as well."""
+    (line,) = (line for line in run.log.read_text().splitlines() if "no rank has made progress" in line)
+    found = status(run.run_dir)
+    assert found["state"] == "failed"
+    assert found["reason"].split(";")[0] in line
+    return str(found["reason"])
+
+
+def test_a_stopped_rank_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *ENDLESS, "trainer.hang_timeout=3s")
+    _, _, second = run.await_records(5)
+    os.kill(second, signal.SIGSTOP)
+    assert run.end(within_s=3 + 10 + AFTER_FAILURE_S) != 0
+    waiting = _said(run)
+    named = waiting.split("; ")[0]
+    assert f"(process {second} on " in named
+    assert named.endswith("is stopped (SIGSTOP, or Ctrl-Z)")
+    assert "in the count's all-reduce of window" in waiting or "in the gradient's reduction of window" in waiting
+    (stacks,) = run.stacks().values()  # the stopped one cannot write its own
+    assert "world.py" in stacks or "engine" in stacks
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_never_comes_back_is_named_with_its_rank(tmp_path: Path, workers: int) -> None:
+    how = "stop" if workers else "stick"  # with a process that loads, that is stopped
+    run = Run(
+        tmp_path / "run", *SETTINGS, f"+data.how={how}", f"trainer.num_workers={workers}", "trainer.hang_timeout=3s"
+    )
+    run.await_records(4)
+    assert run.end(within_s=60) != 0
+    reason = _said(run)
+    assert reason.startswith("rank 1 stands still in loading data of window ")
+    if workers:
+        assert "is stopped (SIGSTOP, or Ctrl-Z))" in reason
+    else:
+        assert "support/faulty_datasets.py" in reason
+    stacks = run.stacks()
+    assert set(stacks) == {"rank-0.txt", "rank-1.txt"}
+    assert "all_reduce_host" in stacks["rank-0.txt"]
+    assert ("_try_get_data" if workers else "in __getitem__") in stacks["rank-1.txt"]
+
+
+def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *ENDLESS, "trainer.hang_timeout=auto", grace_s=30)
+    launcher, _, second = run.await_records(20)
+    time.sleep(3)  # until the pauses of a few windows are measured
+    os.kill(second, signal.SIGSTOP)
+    began = time.monotonic()
+    os.kill(launcher, signal.SIGTERM)
+    while status(run.run_dir)["state"] != "failed":
+        assert time.monotonic() - began < 25, run.log.read_text()
+        time.sleep(0.1)
+    assert f"process {second} on " in status(run.run_dir)["reason"]
+    assert "after SIGTERM" in status(run.run_dir)["reason"]
+    run.end(within_s=20)
+
+
+@pytest.mark.parametrize("setting", ["+data.at=0", "+data.at=7"])
+def test_a_pause_that_is_no_hang_ends_nothing(tmp_path: Path, setting: str) -> None:
+    """Five seconds before the first window, of which ten times the limit is allowed; and later within it."""
+    limit = "trainer.hang_timeout=2s" if setting.endswith("=0") else "trainer.hang_timeout=8s"
+    once = f"+data.once={tmp_path / 'once'}"
+    run = Run(tmp_path / "run", *SETTINGS, "+data.how=sleep", setting, once, limit, "trainer.max_steps=20")
+    assert run.end(within_s=120) == 0, run.log.read_text()
+    assert status(run.run_dir)["state"] == "done"
+    assert not (run.run_dir / "hang").exists()
+
+
+def test_torchrun_restarts_a_run_that_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += [str(ROOT / "launch" / "train.py"), *SETTINGS, "+data.how=stop"]
+    command += [f"+data.once={tmp_path / 'once'}", "trainer.max_steps=20", "trainer.hang_timeout=3s"]
+    finished = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path / 'run'}"],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "rank 1 (process " in finished.stderr
+    assert status(tmp_path / "run") == {"state": "done", "step": 20, "reason": ""}
+
+
+def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
+    command += [str(ROOT / "launch" / "train.py"), *SETTINGS, "+data.how=9", f"hydra.run.dir={tmp_path / 'run'}"]
+    finished = subprocess.run(
+        command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert finished.returncode == 1
+    assert finished.stderr.count("3 starts in a row have failed, none after step") == 2  # the fourth, and the fifth
+    assert len([line for line in finished.stderr.splitlines() if line.startswith("distaccum: rank 1 (process ")]) == 3
+    assert status(tmp_path / "run")["state"] == "failed"

@@ -1,0 +1,157 @@
+"""What a terminal does to a run: Ctrl-C once and twice, and being closed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distaccum.distributed.processes import DIED, trouble_of
+from tests.support.commands import ROOT, TINY, TRAIN, command, environment, family, metrics, status
+
+pytestmark = pytest.mark.slow
+SETTINGS = (
+    *TINY,
+    "trainer.max_steps=1000000",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "trainer.num_workers=1",
+    "checkpoint.every=100000",
+    "metrics=jsonl",
+    "metrics.console=false",  # a bar would be drawn anew at each record
+    "resume=auto",
+)
+CTRL_C = b"\x03"
+START = {
+    "one process": command(1, TRAIN, []),
+    "launch/train.sh": [sys.executable, str(ROOT / "launch" / "local.py")],  # what it becomes, once it has made .venv
+    "torchrun": command(2, TRAIN, []),
+}
+
+
+class Terminal:
+    """A run that has a terminal of its own, and what it wrote there."""
+
+    def __init__(self, run_dir: Path, start: list[str]) -> None:
+        self.run_dir, self._said = run_dir, b""
+        arguments = [*start, *SETTINGS, f"hydra.run.dir={run_dir}"]
+        self.pid, self._terminal = pty.fork()
+        if self.pid == 0:
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.execvpe(arguments[0], arguments, environment(NPROC="2", PYTHONPATH=str(ROOT)))  # noqa: S606
+        deadline = time.monotonic() + 100
+        while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 3:
+            assert time.monotonic() < deadline, self.read()
+            self.read()
+        self._family = set(family(self.pid))
+        self._said = b""
+
+    def read(self) -> bytes:
+        while select.select([self._terminal], [], [], 0.05)[0]:
+            try:
+                self._said += os.read(self._terminal, 1 << 16)
+            except OSError:
+                break
+        return self._said
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
+
+    def close(self) -> None:
+        os.close(self._terminal)
+        self._terminal = -1
+
+    def end(self, within_s: float) -> int:
+        """The exit code; fails if it takes longer, or if a process is left."""
+        deadline, ended = time.monotonic() + within_s, 0
+        try:
+            while not ended:
+                assert time.monotonic() < deadline, self._said.decode()
+                if self._terminal >= 0:
+                    self.read()
+                ended, state = os.waitpid(self.pid, os.WNOHANG)
+                time.sleep(0.02)
+            while left := [pid for pid in self._family if trouble_of(pid) != DIED]:
+                assert time.monotonic() < deadline + 10, left
+                time.sleep(0.05)
+        finally:
+            for pid in self._family:
+                if trouble_of(pid) != DIED:
+                    os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(state)
+
+    def lines(self) -> list[str]:
+        """What it wrote beside the records and what the terminal echoes."""
+        said = self._said.decode().replace("^C", "").splitlines()
+        return [line for line in said if line.strip() and not line.startswith("step ")]
+
+
+def _is_saved(run_dir: Path, by: str) -> None:
+    found = status(run_dir)
+    assert (found["state"], found["reason"]) == ("preempted", by)
+    assert (run_dir / "checkpoints" / f"step-{found['step']}").is_dir()
+
+
+@pytest.mark.parametrize("start", START)
+def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(tmp_path: Path, start: str) -> None:
+    run = Terminal(tmp_path / "run", START[start])
+    run.type(CTRL_C)
+    exit_code = run.end(within_s=40)
+    _is_saved(run.run_dir, "SIGINT")
+    saved = [line for line in run.lines() if "the same command with resume=auto resumes it" in line]
+    assert len(saved) == 1
+    if start == "torchrun":  # its agent ends with a traceback of its own, whatever its workers do
+        assert "KeyboardInterrupt" not in "".join(run.lines())
+        return
+    others = [line for line in run.lines() if line not in saved]
+    assert len(others) <= 1, others
+    assert all(line.startswith("distaccum: told to leave (SIGINT)") for line in others)
+    assert exit_code == 0
+
+
+@pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
+def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str) -> None:
+    run = Terminal(tmp_path / "run", START[start])
+    loaders = [pid for pid in family(run.pid) if "pt_data_worker" in Path(f"/proc/{pid}/comm").read_text()]
+    os.kill(loaders[-1], signal.SIGSTOP)  # so that the window never ends
+    time.sleep(1)
+    run.type(CTRL_C)
+    time.sleep(2)
+    run.type(CTRL_C)
+    assert run.end(within_s=10) == 130
+    found = status(run.run_dir)
+    assert found["state"] == "failed"
+    assert "ended at once by a second Ctrl-C (SIGINT), without a save" in found["reason"]
+    (patience, end) = run.lines()
+    assert patience.startswith("distaccum: told to leave (SIGINT)")
+    assert end.startswith("distaccum: ended at once by a second Ctrl-C, without a save")
+
+
+@pytest.mark.parametrize("start", START)
+def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str) -> None:
+    run = Terminal(tmp_path / "run", START[start])
+    run.close()
+    run.end(within_s=40)
+    _is_saved(run.run_dir, "SIGHUP")
+
+
+@pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
+def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # nohup.out
+    run = Terminal(tmp_path / "run", ["nohup", *START[start]])
+    run.close()
+    time.sleep(2)
+    before = len(metrics(run.run_dir))
+    time.sleep(2)
+    assert len(metrics(run.run_dir)) > before
+    assert status(run.run_dir)["state"] == "running"
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.end(within_s=40) == 0
+    _is_saved(run.run_dir, "SIGTERM")

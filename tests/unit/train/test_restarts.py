@@ -1,0 +1,68 @@
+"""A job that is started again by a machine ends after three failures in a row, and not by mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distaccum.errors import ConfigError
+from distaccum.train.restarts import is_restart, note_start
+from distaccum.train.run_dir import RunDir, State
+
+
+def _fails(folder: Path, step: int, state: State = State.FAILED) -> None:
+    RunDir(folder).write_status(state, step=step, reason=f"rank 1: OSError at {step}")
+
+
+def _restarts(folder: Path, *steps: int) -> None:
+    for step in steps:
+        _fails(folder, step)
+        note_start(folder, restarted=True)
+
+
+def test_the_third_failure_at_a_step_is_the_last(tmp_path: Path) -> None:
+    note_start(tmp_path, restarted=False)
+    _restarts(tmp_path, 12, 12)
+    _fails(tmp_path, 10)
+    with pytest.raises(ConfigError, match=r"3 starts in a row have failed, none after step 12, .*OSError at 10"):
+        note_start(tmp_path, restarted=True)
+    with pytest.raises(ConfigError):
+        note_start(tmp_path, restarted=True)
+
+
+def test_progress_a_save_and_a_person_reset_it(tmp_path: Path) -> None:
+    _restarts(tmp_path, 12, 12, 13, 14, 15, 15)
+    _fails(tmp_path, 15, State.PREEMPTED)
+    note_start(tmp_path, restarted=True)
+    _restarts(tmp_path, 15, 15)
+    _fails(tmp_path, 15)
+    note_start(tmp_path, restarted=False)
+    assert not (tmp_path / "restarts.json").exists()
+    _restarts(tmp_path, 15, 15)
+
+
+def test_killed_runs_count_and_a_damaged_record_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "restarts.json").write_text("[]")
+    note_start(tmp_path, restarted=True)
+    for _ in range(2):
+        _fails(tmp_path, 0, State.RUNNING)
+        note_start(tmp_path, restarted=True)
+    _fails(tmp_path, 0, State.RUNNING)
+    with pytest.raises(ConfigError):
+        note_start(tmp_path, restarted=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "restarted"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"SLURM_RESTART_COUNT": "2"}, True),
+        ({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "1"}, False),
+        ({"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MIN": "1"}, True),
+    ],
+)
+def test_who_has_started_it(environment: dict[str, str], restarted: bool) -> None:
+    assert is_restart(environment) is restarted
