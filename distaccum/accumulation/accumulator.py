@@ -430,7 +430,7 @@ class Accumulator:
                 run,
                 prefetch=self._prefetch,
                 before_step=self._begin_step,
-                around_backward=self._strangers.watching,
+                backward=self._strangers.backward,
             )
             report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.step import LossSums, one_graph_each
+from distaccum.accumulation.step import LossSums
 from distaccum.accumulation.strangers import Strangers
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
@@ -188,8 +188,7 @@ class OpenWindow:
         if self.proof is not None:
             self.proof.before_backward(loss, self.provisional_count)
         total = normalize_loss(loss, counts, factor, own_counts=own_counts)
-        with self._strangers.watching(total), one_graph_each():
-            self._engine.backward(total)
+        self._strangers.backward(self._engine, total)
         self._sums.add(loss)
         self.phase = Phase.BACKWARD
 

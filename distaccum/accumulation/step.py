@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -79,15 +78,14 @@ class LossSums:
         return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
 
 
-@contextmanager
-def one_graph_each() -> Iterator[None]:
-    """Around a backward, which frees its graph.
+def backward(engine: Engine, loss: Tensor) -> None:
+    """The engine's backward, which frees the loss's graph.
 
     Raises:
         MisuseError: a part of the graph is another backward's, and freed.
     """
     try:
-        yield
+        engine.backward(loss)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
@@ -103,7 +101,7 @@ def run_window(
     *,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
-    around_backward: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
+    backward: Callable[[Engine, Tensor], None] = backward,
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
@@ -118,7 +116,7 @@ def run_window(
         loss: gives a sum for each micro-batch.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
-        around_backward: the context of each backward, given what it goes back from.
+        backward: runs each micro-batch's, given what it goes back from.
     """
     sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
     engine.begin_window(len(window.micro_batches))
@@ -134,8 +132,7 @@ def run_window(
             activity.phase = Phase.BACKWARD
             if i == boundary:
                 activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-            with around_backward(divided), one_graph_each():
-                engine.backward(divided)
+            backward(engine, divided)
         sums.add(total)
     if not window.micro_batches:
         activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distaccum.accumulation.step import backward
+from distaccum.engines.base import Engine
 from distaccum.engines.guard import is_guarded
 from distaccum.engines.ownership import is_owned
 from distaccum.errors import MisuseError
@@ -53,13 +54,12 @@ class Strangers:
                     note: Any = self._note
                     self._hooks.append(leaf.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def watching(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward of a micro-batch's loss."""
+    def backward(self, engine: Engine, loss: Tensor) -> None:
+        """Runs the backward of a micro-batch's loss; see ``step.backward``."""
         strangers = [leaf for leaf in _leaves(loss) if not is_owned(leaf)] if self._windows > 0 else []
         self._within = True
         try:
-            yield
+            backward(engine, loss)
         finally:
             self._within = False
         for leaf in strangers:

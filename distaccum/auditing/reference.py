@@ -26,6 +26,7 @@ _OF_WRAPPERS = (
     "distaccum.auditing.",
     "distaccum.engines.",
 )
+_METHODS = ("forward", "zero_grad", "_apply", "__deepcopy__")  # that a wrapper may replace in an instance
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NO_GRADIENT = "a loss without a gradient"
 
@@ -188,7 +189,7 @@ def _copied(model: nn.Module, weights: Mapping[str, Tensor], device: torch.devic
 def _fill(shell: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
     for name, value in vars(module).items():
         cast = name == "forward" and "_original_forward" in vars(module)  # by accelerate, for mixed precision
-        if cast or name == "_compiled_call_impl" or (name in ("forward", "zero_grad") and _replaced(value)):
+        if cast or name == "_compiled_call_impl" or (name in _METHODS and _replaced(value)):
             continue
         if name in _HOOKS:
             kept = {key: hook for key, hook in value.items() if not _replaced(hook)}

@@ -20,6 +20,10 @@ class DDPModel(DistributedDataParallel):
     called: bool = False
     """Whether a forward, a method or a part of the model was asked for since this was last set to False."""
 
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
+
     def __getattr__(self, name: str) -> Any:
         """Called for what an instance's dictionary and the class have not: modules, torch's and the user's."""
         try:
@@ -37,9 +41,8 @@ class DDPModel(DistributedDataParallel):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = vars(self).get("_modules", {}).get("module")
-        own = name in vars(self) or hasattr(type(self), name) or module is None
-        if own or name in vars(self)["_modules"] or not hasattr(module, name):
+        own = name in vars(self) or hasattr(type(self), name) or "_is_made" not in vars(self)
+        if own or name in self._modules or not hasattr(self._modules["module"], name):
             super().__setattr__(name, value)
         else:
-            setattr(module, name, value)
+            setattr(self._modules["module"], name, value)

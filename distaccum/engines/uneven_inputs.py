@@ -125,6 +125,7 @@ class UnevenInputs:
         self._ends: list[tuple[Any, Callable[[], Tensor]]] = []  # of the current one's graphs; each makes zeros for it
         self._leaf_hooks: list[Any] = []
         self._inside = False  # a micro-step
+        self._failed = False  # that an error has ended
         self._unfinished = False  # a forward, or a backward, that an error may have ended
         self._backward: _Backward | None = None  # while it runs
         self._touched = False  # the model, by that backward
@@ -159,7 +160,7 @@ class UnevenInputs:
     def begin_micro_step(self) -> None:
         """Called before a micro-step's first forward."""
         self._forget_current()
-        self._inside = True
+        self._inside, self._failed = True, False
 
     def end_micro_step(self) -> None:
         """Called when a micro-step has run to its end; not after an error in it."""
@@ -176,6 +177,7 @@ class UnevenInputs:
 
         Inside a forward or a backward they wait elsewhere, and cannot be told.
         """
+        self._failed = True
         if self._inside and not self._unfinished:
             told = self._source is not None
             self._tell(_Failed(str(error)))
@@ -333,7 +335,7 @@ class UnevenInputs:
                 problem = "the model was called between two micro-batches, of which ranks have different numbers"
                 raise MisuseError(f"{problem}: call it in a micro-step, or between windows")
             for other in _ALL:
-                if other._inside:
+                if other._inside and not other._failed:
                     other._crossed = True
                     if other._uneven:
                         other._tell(_Crossed())
@@ -407,8 +409,9 @@ class UnevenInputs:
             if isinstance(box[0], _GivenUp):
                 self.left = 0
                 return
+            if isinstance(box[0], _Failed | _Crossed):
+                self.left, self._source = 0, None  # nobody waits for this rank
             if isinstance(box[0], _Failed):
-                self.left, self._source = 0, None
                 raise MisuseError(f"on another rank, which this one waited for: {box[0].reason}")
             if isinstance(box[0], _Crossed):
                 raise _in_anothers()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import EngineConfig
@@ -74,7 +75,7 @@ class WindowLoop:
                 before_boundary()
             return self._loss(model, batch)
 
-        hook = self.optimizer.register_step_pre_hook(lambda *_: before_step())
+        hook = register_optimizer_step_pre_hook(lambda *_: before_step())  # of any: a foreign one on it is refused
         try:
             assert run_window(self.engine, window, cast(Loss, loss)).applied
         finally:

@@ -68,7 +68,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "fsdp2: its own division left in",
-            (("engines/fsdp2/engine.py", "            sharded.set_gradient_divide_factor(1.0)\n", ""),),
+            (("engines/fsdp2/engine.py", "        sharded.set_gradient_divide_factor(1.0)\n", ""),),
         ),
     ),
     (

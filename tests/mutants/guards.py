@@ -37,7 +37,11 @@ GUARDS = Mutant(
             "elif unreached := self._reduction.unreached():\n",
             "elif (unreached := self._reduction.unreached()) and False:\n",
         ),
-        ("engines/ddp.py", "if self._reduction.running and self._watch.unchanged:", "if False:"),
+        (
+            "engines/ddp.py",
+            "        if self._watch.unchanged:\n            self._reduction.join",
+            "        if False:\n            self._reduction.join",
+        ),
         ("engines/fused_update.py", "        if not held <= self._known:\n", "        if False:\n"),
         # a micro-step after the reduction
         (
@@ -51,7 +55,7 @@ GUARDS = Mutant(
             'if False:\n            raise MisuseError("backward',
         ),
         # a forward past the engine
-        ("engines/ddp.py", "if not self._body.called:", "if False:"),
+        ("engines/ddp.py", "if not self._ddp.called:", "if False:"),
         # a model or an optimizer that somebody else reduces or steps
         ("engines/ownership.py", "if thing in _owners and _owners[thing].spent:", "if False:"),
         ("engines/ownership.py", "            if thing in _owners:\n", "            if False:\n"),
@@ -62,6 +66,8 @@ GUARDS = Mutant(
             '    raise MisuseError(f"{method}() was called by hand',
             '    return  # f"{method}() was called by hand',
         ),
+        # what needs a gradient, as the gathered weights say
+        ("engines/fsdp2/engine.py", "        if self._trains != self._sharded.trains():\n", "        if False:\n"),
         # weights that stay gathered
         (
             "engines/fsdp2/engine.py",
