@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from zlib import crc32
 
 from distaccum.data.counter import GlobalCounter
@@ -35,25 +35,25 @@ class Lockstep:
 
     def __init__(self, world: World, counter: GlobalCounter, replicas: Replicas) -> None:
         self._world, self._counter, self._replicas = world, counter, replicas
-        self._place = Place(epoch=0, window=0, steps=0)  # of the window that is counted next
+        self._epoch = self._window = self._steps = 0  # of the window that is counted next
         self._unchecked = 0  # windows since the replicas were compared at once
 
     @property
     def ran(self) -> bool:
         """Whether a window has ended in this process."""
-        return self._place.steps > 0
+        return self._steps > 0
 
     def begin(self, epoch: int, window: int) -> None:
         """Notes the window that is counted next."""
-        self._place = replace(self._place, epoch=epoch, window=window)
+        self._epoch, self._window = epoch, window
 
     def window_counted(self) -> None:
         """Notes that the one after it is next."""
-        self._place = replace(self._place, window=self._place.window + 1)
+        self._window += 1
 
     def window_ended(self) -> None:
         """Notes a step, applied or not."""
-        self._place = replace(self._place, steps=self._place.steps + 1)
+        self._steps += 1
         self._unchecked += 1
 
     def epoch_ended(self) -> None:
@@ -77,7 +77,7 @@ class Lockstep:
         """The place's number, and its square; nothing on one rank."""
         if self._world.size == 1:
             return []
-        number = float(crc32(repr(astuple(self._place)).encode()) % _PLACES)
+        number = float(crc32(f"{self._epoch}, {self._window}, {self._steps}".encode()) % _PLACES)
         return [number, number * number]
 
     def incoming(self, sums: list[float]) -> None:
@@ -91,7 +91,8 @@ class Lockstep:
         total, squares = map(int, sums)
         if self._world.size * squares == total * total:
             return
-        places: list[Place] = self._world.all_gather_object(self._place)
+        own = Place(epoch=self._epoch, window=self._window, steps=self._steps)
+        places: list[Place] = self._world.all_gather_object(own)
         said = shorten(
             f"rank {rank} begins window {one.window} of epoch {one.epoch} after {one.steps} steps"
             for rank, one in enumerate(places)

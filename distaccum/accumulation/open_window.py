@@ -199,6 +199,8 @@ class OpenWindow:
 
     def _expect_or_tell(self, phase: Phase, what: str, remedy: str) -> None:
         """As :meth:`expect`, and tells the other ranks, which would wait for this one."""
+        if self.phase is phase:
+            return
         try:
             self.expect(phase, what, remedy)
         except MisuseError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -87,11 +88,16 @@ def backward(engine: Engine, loss: Tensor) -> None:
     try:
         engine.backward(loss)
     except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
+        refuse_freed(error)
+
+
+def refuse_freed(error: RuntimeError) -> NoReturn:
+    """Raises a backward's error: in our own words where a part of its graph is another backward's, and freed."""
+    if "backward through the graph a second time" in str(error):
         problem = "the loss depends on what was computed in an earlier micro-batch, or before its accumulate()"
         remedy = "detach what is carried on, as in hidden = hidden.detach(), and compute the rest in each accumulate()"
         raise MisuseError(f"{problem}, whose graph is freed: {remedy}") from error
+    raise error
 
 
 def run_window(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distaccum.accumulation.step import backward
+from distaccum.accumulation.step import refuse_freed
 from distaccum.engines.base import Engine
 from distaccum.engines.guard import is_guarded
 from distaccum.engines.ownership import is_owned
@@ -59,7 +59,9 @@ class Strangers:
         strangers = [leaf for leaf in _leaves(loss) if not is_owned(leaf)] if self._windows > 0 else []
         self._within = True
         try:
-            backward(engine, loss)
+            engine.backward(loss)
+        except RuntimeError as error:
+            refuse_freed(error)
         finally:
             self._within = False
         for leaf in strangers:

@@ -192,7 +192,7 @@ class DDPEngine(Engine):
             self._compare_micro_steps(communicating)
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
-        self._ddp.called = False
+        vars(self._ddp)["called"] = False  # by no way round: once a micro-step
         if not self._ran and not self._communicates and self._world.size > 1:
             self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
@@ -381,6 +381,7 @@ class DDPEngine(Engine):
         super().close()
         self._optimizer_step.release()
         self._reduction.close()
+        self._collectives.stop()
         if self._shards is not None:
             self._groups.release()
             self._shards.restore(self._optimizers)

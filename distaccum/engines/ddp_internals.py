@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -146,7 +145,8 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
             module.sparse = True
 
 
-_watching: WeakSet[Collectives] = WeakSet()
+_watching: list[Collectives] = []
+_NOTHING = nullcontext()
 
 
 class Collectives:
@@ -167,13 +167,20 @@ class Collectives:
     def note(self) -> None:
         """Begins to watch."""
         self._before, self._called, self.watching = self._numbers(), False, True
-        _watching.add(self)
+        if self not in _watching:
+            _watching.append(self)
 
     def called(self) -> bool:
         """Whether there was one; False where the group does not count. Ends the watching."""
-        called, self.watching = self._called or self._differs(), False
-        _watching.discard(self)
+        called = self._called or self._differs()
+        self.stop()
         return called
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self.watching = False
+        if self in _watching:
+            _watching.remove(self)
 
     def pause(self) -> None:
         """What follows is not counted, until :meth:`resume`."""
@@ -193,9 +200,13 @@ class Collectives:
             return None
 
 
-@contextmanager
-def uncounted() -> Iterator[None]:
+def uncounted() -> AbstractContextManager[None]:
     """Within the block a collective is the library's own, though a micro-step of another accumulator is open."""
+    return _paused() if _watching else _NOTHING
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
     watching = list(_watching)
     for collectives in watching:
         collectives.pause()

@@ -209,10 +209,11 @@ def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 def foreign_hooks(optimizer: Optimizer) -> list[str]:
     """The names of the functions that a user has registered to run before or after the optimizer's step."""
-    held: list[Mapping[int, Any]] = [
-        getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    ]
-    functions = (getattr(hook, "func", hook) for hooks in held for hook in hooks.values())
+    before: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    after: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    if not (before or after):
+        return []
+    functions = (getattr(hook, "func", hook) for hook in (*before.values(), *after.values()))
     return [
         getattr(function, "__qualname__", type(function).__name__)
         for function in functions
