@@ -200,6 +200,7 @@ class Accumulator:
             clip_norm=prepared.clip_norm,
             clip_value=prepared.clip_value,
             count=count,
+            steps=lambda: self.tracker.progress.step,
         )
         self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")

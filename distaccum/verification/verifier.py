@@ -15,6 +15,7 @@ from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count
 from distaccum.verification.additivity import check_loss
 from distaccum.verification.proof import GradientProof
+from distaccum.verification.skips import SkippedWindows
 
 _log = logging.getLogger(__name__)
 FIRST, NEVER = "first", "never"
@@ -30,6 +31,7 @@ class Verifier:
             that one, and one every so many windows; ``never``.
         clip_norm, clip_value: what the engine was told.
         count: what the loss is divided by is counted so; None where the loop counts afterwards.
+        steps: the updates that the run has counted so far.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Verifier:
         clip_norm: float | None,
         clip_value: float | None,
         count: Count | None = None,
+        steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine, self._world, self._when, self._count = engine, world, when, count
         self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._steps, self._skipped = steps, SkippedWindows(engine, steps)
         self._loss_checked = self._warned = False
         self.summary = ""
         """What the last proof found, for people; empty where there was none, or none could be given."""
@@ -56,9 +60,16 @@ class Verifier:
         """Of the current window; None where it is not verified."""
 
     def begin(self, window: Window) -> None:
-        """Begins a window; every rank calls it."""
+        """Begins a window; every rank calls it.
+
+        Raises:
+            VerificationError: the one before was to be verified, made no step, and left something else; on all ranks.
+        """
         due = self._since is None if self._when == FIRST else self._since is None or self._since >= int(self._when)
-        self.proof = self.proof_of(window) if self._when != NEVER and due else None
+        self.proof = None
+        if self._when != NEVER and due:
+            self._skipped.check()
+            self.proof = self.proof_of(window)
         if self._since is not None:
             self._since += 1
 
@@ -110,9 +121,12 @@ class Verifier:
             yield lambda _: None
             return
         reported: list[Tensor] = []
+        before = self._steps()
         try:
             yield reported.append
-            proof.after_step(*reported)
+            (norm,) = reported
+            proof.after_step(norm)
+            self._skipped.note(norm, before)
         finally:
             proof.close()
             self.proof = None

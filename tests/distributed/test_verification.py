@@ -13,9 +13,10 @@ import pytest
 
 from tests.distributed.workers.faults import FAULTS
 from tests.distributed.workers.verify import MICRO_SIZE, Run
-from tests.mutants import guards, verification
-from tests.support import engine_matrix, matrix
-from tests.support.commands import ROOT, succeed
+from tests.mutants import engines, guards, verification
+from tests.mutants.guards import package
+from tests.support import commands, engine_matrix, matrix
+from tests.support.commands import ROOT, TINY, status, succeed
 from tests.support.engine_matrix import ENGINES
 
 COVERING = {  # each way of being wrong: in a part, by a factor, after the step, on one rank, where the model is sharded
@@ -239,6 +240,18 @@ def test_the_faults_are_those_of_the_worker_and_of_the_docs() -> None:
 def test_what_is_cut_out_is_in_the_package_once(file: str, old: str, new: str) -> None:
     assert (ROOT / "distaccum" / file).read_text().count(old) == 1, "bring tests/mutants/guards.py up to date"
     assert old != new
+
+
+@pytest.mark.heavy
+def test_a_mutant_that_hangs_is_ended_by_the_watch(tmp_path: Path) -> None:
+    """Nothing can be compared while ranks wait for each other."""
+    (mutant,) = (mutant for _, _, mutant in engines.MUTANTS if mutant.name in verification.NOT_CAUGHT)
+    uneven = ("engine=fsdp2", "batch.global_size=5", "batch.micro_size=2", "trainer.hang_timeout=3s")
+    arguments = (*TINY, *uneven, "trainer.max_steps=2", "metrics=jsonl", f"hydra.run.dir={tmp_path}")
+    with package([mutant]) as folder:
+        finished = commands.run(*arguments, world=2, warm="torch", PYTHONPATH=str(folder), timeout=120)
+    assert finished.returncode
+    assert "which the other ranks have not called, in a backward of window 1" in status(tmp_path)["reason"]
 
 
 def test_what_cannot_be_caught_is_listed_with_its_reason() -> None:
