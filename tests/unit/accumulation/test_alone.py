@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distaccum.data.counter import GlobalCounter
+from distaccum.distributed.activity import Activity
 from distaccum.errors import MisuseError, PeerError
 
 
@@ -32,7 +33,7 @@ class _Rank:
     size = 2
 
     def __init__(self, rank: int, together: _Together) -> None:
-        self.rank, self._together = rank, together
+        self.rank, self._together, self.activity = rank, together, Activity()
 
     def all_reduce_host(self, numbers: Any) -> list[float]:
         first, second = self._together.exchange(self.rank, list(numbers))
