@@ -48,8 +48,14 @@ class Stand:
 
 
 def stand_of(thread: int) -> Stand:
-    """Of the thread with this identifier; empty where it has ended."""
-    frame = sys._current_frames().get(thread)
+    """Of the thread with this identifier; empty where it has ended, or goes on while it is looked at."""
+    try:
+        return _walked(sys._current_frames().get(thread))
+    except AttributeError:  # a running thread's frames may be reused under the walk
+        return Stand("", "", debugged=False)
+
+
+def _walked(frame: FrameType | None) -> Stand:
     code = collective = ""
     debugged = False
     while frame is not None:

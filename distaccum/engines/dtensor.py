@@ -38,8 +38,11 @@ def shard_like(tensor: Tensor, pattern: Any) -> Tensor:
 
     Nothing is communicated: every rank has the whole.
     """
-    if not is_sharded(pattern) or tensor.shape != pattern.shape:
-        return tensor
+    return shard_over(tensor, pattern) if is_sharded(pattern) and tensor.shape == pattern.shape else tensor
+
+
+def shard_over(tensor: Tensor, pattern: Any) -> Tensor:
+    """As :func:`shard_like`, of any shape with as many dimensions as the sharded ``pattern``."""
     from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  loaded already, see above
 
     mesh, rows = pattern.device_mesh, tensor

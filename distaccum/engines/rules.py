@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.distributed.world import World
+from distaccum.engines.dtensor import full_tensor, shard_over
 from distaccum.errors import ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)
 _STEPS, _RATE = 2, 1e-2
 _SCALES = (1.0, 1e4, 1e-4)  # of gradients: a norm may be clipped only where it is large
 _SIZE = 6  # a trial's dimensions, at most
+_KINDS = 4  # shapes of a group that are tried
 _OURS = ("step", "zero_grad")  # what an instance may have been given in place of its class's
 
 _SEES = "would see a part of the parameters on each rank, or copies of them"
@@ -113,6 +116,39 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
 
 
+def differs_on_shards(optimizer: Optimizer, world: World) -> bool:
+    """Whether steps on shards are others than on whole parameters, as where a rule reads a norm as a number.
+
+    A collective. A rule that draws random numbers, or cannot be tried on few numbers, is taken for one that does not.
+
+    Args:
+        optimizer: over sharded parameters, without state.
+        world: this rank.
+    """
+    kinds = [
+        list({p.shape: p for p in reversed(group["params"]) if p.requires_grad}.values())[:_KINDS]
+        for group in optimizer.param_groups
+    ]
+    generator = torch.Generator().manual_seed(0)
+    whole = [[_small(p, generator) for p in group] for group in kinds]
+    shards = [
+        [shard_over(value, p) for value, p in zip(mine, group, strict=True)]
+        for mine, group in zip(whole, kinds, strict=True)
+    ]
+    devices = {value.device.index or 0 for mine in whole for value in mine if value.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        for scale in _SCALES:
+            expected, again = (_stepped(optimizer, whole, scale, seed=seed) for seed in range(2))
+            if expected is None or again is None or not _alike(expected, again):
+                continue
+            values = step_values(optimizer, shards, scale, seed=0)
+            if world.all_gather_names([] if values is not None else ["raised"]) or values is None:
+                continue
+            if not _alike(expected, [end_to_end(mine) for mine in values]):
+                return True
+    return False
+
+
 def _small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
     """Of as many dimensions, and of few numbers."""
     size = [min(n, _SIZE) for n in parameter.shape]
@@ -121,6 +157,18 @@ def _small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
 
 def _stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -> list[Tensor] | None:
     """The values after steps by the rule and settings of the optimizer's groups, end to end; None where it raises."""
+    values = step_values(optimizer, pieces, scale, seed=seed)
+    return None if values is None else [end_to_end(mine) for mine in values]
+
+
+def end_to_end(values: Sequence[Tensor]) -> Tensor:
+    """All numbers of some tensors, on the host; of sharded ones it is a collective."""
+    flat = (_real(full_tensor(value.detach())).flatten().cpu() for value in values)
+    return torch.cat([torch.zeros(0), *flat])
+
+
+def step_values(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -> list[list[nn.Parameter]] | None:
+    """The parameters after steps by the rule and settings of the optimizer's groups; None where it raises."""
     for begun in (False, True) if optimizer.state else (False,):  # some make their state when they are made
         torch.manual_seed(seed)
         values = [[nn.Parameter(piece.clone()) for piece in group] for group in pieces]
@@ -142,8 +190,7 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -
         except Exception:  # each optimizer has its own
             values = []
         if values:
-            empty = torch.zeros(0)
-            return [torch.cat([empty, *(_real(value).detach().flatten().cpu() for value in mine)]) for mine in values]
+            return values
     return None
 
 

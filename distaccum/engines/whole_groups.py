@@ -52,7 +52,9 @@ class WholeGroups:
         self.__exit__()
         if state_is_whole:
             return
-        self._refused = frozenset(p for parameters in self._parameters for p in parameters if copies)
+        begun = {p for optimizer in self._optimizers for p in optimizer.state}  # when it was made, as Adagrad's
+        every = {p for parameters in self._parameters for p in parameters}
+        self._refused = frozenset(every - begun if copies else ())
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))

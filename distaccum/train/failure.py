@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from time import time
 
-from distaccum.errors import PeerError
+from distaccum.errors import GONE, PeerError
 from distaccum.train.run_dir import RunDir
 
 RUN_NOTE = "DISTACCUM_RUN_NOTE"
@@ -27,6 +27,8 @@ _GONE = re.compile(
 
 def follows_from_another_rank(error: BaseException) -> bool:
     """Whether the error may be what is left of a collective when another rank has gone."""
+    if isinstance(error, PeerError):
+        return error.reason == GONE  # else that rank has said why
     return isinstance(error, RuntimeError | OSError) and _GONE.search(str(error)) is not None
 
 

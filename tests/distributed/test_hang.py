@@ -175,5 +175,6 @@ def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(tm
     )
     assert finished.returncode == 1
     assert finished.stderr.count("3 starts in a row have failed, none after step") == 2  # the fourth, and the fifth
-    assert len([line for line in finished.stderr.splitlines() if line.startswith("distaccum: rank 1 (process ")]) == 3
+    named = "distaccum: the run failed: rank 1 was killed by SIGKILL"
+    assert len([line for line in finished.stderr.splitlines() if line.startswith(named)]) == 3
     assert status(tmp_path / "run")["state"] == "failed"

@@ -604,6 +604,7 @@ PROGRAMS: dict[str, Program] = {
     "sparse embedding": Program(model=partial(Tagger, sparse=True), loss=tagged, count=labels_of),
     "probe backward between windows": Program(probe=probe),
     "clipping": Program(finish=clipped, options={"clip_norm": 0.1}),
+    "Adagrad": Program(optimizer=opt("Adagrad", lr=0.05, initial_accumulator_value=0.1)),
     "Adafactor": Program(optimizer=opt("Adafactor", lr=0.01)),
     "RAdam": Program(optimizer=opt("RAdam", lr=0.01, eps=1e-2)),
     "Nesterov": Program(optimizer=opt("SGD", lr=0.05, momentum=0.9, nesterov=True)),

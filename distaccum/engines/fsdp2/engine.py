@@ -104,7 +104,7 @@ class FSDP2Engine(Engine):
         self._shard(model, config, seed)
         internals.check(model)
         self._sharded = internals.ShardedModel(model)
-        rebind_optimizers(model, optimizers, before)
+        rebind_optimizers(model, optimizers, before, world)
         apply_precision(model, policy, world.device, warn=world.is_main)
         self._model = model
         self._parameters = trained(model)

@@ -8,14 +8,17 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.distributed.world import World
+from distaccum.engines.dtensor import shard_like
+from distaccum.engines.rules import differs_on_shards
 from distaccum.errors import ConfigError
 
 
-def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
-    """Replaces, in the optimizers' groups, full parameters by their shards.
+def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], world: World) -> None:
+    """Replaces, in the optimizers' groups, full parameters by their shards; a collective.
 
     ``names`` has the full parameters' names by ``id``. A fused kernel that takes no shards (SGD's, as of torch 2.13) is
     switched off.
@@ -26,25 +29,35 @@ def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: 
     sharded = dict(model.named_parameters(remove_duplicate=False))
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        if optimizer.state:
+        if any(float(state.get("step", 1.0)) for state in optimizer.state.values()):  # Adagrad makes it when it is made
             problem = "it has stepped, and its state is of whole parameters"
             raise ConfigError("optimizer", kind, problem, "Wrap first, then load its state")
+        state = {sharded[names[id(p)]]: values for p, values in optimizer.state.items()}
+        optimizer.state.clear()
+        for shard, values in state.items():
+            optimizer.state[shard] = {
+                name: shard_like(value, shard) if isinstance(value, Tensor) else value for name, value in values.items()
+            }
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[id(p)]] for p in group["params"]]
-        failure = _try(optimizer)
-        if failure is not None and any(group.get("fused") for group in optimizer.param_groups):
+        reason = _try(optimizer, world)
+        if reason and any(group.get("fused") for group in optimizer.param_groups):
             for group in optimizer.param_groups:
                 group["fused"] = False
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch sets it with fused
-            failure = _try(optimizer)
-        if failure is not None:
-            reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+            reason = _try(optimizer, world)
+        if not reason and differs_on_shards(optimizer, world):
+            reason = "it gives other numbers: what it reads of a shard, as a norm by .item(), is a rank's own"
+        if reason:
             remedy = "Use engine=zero1, where each steps whole parameters"
             raise ConfigError("optimizer", kind, f"its rule does not work on shards ({reason})", remedy)
 
 
-def _try(optimizer: Optimizer) -> Exception | None:
-    """What a step on zeros raises, for one parameter of each group and shape: a rule may turn tall matrices round."""
+def _try(optimizer: Optimizer, world: World) -> str:
+    """What a step on zeros raises on some rank, for one parameter of each group and shape; "" where it raises nothing.
+
+    A rule may turn tall matrices round, and a rank may have an empty shard.
+    """
     trial: Any = copy(optimizer)
     trial.state, trial.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -56,5 +69,6 @@ def _try(optimizer: Optimizer) -> Exception | None:
     try:
         trial.step()
     except Exception as error:  # each optimizer has its own
-        return error
-    return None
+        raised = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return world.all_gather_names([raised])[0]
+    return next(iter(world.all_gather_names([])), "")

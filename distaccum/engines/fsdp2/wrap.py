@@ -33,7 +33,7 @@ def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     """The modules to shard one by one: those the globs name; by default a transformer's layers, as it lists them.
 
     Those are of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each outermost
-    ``ModuleList``.
+    ``ModuleList``; but none that shares a parameter with what is outside of it, as tied embeddings do.
 
     Raises:
         ConfigError: a glob matches nothing.
@@ -48,9 +48,18 @@ def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     else:
         unsplit = set(getattr(model, "_no_split_modules", None) or ())
         chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
+        chosen = _sharing_nothing(model, chosen)
     # A module comes before what it holds, which has to be sharded first.
     once = dict.fromkeys(reversed(chosen))  # a layer may be used in several places
     return [module for module in once if any(p.requires_grad for p in module.parameters())]
+
+
+def _sharing_nothing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    places: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            places.setdefault(id(parameter), set()).add(module)
+    return [block for block in blocks if all(places[id(p)] <= set(block.modules()) for p in block.parameters())]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,92 @@
+"""Rules of a user's own on shards: what reads a rank's share as if it were the whole is refused on every rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distaccum.config.engine import engine_config
+from distaccum.distributed.world import World
+from distaccum.engines.factory import create_engine
+from distaccum.errors import ConfigError
+from tests.support.threads import run_ranks
+
+
+class Rule(Optimizer):
+    """Plain descent, times a factor of each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.factor(p) * p.grad)
+
+    def factor(self, p: Any) -> Any:
+        """Of one parameter."""
+        return 1.0
+
+
+class Lars(Rule):
+    """By norms that stay tensors, which know of the other ranks' shares."""
+
+    def factor(self, p: Any) -> Any:
+        return p.norm() / (p.grad.norm() + 1e-3)
+
+
+class LarsByItem(Rule):
+    """By this rank's share of the norms."""
+
+    def factor(self, p: Any) -> Any:
+        return p.norm().item() / (p.grad.norm().item() + 1e-3)
+
+
+class OwnNorm(Rule):
+    """By the norm over all, of this rank's share."""
+
+    def factor(self, p: Any) -> Any:
+        every = (q for group in self.param_groups for q in group["params"] if q.grad is not None)
+        return 1.0 / (1.0 + math.sqrt(sum(float(q.grad.square().sum()) for q in every)))
+
+
+class Largest(Rule):
+    """Raises where a shard is empty."""
+
+    def factor(self, p: Any) -> Any:
+        return p.grad.to_local().abs().max().item()
+
+
+def _wrapped(kind: Any) -> list[Any]:
+    def run(world: World) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+        create_engine(model, kind(model.parameters()), world, engine=engine_config("fsdp2"))
+        return "accepted"
+
+    return run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    "kind", [Rule, Lars, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adagrad]
+)
+def test_what_works_on_shards_is_accepted(kind: Any) -> None:
+    assert _wrapped(kind) == ["accepted"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(LarsByItem, "other numbers"), (OwnNorm, "other numbers"), (Largest, "numel")]
+)
+def test_what_reads_a_share_is_refused_on_every_rank(kind: Any, words: str) -> None:
+    for raised in _wrapped(kind):
+        assert isinstance(raised, ConfigError)
+        assert "its rule does not work on shards" in str(raised)
+        assert words in str(raised)
