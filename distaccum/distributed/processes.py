@@ -47,12 +47,15 @@ class Stand:
     debugged: bool
 
 
+NOWHERE = Stand("", "", debugged=False)
+
+
 def stand_of(thread: int) -> Stand:
     """Of the thread with this identifier; empty where it has ended, or goes on while it is looked at."""
     try:
         return _walked(sys._current_frames().get(thread))
     except AttributeError:  # a running thread's frames may be reused under the walk
-        return Stand("", "", debugged=False)
+        return NOWHERE
 
 
 def _walked(frame: FrameType | None) -> Stand:

@@ -29,7 +29,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.activity import MEETINGS, OF_A_WINDOW, Phase, Place
-from distaccum.distributed.processes import DIED, is_of_library, stand_of, trouble_of, troubled_children
+from distaccum.distributed.processes import DIED, NOWHERE, is_of_library, stand_of, trouble_of, troubled_children
 from distaccum.distributed.world import World
 from distaccum.errors import shorten
 
@@ -41,6 +41,7 @@ _TOLD_S, _TOLD_MULTIPLE = 10.0, 2.0  # once the run is told to leave: its sender
 _SLOWEST_BEAT_S, _BEATS = 1.0, 10  # between two signs of life; as many in the shortest limit
 _ANSWER_S, _STORE_S = 5.0, 5.0
 _BEATS_TO_WAIT = 3  # for a sign of another rank
+_STILL = 0.5  # of the limit, from where on a rank says in whose code it stands
 _CAUSE_S, _TOLD_FIRST_S, _POLL_S = 4.0, 1.0, 0.1
 _KILLED = ". It left no word: it was killed, as the kernel does when memory is over (see dmesg), or its node is lost"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
@@ -257,7 +258,9 @@ class Watchdog:
 
     def _sign(self, *, closely: bool) -> Sign:
         self._number += 1
-        stand, place = stand_of(self._watched), self._place
+        # Only of a thread that has long stood still: CPython does not protect the frames of one that runs.
+        still = closely or monotonic() - self._since > _STILL * self.limit()
+        stand, place = stand_of(self._watched) if still else NOWHERE, self._place
         if stand.debugged:  # a person looks at it, and what follows takes its time from then on
             self._since = monotonic()
         return Sign(

@@ -50,7 +50,6 @@ def _tied(*, across: bool) -> Blocks:
         (Blocks(none=nn.Parameter(torch.zeros(0, 2))), "none has no elements"),
         (Blocks(turned=nn.Parameter(torch.zeros(3, 2).t())), "turned is not contiguous"),
         (Blocks(wide=nn.Parameter(torch.zeros(3).double())), r"one block holds wide in float64 and head\.weight in fl"),
-        (_tied(across=True), r"layers\.0\.weight is shared by two blocks"),
     ],
 )
 def test_what_fsdp2_cannot_shard_is_named(model: nn.Module, problem: str) -> None:
@@ -60,6 +59,9 @@ def test_what_fsdp2_cannot_shard_is_named(model: nn.Module, problem: str) -> Non
 
 def test_what_fsdp2_can_shard_passes() -> None:
     _check(_tied(across=False), name="fsdp2")
+    _check(_tied(across=True), name="fsdp2")  # what shares is no block by default
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight is shared by two blocks"):
+        _check(_tied(across=True), name="fsdp2", blocks=["layers.*"])
     nested = nn.Sequential(Blocks(), nn.Linear(2, 2))
     _check(nested, name="fsdp2", blocks=["0", "0.layers.*"])
     _check(GPT(vocab_size=16, seq_len=8, n_layer=2, n_head=2, n_embd=8, dropout=0.0), name="fsdp2")
