@@ -66,6 +66,8 @@ GUARDS = Mutant(
             '    raise MisuseError(f"{method}() was called by hand',
             '    return  # f"{method}() was called by hand',
         ),
+        # settings that differ between ranks
+        ("accumulation/settings_agreement.py", "if sums and differ(sums, self._world.size):", "if False:"),
         # what needs a gradient, as the gathered weights say
         ("engines/fsdp2/engine.py", "        if self._trains != self._sharded.trains():\n", "        if False:\n"),
         # weights that stay gathered
@@ -96,9 +98,6 @@ NAMED = {
     "ProbeBefore": _OFF,
     "ProbeBeforeOnFSDP2": _OFF,
     "TwoAccumulators": _OFF,
-    "InDDPAlready": "compared with plain autograd over the bare model",  # two reductions race: by how much is luck
-    "NothingOnFSDP2": "no parameter has a gradient, on any rank",
-    "SecondAccumulator": _DIFFERS,
     "MeanLoss": "it is a mean over its count",
     "Clips": _OFF,
     "ClipsBeforeStep": "the optimizer is given the window's gradient times",

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils.data import default_collate
 
@@ -280,34 +279,6 @@ class TwoAccumulators(Program):
                     self.other.backward(self.model(made, torch.zeros(len(made))).sum(), len(made))
 
 
-class InDDPAlready(Program):
-    """The model is in DistributedDataParallel."""
-
-    def wrapped(self) -> nn.Module:
-        return DistributedDataParallel(self.model)
-
-
-class NothingOnFSDP2(Program):
-    """fsdp2: no parameter gets a gradient, as the loss is cut off from the model."""
-
-    engine = FSDP2Config()
-    whole_windows = True
-
-    def loss_of(self, output: Tensor, batch: Batch) -> Tensor:
-        return super().loss_of(output.detach().requires_grad_(), batch)
-
-
-class SecondAccumulator(Program):
-    """zero1: two Accumulators over one optimizer, each with a global batch of its own."""
-
-    engine = "zero1"
-
-    def before_wrapping(self) -> None:
-        Accumulator(
-            self.model, self.optimizer, global_batch_size=8, micro_batch_size=2, world=self.world, engine="zero1"
-        )
-
-
 class MeanLoss(Program):
     """The loss is a mean."""
 
@@ -429,9 +400,6 @@ FAULTS: dict[str, type[Program]] = {
         ProbeBefore,
         ProbeBeforeOnFSDP2,
         TwoAccumulators,
-        InDDPAlready,
-        NothingOnFSDP2,
-        SecondAccumulator,
         MeanLoss,
         Clips,
         ClipsBeforeStep,
