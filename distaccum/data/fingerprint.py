@@ -50,7 +50,7 @@ def _twice(data: DataSpec, number: int) -> Sketch | None:
     assert is_map_style(data.train)
     try:
         first, second = (sketch(data.train[number]) for _ in range(2))
-    except Exception:
+    except Exception:  # the training itself says so, where it reads the sample
         return None
     return first if same(first, second, exactly=True) else None
 

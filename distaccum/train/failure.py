@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import traceback
 from contextlib import suppress
 from datetime import datetime
@@ -13,23 +12,18 @@ from pathlib import Path
 from time import time
 
 from distaccum.errors import GONE, PeerError
+from distaccum.train.faults import is_lost_connection
 from distaccum.train.run_dir import RunDir
 
 RUN_NOTE = "DISTACCUM_RUN_NOTE"
 """Names the file for the run directory, written by rank 0. Its launcher, which reads it, then prints a failure."""
-# How the libraries that join the ranks say that another one is gone: gloo, NCCL, torch's store.
-_GONE = re.compile(
-    r"closed by (remote )?peer|reset by peer|connection (closed|refused|reset|was)|broken pipe|gloo|nccl|"
-    r"timed? ?out|remote process exited|failed to (recv|send)",
-    re.IGNORECASE,
-)
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
     """Whether the error may be what is left of a collective when another rank has gone."""
     if isinstance(error, PeerError):
         return error.reason == GONE  # else that rank has said why
-    return isinstance(error, RuntimeError | OSError) and _GONE.search(str(error)) is not None
+    return is_lost_connection(error)
 
 
 def reason_of(rank: int, error: BaseException) -> str:

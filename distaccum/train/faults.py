@@ -9,12 +9,13 @@ import torch
 
 from distaccum.distributed.processes import is_of_library
 from distaccum.distributed.world import World
-from distaccum.errors import ResourceError
+from distaccum.errors import DistaccumError, ResourceError
 
 _HOST_MEMORY = "can't allocate memory"
+# How the libraries that join the ranks say that another one is gone: gloo, NCCL, torch's store.
 _LOST = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|connection was|remote process exited|socket closed|NCCL error|"
-    r"timed out|EnforceNotMet",
+    r"connection (closed|reset|refused|was)|closed by (remote )?peer|reset by peer|broken pipe|socket closed|gloo|nccl|"
+    r"timed? ?out|remote process exited|failed to (recv|send)|EnforceNotMet",
     re.IGNORECASE,
 )
 
@@ -28,7 +29,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a collective has failed, as it does when another rank is gone."""
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    if isinstance(error, DistaccumError):  # whose words may name the group's timeout
+        return False
+    return isinstance(error, RuntimeError | OSError) and _LOST.search(str(error)) is not None
 
 
 def innermost(error: BaseException) -> str:

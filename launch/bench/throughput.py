@@ -34,6 +34,7 @@ from distaccum.train.loop import Loop
 from distaccum.train.run import build_accumulator
 from distaccum.train.run_dir import RunDir
 from distaccum.train.time_limit import TimeLimit
+from distaccum.verification import replicas
 from launch.bench.variant import Step, Variant, handwritten_ddp, loader_of
 
 WARM_UP = 3  # windows: DDP rebuilds its buckets, the optimizer makes its state
@@ -121,14 +122,16 @@ def count_calls(step: Step, windows: int) -> dict[str, float]:
     """Python function calls per window, and the device reads that do not go by ``item``.
 
     These are ``tolist`` of a tensor on the device, and the first read of a copy in the window that made it, which waits
-    for what was queued last. A late read comes in a later window, when that window's work is queued.
+    for what was queued last. A late read comes in a later window, when that window's work is queued. Those of the
+    weights' checksums, which ride in some windows' counts, are told apart.
     """
-    calls, reads, late = 0, 0, 0
+    calls, reads, late, checksums = 0, 0, 0, 0
+    riding: set[int] = set()  # copies of checksums, by id
     fresh: list[HostCopy] = []
     kept: dict[int, HostCopy] = {}  # what was read, by id: kept, so that no other copy gets the id
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls, reads, late
+        nonlocal calls, reads, late, checksums
         calls += event == "call"
         if event == "c_call" and argument.__name__ == "tolist" and isinstance(argument.__self__, Tensor):
             reads += argument.__self__.is_floating_point() and frame.f_code is not World.all_reduce_host.__code__
@@ -136,10 +139,13 @@ def count_calls(step: Step, windows: int) -> dict[str, float]:
             copy = frame.f_locals["self"]
             if frame.f_code is HostCopy.__init__.__code__:
                 fresh.append(copy)
+                if frame.f_back is not None and frame.f_back.f_code.co_filename == replicas.__file__:
+                    riding.add(id(copy))
+                    kept.setdefault(-id(copy), copy)
             elif id(copy) not in kept:
                 kept[id(copy)] = copy
-                waits = any(copy is one for one in fresh)
-                reads, late = reads + waits, late + (not waits)
+                waits, rides = any(copy is one for one in fresh), id(copy) in riding
+                reads, late, checksums = reads + waits, late + (not waits and not rides), checksums + rides
 
     sys.setprofile(note)
     try:
@@ -148,7 +154,8 @@ def count_calls(step: Step, windows: int) -> dict[str, float]:
             step()
     finally:
         sys.setprofile(None)
-    return {"Python calls": calls / windows, "device reads": reads / windows, "late reads": late / windows}
+    read = {"device reads": reads / windows, "late reads": late / windows, "checksum reads": checksums / windows}
+    return {"Python calls": calls / windows, **read}
 
 
 def peak_bytes(build: Callable[[], Step], windows: int) -> int:

@@ -35,8 +35,8 @@ def test_a_window_costs_what_a_hand_written_one_does(tmp_path: Path, world: int,
     assert f"accumulation 8, {world} ranks" in finished.stdout
     assert ours["aten ops"] <= 1.02 * hand["aten ops"]
     assert ours["Python calls"] <= hand["Python calls"]
-    # The outcome's; of several ranks, the weights' checksum too, which rides in every second window's count at most.
-    assert ours["late reads"] <= (1.0 if world == 1 else 1.5)
+    assert ours["late reads"] <= 1.0
+    assert ours["checksum reads"] <= (0.0 if world == 1 else 0.5)  # in every second window's count at most
     assert ours["device reads"] <= hand["device reads"]
     assert ours["gradient reductions"] == hand["gradient reductions"]
     assert ours["gradient bytes"] == hand["gradient bytes"]
