@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from math import inf, nan
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -386,7 +386,7 @@ class Accumulator:
 
     def accumulate(self) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; the last one of a window ends with the step."""
-        return self._current("accumulate()")
+        return self._open if self._open is not None else self._no_window("accumulate()")
 
     def backward(
         self, loss: LossSum, num_items: float | Tensor | Counts | None = None, *, reduction: str = "sum"
@@ -404,7 +404,7 @@ class Accumulator:
             MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
                 count than the one beforehand; or a mean of several losses.
         """
-        window = self._current("backward()")
+        window = self._open if self._open is not None else self._no_window("backward()")
         if reduction != "sum":
             require_choice("reduction", reduction, ("sum", "mean"))
             if isinstance(loss, Mapping) or isinstance(num_items, Mapping):
@@ -563,10 +563,9 @@ class Accumulator:
         self._verifier.restart()
         self.replicas.restart()
 
-    def _current(self, what: str) -> OpenWindow:
-        if self._open is None:
-            refuse(what, "outside a window", "loop over acc.windows(...)")
-        return self._open
+    @staticmethod
+    def _no_window(what: str) -> NoReturn:
+        refuse(what, "outside a window", "loop over acc.windows(...)")
 
     def _expect_no_window(self, what: str, *, tells: bool = False) -> None:
         """Raises MisuseError where a window is open; where it ``tells``, the other ranks learn of it."""

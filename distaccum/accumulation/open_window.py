@@ -127,7 +127,8 @@ class OpenWindow:
         ):
             if self.phase is Phase.DROPPED:
                 return
-            self._expect_or_tell(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
+            if self.phase is not Phase.OPEN:
+                self._expect_or_tell(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._current
         if not self.plain.micro_batches:
@@ -165,8 +166,9 @@ class OpenWindow:
             if isinstance(value, MisuseError):
                 self._failed(value)
             return
-        remedy = "call acc.backward() in it, also for a loss of zero"
-        self._expect_or_tell(Phase.BACKWARD, "the end of accumulate()", remedy)
+        if self.phase is not Phase.BACKWARD:
+            remedy = "call acc.backward() in it, also for a loss of zero"
+            self._expect_or_tell(Phase.BACKWARD, "the end of accumulate()", remedy)
         self._left -= 1
         if self._left:
             self.phase = Phase.OPEN
@@ -177,8 +179,9 @@ class OpenWindow:
         """Backpropagates the sums of one micro-batch's losses; see ``Accumulator.backward``."""
         self.expect(Phase.FORWARD, "backward()", "call acc.backward() once in each `with acc.accumulate():`")
         self._end_autocast()
-        counts = self._known_counts(count) if self.counts else self._provisional_counts(count)
-        own_counts = self._current.counts if self.counts and self._current else None
+        known = self.plain.counts
+        counts = self._known_counts(count) if known else self._provisional_counts(count)
+        own_counts = self._current.counts if known and self._current else None
         if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
             own_counts = as_counts(count)
         factor = self._engine.gradient_divide_factor
@@ -199,8 +202,6 @@ class OpenWindow:
 
     def _expect_or_tell(self, phase: Phase, what: str, remedy: str) -> None:
         """As :meth:`expect`, and tells the other ranks, which would wait for this one."""
-        if self.phase is phase:
-            return
         try:
             self.expect(phase, what, remedy)
         except MisuseError as error:
@@ -223,7 +224,7 @@ class OpenWindow:
         if count is not None and as_counts(count) != self._current.counts:
             counted = dict(self._current.counts)
             refuse(f"backward() with the count {count}", f"where count= gave {counted}", "make them agree, or omit it")
-        return self.counts
+        return self.plain.counts
 
     def _provisional_counts(self, count: float | Tensor | Counts | None) -> Counts:
         """Adds ``count`` to the late count; the true one is known at the window's end, when the step divides by it."""

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -85,10 +85,13 @@ class Bench:
         self._local.forget()
 
     def figures(self) -> dict[str, Any]:
-        """Seconds of each window, the mean bytes of one that left this host, and what a forecast has to know."""
+        """Seconds of each window, the bytes of one that left this host, and what a forecast has to know.
+
+        The median of the windows' bytes: what TCP sends twice on a busy machine is not the window's.
+        """
         return {
             "seconds": self._seconds,
-            "bytes": mean(self._bytes),
+            "bytes": median(self._bytes),
             "gradient bytes": 4 * sum(self._parameters),
             "parameters": self._parameters,
             "micro_step_ms": self._local.micro_step_ms,

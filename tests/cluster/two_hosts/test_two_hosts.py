@@ -63,7 +63,7 @@ def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
     """By the counters of both interfaces, with headers and acknowledgements; bytes do not depend on the speed."""
     need_hosts()
     monkeypatch.setenv("COLUMNS", "200")  # or names would be cut
-    values = _values("link.mbit=1000", "link.windows=2", f"batch.global_size={4 * accumulation}")
+    values = _values("link.mbit=1000", "link.windows=5", f"batch.global_size={4 * accumulation}")
     assert network.run(values, tmp_path) == 0
     said = capsys.readouterr().out
     figures = json.loads((tmp_path / "link.json").read_text())
@@ -72,12 +72,13 @@ def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
     assert accumulation <= over.pop("hand-written DDP") <= accumulation * 1.02
     assert 1 <= over.pop("distaccum") <= 1.02
     assert set(over) == {"distaccum, reduce_dtype=bf16", "distaccum, precision=bf16 too"}
-    assert all(0.5 <= ratio <= 0.51 for ratio in over.values())
+    for name, ratio in over.items():
+        assert 0.5 <= ratio <= 0.51, name
     table = (tmp_path / "link.md").read_text()
     for name, row in figures["ways"].items():
         assert row["gradient bytes"] == 4 * sum(row["parameters"]) > 10_000_000
         assert row["forecast"] > accumulation * row["micro_step_ms"] / 1000 > 0
-        assert len(row["all seconds"]) == 2
+        assert [len(seconds) for seconds in row["all seconds"]] == [5, 5]
         assert name in table
         assert name in said
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
