@@ -1,3 +1,3 @@
 """Fixtures for all tests."""
 
-pytest_plugins = ["distaccum.testing.fixtures"]
+pytest_plugins = ["distaccum.testing.fixtures", "tests.support.faults"]
