@@ -50,6 +50,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.ranks = path / ".ranks"
         self.logs = path / "logs"
+        self.hang = path / "hang"
         self.token, self.secrets = token, secrets
         self._turn = Lock()  # of this process's threads, which write by one temporary name
         self._owner: Owner | None = None
