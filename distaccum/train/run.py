@@ -40,6 +40,7 @@ from distaccum.train.failure import follows_from_another_rank, note_failure, rea
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
+from distaccum.train.metrics.wandb import require_key
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
 from distaccum.train.report import not_finite, print_header, print_summary
@@ -199,6 +200,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     """
     if environment.rank != 0:
         return None
+    require_key(components.config.metrics.wandb.mode)
     run_dir.make()
     refuse_if_held(run_dir.path)
     return find_checkpoint(
