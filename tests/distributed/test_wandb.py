@@ -276,7 +276,6 @@ def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Call
         assert said in finished.stderr
         assert finished.stderr.count("Weights & Biases") <= 2
         assert len(finished.stderr.splitlines()) <= 4  # torch says of these images that they give no gradient
-        assert all(len(_history(file)[0]) < 100 for file in folder.glob("*/*.wandb"))
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 101))
