@@ -143,11 +143,12 @@ class Watchdog:
 
     # --- errors, in the loop's thread
 
-    def tell(self, reason: str) -> None:
-        """Shows the other ranks why this one ends; the first rank's reason stays."""
+    def tell(self, reason: str) -> bool:
+        """Shows the other ranks why this one ends; the first rank's reason stays. Whether it is this one, or may be."""
         if self._store is not None:
             with suppress(RuntimeError):
-                self._store.compare_set("watchdog/fault", "", reason)
+                return bool(self._store.compare_set("watchdog/fault", "", reason).decode() == reason)
+        return True
 
     def cause(self) -> tuple[str, list[int]]:
         """Why a collective has failed: what another rank has told, or which ranks are gone; empty if nobody knows.
@@ -186,7 +187,9 @@ class Watchdog:
         if faulthandler.is_enabled():
             return
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(
+                exist_ok=True
+            )  # no parents: on a machine that does not see the run directory it stays away
             self._crashes = _crash_file(self._folder, self._world.rank).open("w")
             faulthandler.enable(self._crashes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> No
     assert finished.returncode == 1
     found = status(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1: OSError: the disk of rank 1 is gone")
+    # torchrun prints a traceback of its own, and a report: its cause is the true one, whichever rank it takes for it.
+    assert finished.stderr.count("Traceback (most recent call last)") == 1
+    causes = re.findall(r"traceback : (.*)", finished.stderr)
+    assert causes
+    assert set(causes) == {f"rank 1: OSError: the disk of rank 1 is gone; more in {tmp_path}/logs"}
+    assert len([line for line in finished.stderr.splitlines() if line.startswith("distaccum:")]) == 5
 
 
 @pytest.mark.parametrize(
