@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,23 @@ def test_hydras_own_switch_for_tracebacks_hides_nothing(tmp_path: Path) -> None:
     finished = run("optim.lrr=1", cwd=tmp_path, HYDRA_FULL_ERROR="1")
     assert finished.returncode == 2
     assert "optim.lrr=1: no such setting" in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a Slurm job that fails at one step each time that it is requeued",
+    group="processes",
+    does="the fourth start in a row is refused with exit code 2, and the run stays `failed`",
+    says="3 starts in a row have failed, none after step 6, the last one so: rank 0: ResourceError: out of memory in "
+    "loading data of window 7 (step 6)",
+)
+def test_a_job_that_is_requeued_again_and_again(tmp_path: Path, says: Callable[[str], None]) -> None:
+    data = ("data._target_=tests.support.faulty_datasets.GoesWrong", "+data.how=memory", "+data.rank=0")
+    arguments = [*SETTINGS, *data, "resume=auto", f"hydra.run.dir={tmp_path}"]
+    codes = []
+    for requeues in range(5):
+        finished = run(*arguments, PYTHONPATH=str(ROOT), SLURM_JOB_ID="4711", SLURM_RESTART_COUNT=str(requeues))
+        codes.append(finished.returncode)
+    assert codes == [1, 1, 1, 2, 2]
+    says(finished.stderr)
+    assert status(tmp_path)["state"] == "failed"

@@ -121,7 +121,8 @@ class WandbLogger(Logger):
                 vars(handler)["handleError"] = _ignore
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
-            has_until, has_room = run.step, True  # the next step; 0 offline
+            # The next step; 0 offline. Before the first record one of the two knows it, by W&B's version.
+            has_until, has_room = max(run.step, getattr(run, "starting_step", 0)), True
             for record in _read(self._metrics, self._before):
                 self._send(run, record, has_until)
             self._supersede(Path(run.dir).parent)
