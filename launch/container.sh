@@ -39,7 +39,8 @@ for name in NPROC NNODES MASTER_PORT JOIN_SECONDS STOP_SECONDS; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name=${!name}: not a whole number. Give one from 1, or leave it unset"
 done
 
-meeting=(--standalone)
+# As --standalone does, but by the job's name, by which a container that comes back owns its run directory.
+meeting=(--rdzv-id="${JOB_ID:-distaccum}" --rdzv-backend=c10d --rdzv-endpoint=localhost:0)
 if [ "$NNODES" -gt 1 ]; then
     [[ ${NODE_RANK:-} =~ ^[0-9]+$ && $NODE_RANK -lt $NNODES ]] ||
         refuse "NODE_RANK=${NODE_RANK:-}: not one of $NNODES containers. Give each its own, 0 to $((NNODES - 1))"

@@ -129,7 +129,7 @@ def run_window(
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     random = KeyedRandom(engine.device)
     for i, batch in enumerate(batches):
-        activity.phase = Phase.FORWARD
+        activity.phase, activity.done = Phase.FORWARD, i
         with random.keyed(window.keys, i), engine.micro_step(sync=i == boundary):
             with engine.autocast():
                 total = loss(engine.model, batch)

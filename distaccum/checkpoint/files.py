@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -41,11 +43,25 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` to a temporary neighbour, syncs it and renames it over ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.replace(path)
+    """:func:`write_bytes` for a text."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes ``content`` to a temporary neighbour, syncs it and renames it over ``path``.
+
+    Nobody can guess the neighbour's name, or have put a link there that leads elsewhere.
+    """
+    temporary = path.with_name(f".{path.name}.{token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+        sync(temporary)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

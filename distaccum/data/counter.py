@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from zlib import crc32
 
+from distaccum.data import loading_processes
 from distaccum.data.agreement import raise_on_all
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.activity import Phase
@@ -101,8 +102,9 @@ class GlobalCounter:
     def _sum(self, numbers: Sequence[float]) -> list[float]:
         try:
             return self._world.all_reduce_host(numbers)
-        except RuntimeError as error:  # of the backend
-            raise PeerError(GONE, "while this one waited for it") from error
+        except RuntimeError as error:  # of the backend, or torch's of a loading process that has died
+            meant = loading_processes.explain_late(error)
+            raise PeerError(GONE, "while this one waited for it") if meant is error else meant from error
 
     def micro_batch(self, batch: Any) -> MicroBatch:
         """The batch with its counts."""

@@ -46,7 +46,7 @@ class Activity:
     first: int = 0
     """The windows that were done when this process began."""
     done: int = 0
-    """Batches that were done in this phase, where it has several."""
+    """Batches that were done: of the evaluation, or micro-batches of the window."""
     loading_at: float = 0.0
     """When the data of the coming window were asked for, on the clock of ``time.perf_counter``; so are the others."""
     counted_at: float = 0.0

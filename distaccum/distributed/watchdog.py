@@ -143,11 +143,12 @@ class Watchdog:
 
     # --- errors, in the loop's thread
 
-    def tell(self, reason: str) -> None:
-        """Shows the other ranks why this one ends; the first rank's reason stays."""
+    def tell(self, reason: str) -> bool:
+        """Shows the other ranks why this one ends; the first rank's reason stays. Whether it is this one, or may be."""
         if self._store is not None:
             with suppress(RuntimeError):
-                self._store.compare_set("watchdog/fault", "", reason)
+                return bool(self._store.compare_set("watchdog/fault", "", reason).decode() == reason)
+        return True
 
     def cause(self) -> tuple[str, list[int]]:
         """Why a collective has failed: what another rank has told, or which ranks are gone; empty if nobody knows.
@@ -178,23 +179,18 @@ class Watchdog:
         return "", []
 
     def _of_dead(self, rank: int, sign: Sign) -> str:
-        crash, last = self._crash_file(rank), ""
-        with suppress(OSError):
-            text = crash.read_text()
-            if text:
-                last = f". {text.splitlines()[0]}{_innermost(text)}; its stacks are in {crash}"
+        last = crash_of(rank, self._folder)
         return f"{_silent(rank, sign, self._host)}{last or _KILLED}"
-
-    def _crash_file(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.crash"
 
     def _catch_crashes(self) -> None:
         """A process that dies in native code, as gloo's does of collectives that do not match, leaves its stacks."""
         if faulthandler.is_enabled():
             return
         with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._crashes = self._crash_file(self._world.rank).open("w")
+            self._folder.mkdir(
+                exist_ok=True
+            )  # no parents: on a machine that does not see the run directory it stays away
+            self._crashes = _crash_file(self._folder, self._world.rank).open("w")
             faulthandler.enable(self._crashes)
 
     def _forget_crashes(self) -> None:
@@ -203,7 +199,7 @@ class Watchdog:
         faulthandler.disable()
         with suppress(OSError):
             self._crashes.close()
-            self._crash_file(self._world.rank).unlink()
+            _crash_file(self._folder, self._world.rank).unlink()
             self._folder.rmdir()  # unless there is something in it
 
     # --- the thread
@@ -442,6 +438,19 @@ def _standing(rank: int, sign: Sign) -> str:
     verb = f"waits in {sign.collective}(), which the other ranks have not called," if alone else "stands still"
     children = f" ({sign.children})" if sign.children else ""
     return f"rank {rank} {verb} in {sign.place}{where}{children}"
+
+
+def crash_of(rank: int, folder: Path) -> str:
+    """Where a rank has crashed in native code, as its watchdog notes it in ``folder``; empty if it has not."""
+    crash = _crash_file(folder, rank)
+    with suppress(OSError):
+        if text := crash.read_text():
+            return f". {text.splitlines()[0]}{_innermost(text)}; its stacks are in {crash}"
+    return ""
+
+
+def _crash_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.crash"
 
 
 def _innermost(crash: str) -> str:

@@ -161,6 +161,7 @@ class _Jobs:
             self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:
             run_dir.write_refusal(str(error))
+            tell_torchrun(str(error), run_dir)
             sys.exit(_print_config_error(error))
         except KeyboardInterrupt:
             raise
@@ -274,7 +275,7 @@ def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator
         except BaseException as error:
             run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
             _report(run_dir, environment.rank, error)
-            return 1
+            return _BAD_CONFIGURATION if isinstance(error, ConfigError) else 1
     raise AssertionError
 
 
@@ -283,8 +284,7 @@ def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
     reason, first = run_dir.hidden(reason_of(rank, error)), run_dir.failure()
     if "HYDRA_FULL_ERROR" in os.environ:
         sys.stderr.writelines(traceback.format_exception(error))
-    if first in ("", reason):
-        tell_torchrun(reason, run_dir)
+    tell_torchrun(first or reason, run_dir)  # on every rank: torchrun may take any for the root cause
     if rank == 0 and RUN_NOTE not in os.environ:
         for line in lines_of(run_dir, reason):
             _log.error("%s", line)

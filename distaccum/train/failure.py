@@ -51,7 +51,8 @@ def tell_torchrun(reason: str, run_dir: RunDir) -> None:
     """Writes torchrun's error file, if it asked for one: its report then has the cause, and no traceback."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if name:
-        told = {"py_callstack": f"{reason}; more in {run_dir.logs}", "timestamp": str(int(time()))}
+        more = f"; more in {run_dir.logs}" if run_dir.logs.is_dir() else ""
+        told = {"py_callstack": reason + more, "timestamp": str(int(time()))}
         with suppress(OSError):
             Path(name).write_text(json.dumps({"message": {"message": reason, "extraInfo": told}}))
 

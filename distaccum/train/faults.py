@@ -7,11 +7,13 @@ import traceback
 
 import torch
 
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.processes import is_of_library
 from distaccum.distributed.world import World
 from distaccum.errors import DistaccumError, ResourceError
 
 _HOST_MEMORY = "can't allocate memory"
+_OF_A_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCTION)
 # How the libraries that join the ranks say that another one is gone: gloo, NCCL, torch's store.
 _LOST = re.compile(
     r"connection (closed|reset|refused|was)|closed by (remote )?peer|reset by peer|broken pipe|socket closed|gloo|nccl|"
@@ -42,10 +44,11 @@ def innermost(error: BaseException) -> str:
 
 def out_of_memory(error: BaseException, world: World) -> ResourceError:
     """What was done, and what needs less memory."""
-    device = world.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError)
+    device, place = world.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError), world.activity.now()
+    micro = f", micro-batch {place.done + 1} of this rank" if place.phase in _OF_A_MICRO_BATCH else ""
     said = (str(error).splitlines() or [type(error).__name__])[0]
     host = "" if device else ", or lower trainer.num_workers: this is the host's memory"
     return ResourceError(
-        f"out of memory in {world.activity.now()}: {said}. Lower batch.micro_size (the global batch and its gradient "
+        f"out of memory in {place}{micro}: {said}. Lower batch.micro_size (the global batch and its gradient "
         f"stay the same), use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed){host}"
     )

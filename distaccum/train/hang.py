@@ -32,14 +32,20 @@ def watchdog(config: TrainerConfig, world: World, run_dir: RunDir, signals: Stop
     signals.last_words = lambda reason: run_dir.write_failure(f"rank {world.rank}: {reason}")
     try:
         if config.hang_timeout is None:
-            yield
+            try:
+                yield
+            except Exception as error:
+                meant = _meaning_of(error, world)
+                if meant is error:
+                    raise
+                raise meant from error
             return
         dog = Watchdog(
             world,
             timeout=None if config.hang_timeout == "auto" else seconds_of("trainer.hang_timeout", config.hang_timeout),
             group_timeout=group_timeout(config),
             on_hang=run_dir.write_failure,
-            folder=run_dir.path / "hang",
+            folder=run_dir.hang,
             told=lambda: signals.told,
         )
         with dog:
@@ -53,6 +59,13 @@ def watchdog(config: TrainerConfig, world: World, run_dir: RunDir, signals: Stop
         signals.last_words = None
 
 
+def apart(crash: str) -> str:
+    """What to change where a crash looks like gloo's, which aborts at collectives of different sizes; else nothing."""
+    if "Aborted" not in crash:
+        return ""
+    return ": if each was in a collective of its own, call both on every rank, in the same order"
+
+
 def raise_in_words(error: Exception, world: World, dog: Watchdog) -> NoReturn:
     """Raises ``error``, or what it means; the other ranks, whose collectives fail then, learn of it.
 
@@ -64,18 +77,22 @@ def raise_in_words(error: Exception, world: World, dog: Watchdog) -> NoReturn:
     if is_lost_connection(error):
         cause, gone = dog.cause()
         here = f"rank {world.rank} was in {world.activity.now()}, at {innermost(error)}"
-        if "Aborted" in cause:
-            here += ": if each was in a collective of its own, call both on every rank, in the same order"
+        here += apart(cause)
         if gone:
             cause = f"{cause}; {here}"
             if world.rank == min(set(range(world.size)) - set(gone)) != 0:
                 _log.error("%s", cause)  # rank 0 cannot
         if cause:
             raise PeerError(cause, "while this rank waited for it" if gone else here) from error
-    meant = out_of_memory(error, world) if is_out_of_memory(error) else loading_processes.explain_late(error)
-    if isinstance(meant, DistaccumError) and not world.is_main:
+    meant = _meaning_of(error, world)
+    first = dog.tell(f"rank {world.rank}: {type(meant).__name__}: {meant}")
+    if first and isinstance(meant, DistaccumError) and not world.is_main:
         _log.error("%s", meant)  # rank 0 says what the others tell it, if it lives
-    dog.tell(f"rank {world.rank}: {type(meant).__name__}: {meant}")
     if meant is error:
         raise error
     raise meant from error
+
+
+def _meaning_of(error: Exception, world: World) -> Exception:
+    """What is over or has died, with its remedy; else ``error`` itself."""
+    return out_of_memory(error, world) if is_out_of_memory(error) else loading_processes.explain_late(error)

@@ -21,6 +21,8 @@ from threading import Event, Thread
 from time import monotonic
 from types import TracebackType
 
+from distaccum.distributed.watchdog import crash_of
+from distaccum.train.hang import apart
 from distaccum.train.owner import Machine, process_start
 from distaccum.train.run_dir import RunDir
 
@@ -156,7 +158,8 @@ class Peers:
         """
         if entry is not None and entry.phase != _ENDED:
             reason = f"rank {entry.rank} {_how(code)} while {entry.phase} (process {entry.pid} on {entry.machine.host})"
-            self._run_dir.write_failure(reason)
+            crash = crash_of(entry.rank, self._run_dir.hang)
+            self._run_dir.write_failure(reason + crash + apart(crash))
             self._found.set()
         if self._phase == JOINING and not self._stopped.wait(_GRACE_S) and self._phase == JOINING:
             why = self._run_dir.failure() or "another rank has left"

@@ -24,45 +24,78 @@ def is_restart(environment: Mapping[str, str] = os.environ) -> bool:
     return any(count.isdecimal() and int(count) > 0 for count in counts) or element != first
 
 
-def note_start(folder: Path, *, restarted: bool) -> None:
+def job_of_kubernetes(environment: Mapping[str, str] = os.environ) -> str:
+    """The job of this pod, by the variable that ``launch/k8s/job.yaml`` sets; empty elsewhere.
+
+    A pod does not know how many came before it. But a job's name is its own: one who applies the manifest again gets
+    another, so that a second start of the same job in a folder is the cluster's.
+    """
+    return environment.get("JOB_ID", "") if "KUBERNETES_SERVICE_HOST" in environment else ""
+
+
+def note_start(folder: Path, *, restarted: bool, job: str = "") -> None:
     """Notes how the start before has ended, by ``status.json`` in the run directory ``folder``; rank 0 calls it.
+
+    Args:
+        folder: of the run.
+        restarted: whether a machine has started this process again.
+        job: of Kubernetes; where the start before was the same job's, a machine has, too.
 
     Raises:
         ConfigError: three starts in a row have failed, and none got further than the one before.
     """
-    record = folder / _NAME
-    if not restarted:
-        record.unlink(missing_ok=True)
-        return
-    last = _last_failure(folder)  # first: where the run has saved and left, no failure before it counts
-    failures = [*_failures(record), *last]
-    if not failures:
-        record.unlink(missing_ok=True)
-        return
-    write_json(record, {"failures": failures[-_MOST:]})
+    failures = _failures(folder, restarted, job)
+    if failures or job:
+        _write(folder, job, failures)
+    else:
+        (folder / _NAME).unlink(missing_ok=True)
+    if _is_loop(failures):
+        raise _refusal(failures)
+
+
+def refuse_crash_loop(folder: Path, *, restarted: bool, job: str = "") -> None:
+    """As :func:`note_start`, but notes no start: for a check before any process runs."""
+    failures = _failures(folder, restarted, job)
+    if _is_loop(failures):
+        _write(folder, job, failures)  # the status of the last one may become that of the refusal
+        raise _refusal(failures)
+
+
+def _write(folder: Path, job: str, failures: list[dict[str, Any]]) -> None:
+    write_json(folder / _NAME, {"job": job, "failures": failures[-_MOST:]})
+
+
+def _is_loop(failures: list[dict[str, Any]]) -> bool:
     steps = [failure["step"] for failure in failures[-_MOST:]]
-    if len(steps) < _MOST or max(steps) > steps[0]:
-        return
+    return len(steps) == _MOST and max(steps) <= steps[0]
+
+
+def _refusal(failures: list[dict[str, Any]]) -> ConfigError:
     reason = failures[-1]["reason"] or "it was killed, and left no reason"
-    problem = f"{_MOST} starts in a row have failed, none after step {steps[0]}, the last one so: {reason}"
+    step = failures[-_MOST]["step"]
+    problem = f"{_MOST} starts in a row have failed, none after step {step}, the last one so: {reason}"
     remedy = (
         "Mend that: resume from an older checkpoint if the data or weights of that step are the cause, lower "
         "batch.micro_size if memory is. Started again by hand, as a new job, it counts from zero"
     )
-    raise ConfigError("resume", None, problem, remedy)
+    return ConfigError("resume", None, problem, remedy)
 
 
-def _failures(record: Path) -> list[dict[str, Any]]:
+def _failures(folder: Path, restarted: bool, job: str) -> list[dict[str, Any]]:
+    """Those of the starts before in a row, the last one's included; a run that saved and left begins a new row."""
+    before: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / _NAME).read_bytes())
+        before = found if isinstance(found, dict) else {}
+    if not restarted and not (job and before.get("job") == job):
+        return []
+    failures: list[dict[str, Any]] = []
+    with suppress(KeyError, TypeError):
+        failures = list(before["failures"])
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return list(json.loads(record.read_text())["failures"])
-    return []
-
-
-def _last_failure(folder: Path) -> list[dict[str, Any]]:
-    """The start before, if it failed or was killed while it ran; a run that saved and left has not failed."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        status = json.loads((folder / "status.json").read_text())
+        status = json.loads((folder / "status.json").read_bytes())
+        if status["state"] in (State.DONE.value, State.PREEMPTED.value):
+            return []
         if status["state"] in (State.FAILED.value, State.RUNNING.value):
-            return [{"step": int(status["step"]), "reason": str(status["reason"])}]
-        (folder / _NAME).unlink(missing_ok=True)
-    return []
+            failures.append({"step": int(status["step"]), "reason": str(status["reason"])})
+    return failures

@@ -40,10 +40,11 @@ from distaccum.train.failure import follows_from_another_rank, note_failure, rea
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
+from distaccum.train.metrics.wandb import require_key
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
 from distaccum.train.report import not_finite, print_header, print_summary
-from distaccum.train.restarts import is_restart, note_start
+from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.shared_storage import check_shared
@@ -133,7 +134,7 @@ def run(
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
     """Rank 0 begins a run in its folder: the history, and what the header says of a start from zero."""
     own = components.config.resume == "auto"
-    note_start(run_dir.path, restarted=is_restart())
+    note_start(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
     beginning = run_dir.beginning() if saved is None and own else ""
     run_dir.forget_failure()
     run_dir.begin()
@@ -199,8 +200,10 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     """
     if environment.rank != 0:
         return None
+    require_key(components.config.metrics.wandb.mode)
     run_dir.make()
     refuse_if_held(run_dir.path)
+    refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
     return find_checkpoint(
         components.config,
         run_dir,

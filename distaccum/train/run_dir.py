@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from secrets import token_hex
 from threading import Lock
 from typing import Any
 
@@ -50,6 +51,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.ranks = path / ".ranks"
         self.logs = path / "logs"
+        self.hang = path / "hang"
         self.token, self.secrets = token, secrets
         self._turn = Lock()  # of this process's threads, which write by one temporary name
         self._owner: Owner | None = None
@@ -66,8 +68,8 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".writable.{os.getpid()}"
-            probe.touch()
+            probe = self.path / f".writable.{token_hex(8)}"
+            probe.touch(exist_ok=False)
             probe.unlink()
         except OSError as error:
             remedy = "Choose a folder that you can write to"
@@ -99,7 +101,9 @@ class RunDir:
                 self._owner = None
 
     def _clear(self) -> None:
-        left = [self._reserve, *self.path.glob(".*.json.*"), *self.path.glob(".writable*"), *self.path.glob(".owner-*")]
+        left = [self._reserve]
+        for pattern in (".*.json.*", ".metrics.jsonl.*", ".writable*", ".owner-*"):
+            left += self.path.glob(pattern)
         for file in [*left, self.path / "metrics.tmp"]:
             with suppress(OSError):
                 file.unlink()
@@ -253,8 +257,6 @@ class RunDir:
         try:
             write_json(self._status, status)
         except OSError as error:
-            with suppress(OSError):
-                self._status.with_name(f".{self._status.name}.{os.getpid()}").unlink(missing_ok=True)
             if not self._write_reserved(status) and not left:
                 _log.error("%s cannot be written (%s): the run failed, %s", self._status, error, reason)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,12 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> No
     assert finished.returncode == 1
     found = status(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1: OSError: the disk of rank 1 is gone")
+    # torchrun prints a traceback of its own, and a report: its cause is the true one, whichever rank it takes for it.
+    assert finished.stderr.count("Traceback (most recent call last)") == 1
+    causes = re.findall(r"traceback : (.*)", finished.stderr)
+    assert causes
+    assert set(causes) == {f"rank 1: OSError: the disk of rank 1 is gone; more in {tmp_path}/logs"}
+    assert len([line for line in finished.stderr.splitlines() if line.startswith("distaccum:")]) == 5
 
 
 @pytest.mark.parametrize(
@@ -77,3 +85,23 @@ def test_hydras_own_switch_for_tracebacks_hides_nothing(tmp_path: Path) -> None:
     finished = run("optim.lrr=1", cwd=tmp_path, HYDRA_FULL_ERROR="1")
     assert finished.returncode == 2
     assert "optim.lrr=1: no such setting" in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a Slurm job that fails at one step each time that it is requeued",
+    group="processes",
+    does="the fourth start in a row is refused with exit code 2, and the run stays `failed`",
+    says="3 starts in a row have failed, none after step 6, the last one so: rank 0: ResourceError: out of memory in "
+    "loading data of window 7 (step 6)",
+)
+def test_a_job_that_is_requeued_again_and_again(tmp_path: Path, says: Callable[[str], None]) -> None:
+    data = ("data._target_=tests.support.faulty_datasets.GoesWrong", "+data.how=memory", "+data.rank=0")
+    arguments = [*SETTINGS, *data, "resume=auto", f"hydra.run.dir={tmp_path}"]
+    codes = []
+    for requeues in range(5):
+        finished = run(*arguments, PYTHONPATH=str(ROOT), SLURM_JOB_ID="4711", SLURM_RESTART_COUNT=str(requeues))
+        codes.append(finished.returncode)
+    assert codes == [1, 1, 1, 2, 2]
+    says(finished.stderr)
+    assert status(tmp_path)["state"] == "failed"

@@ -174,7 +174,10 @@ def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(tm
         command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=200, check=False
     )
     assert finished.returncode == 1
-    assert finished.stderr.count("3 starts in a row have failed, none after step") == 2  # the fourth, and the fifth
+    refused = "3 starts in a row have failed, none after step"
+    told = [line for line in finished.stderr.splitlines() if refused in line]
+    assert sum(line.startswith("distaccum: configuration error: ") for line in told) == 2  # the fourth, and the fifth
+    assert any("traceback : " in line for line in told)  # torchrun's own report has it for the root cause
     named = "distaccum: the run failed: rank 1 was killed by SIGKILL"
     assert len([line for line in finished.stderr.splitlines() if line.startswith(named)]) == 3
     assert status(tmp_path / "run")["state"] == "failed"

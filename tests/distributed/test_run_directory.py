@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -244,3 +244,28 @@ def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int) 
     (small_disk / "big").unlink()
     assert _run(run_dir, "checkpoint.every=0", "resume=auto").returncode == 0
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "ranks that do not share the run directory",
+    group="directory",
+    does="exit code 2, before the first window",
+    says="hydra.run.dir=...: rank 2, rank 3 cannot see what rank 0 writes there, and every rank writes a part of a "
+    "checkpoint. Give an absolute path on a file system that all hosts share, or checkpoint.every=0",
+)
+def test_ranks_of_another_machine_that_see_another_disk(tmp_path: Path, says: Callable[[str], None]) -> None:
+    """Two of four ranks have mounts of their own, as those of a second machine do."""
+    if os.geteuid():
+        pytest.skip("may not mount")
+    settings = [setting for setting in SETTINGS if "data._target_" not in setting]
+    data = ["data._target_=tests.support.elsewhere.Elsewhere", f"+data.folder={tmp_path}"]
+    began = time.monotonic()
+    arguments = [*settings, *data, f"hydra.run.dir={tmp_path / 'run'}"]
+    finished = run(*arguments, world=4, PYTHONPATH=str(ROOT), timeout=100)
+    assert finished.returncode == 2, finished.stderr
+    assert time.monotonic() - began < 60
+    says(finished.stderr)
+    says(status(tmp_path / "run")["reason"])
+    assert len(finished.stderr.splitlines()) <= 6
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,69 +78,208 @@ def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> No
     assert saved["wandb_id"] == run_id
 
 
-def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path) -> None:
-    resumed = [*SETTINGS, "schedule=constant", "resume=auto", f"hydra.run.dir={tmp_path}"]
-    for steps in (3, 6):
-        succeed(*resumed, f"trainer.max_steps={steps}")
-        time.sleep(1.1)  # W&B names an offline folder by the second
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    histories = [_history(file) for file in files]
-    assert len(histories) == 2
-    assert len({run_id for _, _, run_id in histories}) == 1
-    assert [row["step"] for rows, _, _ in histories for row in rows] == [1, 2, 3, 4, 5, 6]
+def _upload(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of the W&B run that the command makes of ``metrics.jsonl``."""
+    uploads = [sys.executable, "-m", "distaccum.train.metrics.wandb", "--offline", "--id=again", str(run_dir)]
+    subprocess.run(uploads, check=True, timeout=100, env=environment(PYTHONPATH=str(ROOT)))
+    (file,) = run_dir.glob("wandb/offline-run-*-again/*.wandb")
+    rows, keys, run_id = _history(file)
+    assert (run_id, "config" in keys) == ("again", True)
+    return rows
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [
-        {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},  # nobody listens there
-        {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "not a key"},
-    ],
-    ids=["unreachable", "bad key"],
+def _are(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
+    """Asserts that W&B has each record once, with its values."""
+    assert [{key: row[key] for key in record} for row, record in zip(rows, records, strict=True)] == records
+    assert [row["_step"] for row in rows] == [record["window"] for record in records]
+
+
+IMAGES = (
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.support.deaths.Images",
+    "+callbacks.dies._target_=tests.support.deaths.Dies",
+    *(setting for setting in SETTINGS if not setting.startswith(("data.", "model.", "schedule"))),
+    "schedule=constant",
 )
-def test_a_server_that_cannot_be_reached_costs_seconds(tmp_path: Path, trouble: dict[str, str]) -> None:
-    began = time.monotonic()
-    succeed(*SETTINGS, "metrics=jsonl", f"hydra.run.dir={tmp_path / 'without'}")
-    without = time.monotonic() - began
-    began = time.monotonic()
-    finished = run(*SETTINGS, "metrics.wandb.mode=online", f"hydra.run.dir={tmp_path / 'with'}", **trouble)
-    with_trouble = time.monotonic() - began
-    assert finished.returncode == 0, finished.stderr
-    assert "Weights & Biases" in finished.stderr
-    assert len(metrics(tmp_path / "with")) == 6
-    assert with_trouble < without + 20  # a bound on hanging (the server's own time-out is 100 s), not a timing
+
+
+@pytest.mark.fault(
+    "kill -9 after steps that no checkpoint has, with W&B",
+    group="services",
+    does="resumes in the same W&B run, in which each step is once; older offline folders go to `wandb/superseded`",
+)
+def test_a_resumed_run_is_one_wandb_run_with_each_step_once(tmp_path: Path) -> None:
+    arguments = [*IMAGES, "checkpoint.every=2", "resume=auto", f"hydra.run.dir={tmp_path}"]
+    begun = str(tmp_path / "wandb" / "latest-run" / "*.wandb")
+    killed = run(*arguments, HOW="kill", AT="6", AWAIT=begun, PYTHONPATH=str(ROOT), timeout=100)
+    assert killed.returncode == -9
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    (first,) = tmp_path.glob("wandb/offline-run-*")
+    time.sleep(1.1)  # W&B names an offline folder by the second
+    succeed(*arguments, "trainer.max_steps=8", PYTHONPATH=str(ROOT))
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # what `wandb sync` finds
+    rows, _, run_id = _history(file)
+    assert first.name.endswith(run_id)
+    assert [path.parent for path in tmp_path.glob("wandb/superseded/*/*.wandb")] == [
+        tmp_path / "wandb" / "superseded" / first.name
+    ]
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [5]
+    _are(rows, metrics(tmp_path))
+    _are(_upload(tmp_path), metrics(tmp_path))
+
+
+class _Server:
+    """A server on this machine that answers every request with 500, or none of them."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self._answers, self._socket = answers, socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.asked = 0
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                stream, _ = self._socket.accept()
+                self.asked += 1
+                if self._answers:
+                    with stream:
+                        stream.recv(65536)
+                        stream.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+                else:
+                    self._open.append(stream)
+
+    def close(self) -> None:
+        for stream in (self._socket, *self._open):
+            stream.close()
+
+
+@pytest.fixture(params=["refuses", "hangs", pytest.param("answers 500", marks=pytest.mark.heavy)])
+def server(request: pytest.FixtureRequest) -> Iterator[_Server | None]:
+    if request.param == "refuses":
+        yield None
+        return
+    made = _Server(answers=request.param == "answers 500")
+    yield made
+    made.close()
+    assert made.asked
 
 
 @pytest.mark.slow
-def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(tmp_path: Path) -> None:
-    data = ("model=cnn", "~data.seq_len", "~data.held_out", "~data.vocab_size")
-    settings = [setting for setting in SETTINGS if not setting.startswith(("data.", "model."))]
-    finished = run(
-        *data,
-        *settings,
-        "schedule=constant",
-        "data._target_=tests.support.deaths.Images",
-        "+callbacks.dies._target_=tests.support.deaths.Dies",
-        "trainer.max_steps=12",
-        f"hydra.run.dir={tmp_path}",
-        HOW="core",
-        PYTHONPATH=str(ROOT),
-        timeout=100,
-    )
+@pytest.mark.fault(
+    "W&B's server refuses, hangs or answers 500",
+    group="services",
+    does="trains on, and ends within some 8 s",
+    says="Weights & Biases: still busy after 8 s, and left behind; metrics.jsonl has every record: "
+    "distaccum-wandb-upload ... makes a W&B run of it",
+)
+def test_a_server_that_cannot_be_reached_costs_seconds(
+    tmp_path: Path, server: _Server | None, says: Callable[[str], None]
+) -> None:
+    nobody = "http://127.0.0.1:9"
+    extra = {"WANDB_BASE_URL": server.url if server else nobody, "WANDB_API_KEY": "0" * 40}
+    began = time.monotonic()
+    finished = run(*SETTINGS, "metrics.wandb.mode=online", f"hydra.run.dir={tmp_path}", **extra)
+    assert finished.returncode == 0, finished.stderr
+    assert time.monotonic() - began < 60  # a bound on hanging (the server's own time-out is 100 s), not a timing
+    says(finished.stderr)
+    assert len(finished.stderr.splitlines()) <= 2
+    assert len(metrics(tmp_path)) == 6
+    _are(_upload(tmp_path), metrics(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "no key for W&B, or a bad one, with `metrics.wandb.mode=online`",
+    group="services",
+    does="exit code 2, before the process group",
+    says="metrics.wandb.mode=online: but ... Set WANDB_API_KEY, or run `wandb login`; or take "
+    "metrics.wandb.mode=offline, and upload later",
+)
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [({}, "no API key is configured"), ({"WANDB_API_KEY": "short"}, "WANDB_API_KEY invalid: API key must have 40+")],
+)
+def test_a_key_that_is_missing_or_bad_is_refused(
+    tmp_path: Path, key: dict[str, str], problem: str, says: Callable[[str], None]
+) -> None:
+    online = [*SETTINGS, "metrics.wandb.mode=online", f"hydra.run.dir={tmp_path / 'run'}"]
+    finished = run(*online, world=2, HOME=str(tmp_path), **key)
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()
+    says(line)
+    assert problem in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "kill -9 of W&B's process",
+    group="services",
+    does="trains on",
+    says="Weights & Biases: ...; metrics.jsonl has every record: distaccum-wandb-upload ... makes a W&B run of it",
+)
+def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
+    tmp_path: Path, says: Callable[[str], None]
+) -> None:
+    arguments = [*IMAGES, "resume=auto", f"hydra.run.dir={tmp_path}"]
+    finished = run(*arguments, "trainer.max_steps=12", HOW="core", PYTHONPATH=str(ROOT), timeout=100)
     assert finished.returncode == 0, finished.stderr
     (said,) = finished.stderr.splitlines()
-    assert said.startswith("distaccum: Weights & Biases: ")
-    assert f"metrics.jsonl has every record: distaccum-wandb-upload {tmp_path} makes a W&B run of it" in said
-    uploads = [sys.executable, "-m", "distaccum.train.metrics.wandb", "--offline", "--id=again", str(tmp_path)]
-    subprocess.run(uploads, check=True, timeout=100, env=environment(PYTHONPATH=str(ROOT)))
-    (file,) = tmp_path.glob("wandb/offline-run-*-again/*.wandb")
-    rows, keys, run_id = _history(file)
+    says(said)
+    assert f"distaccum-wandb-upload {tmp_path} makes" in said
     expected = metrics(tmp_path)
     assert [record["step"] for record in expected] == list(range(1, 13))
-    assert [{key: row[key] for key in record} for row, record in zip(rows, expected, strict=True)] == expected
-    assert [row["_step"] for row in rows] == [record["window"] for record in expected]
-    assert run_id == "again"
-    assert "config" in keys
+    _are(_upload(tmp_path), expected)
+    time.sleep(1.1)
+    succeed(*arguments, "trainer.max_steps=14", PYTHONPATH=str(ROOT))  # whose W&B run has them as well
+    (file,) = (file for file in tmp_path.glob("wandb/offline-run-*/*.wandb") if "again" not in file.name)
+    _are(_history(file)[0], metrics(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "the disk of W&B's folder is full",
+    group="services",
+    does="trains on",
+    says="metrics.jsonl has every record: distaccum-wandb-upload ... makes a W&B run of it",
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Callable[[str], None]) -> None:
+    """Before W&B has begun, and after."""
+    folder = tmp_path / "wandb"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)  # noqa: S607
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs")
+    extra = {"AWAIT": str(folder / "latest-run" / "*.wandb")} if when == "after" else {"AT": "1"}
+    if when == "before":
+        (folder / "big").write_bytes(bytes(2**21 - 2**16))
+    try:
+        arguments = [
+            *IMAGES,
+            f"hydra.run.dir={tmp_path}",
+            "resume=auto",
+            "trainer.max_steps=100",
+            "trainer.eval_every=0",
+        ]
+        finished = run(*arguments, HOW="fill", DISK=str(folder), PYTHONPATH=str(ROOT), timeout=100, **extra)
+        assert finished.returncode == 0, finished.stderr
+        says(finished.stderr)
+        said = "disk of its folder is full, and W&B does not say what it loses" if when == "after" else "No space left"
+        assert said in finished.stderr
+        assert finished.stderr.count("Weights & Biases") <= 2
+        assert len(finished.stderr.splitlines()) <= 4  # torch says of these images that they give no gradient
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 101))
+    _are(_upload(tmp_path), metrics(tmp_path))
 
 
 def test_a_collapse_of_the_loss_scale_is_an_alert(tmp_path: Path) -> None:

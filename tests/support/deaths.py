@@ -14,7 +14,7 @@ import torch
 from distaccum.accumulation.step import Outcome
 from distaccum.train.callbacks import Callback, Run
 
-_STEP = 3
+_STEP = int(os.environ.get("AT", "3"))
 
 
 class Images:
@@ -28,13 +28,15 @@ class Images:
 
 
 class Dies(Callback):
-    """Does it after the third update, before that is logged."""
+    """Does it after the third update or ``AT``, before that is logged, and once a file ``AWAIT`` is there."""
 
     def __init__(self, api_key: str = "", login: str = "", where: str = "") -> None:
         self._key = api_key
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
         if run.progress.step == _STEP and os.environ.get("RANK", "0") == os.environ.get("WHO", "0"):
+            while "AWAIT" in os.environ and not any(Path("/").glob(os.environ["AWAIT"][1:])):
+                time.sleep(0.05)
             self._happen(os.environ.get("HOW", ""))
 
     def _happen(self, how: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from distaccum.checkpoint.files import write_bytes
 from distaccum.errors import shorten
 
 _log = logging.getLogger(__name__)
@@ -82,9 +83,7 @@ def rewind_jsonl(path: Path, window: int) -> None:
     if superseded:
         with path.with_name("metrics.superseded.jsonl").open("ab") as file:
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in superseded)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(kept))
-        temporary.replace(path)
+        write_bytes(path, b"".join(kept))
     if damaged:
         text = "%s: line %s is damaged, and was moved as it is to metrics.superseded.jsonl"
         _log.warning(text, path, shorten(damaged))

@@ -7,23 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, TINY, environment, status
+from tests.support.commands import ROOT, TINY, environment, run, status
 
 pytestmark = pytest.mark.slow
 
 ENTRY = ROOT / "launch" / "container.sh"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(
         ["/bin/bash", str(ENTRY), *TINY, "metrics=jsonl", "hydra.run.dir=runs/a", *arguments],
         cwd=folder,
-        env=environment(PATH=path, NPROC="2"),
+        env=environment(PATH=PATH, NPROC="2"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -80,3 +81,74 @@ def test_bad_configuration_is_exit_code_2(tmp_path: Path) -> None:
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert printed.count("configuration error") == 1
+
+
+@pytest.mark.fault(
+    "the root file system and the home are read-only, as `launch/k8s/job.yaml` has it",
+    group="directory",
+    does="trains; writes into the run directory and `TMPDIR` only",
+)
+def test_a_root_that_is_read_only(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "runs").mkdir()
+    command = (
+        'mount --make-rprivate / && mount -t tmpfs tmpfs "$FOLDER/tmp" && mount --bind "$FOLDER/runs" "$FOLDER/runs" '
+        '&& mount -o remount,bind,ro / && ! touch "$HOME/x" "$FOLDER/x" 2> /dev/null && cd "$FOLDER" && exec "$@"'
+    )
+    arguments = ("hydra.run.dir=runs/a", "trainer.max_steps=4", "trainer.eval_every=0", "batch.global_size=8")
+    finished = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", command, "bash", "/bin/bash", str(ENTRY), *TINY, *arguments],  # noqa: S607
+        env=environment(PATH=PATH, NPROC="2", FOLDER=str(tmp_path), TMPDIR=str(tmp_path / "tmp")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "Operation not permitted" in finished.stderr:
+        pytest.skip("may not mount")
+    assert finished.returncode == 0, finished.stderr
+    assert status(tmp_path / "runs" / "a") == {"state": "done", "step": 4, "reason": ""}
+    assert list(tmp_path.glob("runs/a/wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.fault(
+    "a Kubernetes job whose pods fail at one step again and again",
+    group="processes",
+    does="the fourth start in a row exits with 2, at which `launch/k8s/job.yaml` ends the job",
+    says="configuration error: resume: 3 starts in a row have failed, none after step ..., the last one so: rank 0 ... "
+    "Mend that: resume from an older checkpoint ... Started again by hand, as a new job, it counts from zero",
+)
+def test_pods_that_fail_again_and_again_are_not_started_for_ever(tmp_path: Path, says: Callable[[str], None]) -> None:
+    settings = (
+        "model=cnn",
+        "~data.seq_len",
+        "~data.held_out",
+        "~data.vocab_size",
+        "data._target_=tests.support.faulty_datasets.GoesWrong",
+        "+data.how=memory",
+        "+data.at=13",
+        "+data.rank=0",
+        "batch.global_size=4",
+        "batch.micro_size=4",
+        "trainer.log_every=1",
+        "checkpoint.every=2",
+        "resume=auto",
+        "metrics=jsonl",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    )
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_ID": "0f3b", "PYTHONPATH": str(ROOT), "NPROC": "1"}
+    for _ in range(3):
+        assert run(*settings, **pod).returncode == 1
+        assert status(tmp_path / "run")["state"] == "failed"
+    last = subprocess.run(
+        ["/bin/bash", str(ENTRY), *settings],
+        env=environment(PATH=PATH, **pod),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert last.returncode == 2, last.stderr
+    says(last.stderr)
+    assert run(*settings, **pod).returncode == 2
+    assert run(*settings, **{**pod, "JOB_ID": "applied-again"}).returncode == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_shellcheck_finds_an_unquoted_argument(tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_what_kubernetes_takes() -> None:
-    assert [one["kind"] for one in _documents()] == ["Service", "PersistentVolumeClaim", "Job"]
+    assert [one["kind"] for one in _documents()] == ["ServiceAccount", "Service", "PersistentVolumeClaim", "Job"]
     for document in _documents():
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
@@ -98,7 +99,7 @@ def test_a_broken_manifest_is_refused(key: str, value: object) -> None:
 
 def test_the_manifest_agrees_with_itself_and_the_image() -> None:
     """What no schema tells: names that have to meet, numbers that have to fit."""
-    service, claim, job = _documents()
+    account, service, claim, job = _documents()
     pod = job["spec"]["template"]["spec"]
     train = pod["containers"][0]
     given = {one["name"]: one.get("value") for one in train["env"]}
@@ -113,6 +114,7 @@ def test_the_manifest_agrees_with_itself_and_the_image() -> None:
     assert [one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"] if "persistentVolumeClaim" in one] == [
         claim["metadata"]["name"]
     ]
+    assert pod["serviceAccountName"] == account["metadata"]["name"]
     assert {one["name"] for one in train["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     fails, preempted, ignores = job["spec"]["podFailurePolicy"]["rules"]
     assert (preempted["action"], preempted["onExitCodes"]["values"]) == ("Ignore", [75])
@@ -123,6 +125,74 @@ def test_the_manifest_agrees_with_itself_and_the_image() -> None:
     user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
     assert f"\nUSER {user}\n" in DOCKERFILE.read_text()
     assert f"{train['resources']['limits']['nvidia.com/gpu']}".isdecimal()
+
+
+def test_the_pods_have_no_rights() -> None:
+    account, *_, job = _documents()
+    pod = job["spec"]["template"]["spec"]
+    (train,) = pod["containers"]
+    assert "initContainers" not in pod
+    assert account["automountServiceAccountToken"] is pod["automountServiceAccountToken"] is False
+    assert not any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"))
+    assert not any("hostPath" in volume for volume in pod["volumes"])
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert train["securityContext"] == {
+        "privileged": False,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_the_pods_can_write_where_the_image_does() -> None:
+    """Its root is read-only: volumes hold its home and working directory, temporary files, and the runs."""
+    pod = _job()["spec"]["template"]["spec"]
+    mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
+    volumes = {one["name"]: set(one) - {"name"} for one in pod["volumes"]}
+    kinds = {path: volumes[name] for path, name in mounts.items()}
+    assert kinds == {
+        "/workspace": {"emptyDir"},
+        "/tmp": {"emptyDir"},  # noqa: S108  the container's own
+        "/workspace/runs": {"persistentVolumeClaim"},
+        "/dev/shm": {"emptyDir"},  # noqa: S108
+    }
+    dockerfile = DOCKERFILE.read_text()
+    assert "HOME=/workspace" in dockerfile
+    assert "\nWORKDIR /workspace\n" in dockerfile
+
+
+def test_the_image_installs_what_is_locked() -> None:
+    """Every install names the lock files, or brings no dependencies; and each of their lines is one version."""
+    commands = DOCKERFILE.read_text().replace("\\\n", " ").splitlines()
+    installs = [
+        part for line in commands if line.startswith("RUN") for part in line.split("&&") if "pip install" in part
+    ]
+    assert len(installs) == 3
+    for install in installs:
+        assert "-r /tmp/first.txt" in install or "--no-deps" in install, install  # made of the lock files
+    assert "requirements.lock requirements-dev.lock > /tmp/first.txt" in DOCKERFILE.read_text()
+    for name in ("requirements.lock", "requirements-dev.lock"):
+        lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+        named = [line for line in lines if line and not line.startswith("-")]
+        assert named
+        assert [line for line in named if "==" not in line or "*" in line] == []
+    assert "requirements.lock" in (ROOT / "launch" / "setup.sh").read_text()
+
+
+def test_no_temporary_file_has_a_name_that_others_can_guess() -> None:
+    """In folders that others share: only Python's tempfile and mktemp name them. (Run directories: test_run_dir.py.)"""
+    named = re.compile(r"/tmp\b|mktemp -u|tempfile\.mktemp|gettempdir")  # noqa: S108  what is looked for
+    files = [path for folder in ("distaccum", "launch", "slurm", "conf") for path in (ROOT / folder).rglob("*")]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in files
+        if path.suffix in (".py", ".sh", ".sbatch", ".yaml")
+        for line in path.read_text().splitlines()
+        if named.search(line)
+    ]
+    assert found == ["launch/k8s/job.yaml: mountPath: /tmp"]  # a volume of the pod's own
 
 
 def test_every_variable_of_the_manifest_is_one_that_the_entry_point_reads() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.errors import ConfigError
-from distaccum.train.restarts import is_restart, note_start
+from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.run_dir import RunDir, State
 
 
@@ -66,3 +66,22 @@ def test_killed_runs_count_and_a_damaged_record_does_not_matter(tmp_path: Path) 
 )
 def test_who_has_started_it(environment: dict[str, str], restarted: bool) -> None:
     assert is_restart(environment) is restarted
+
+
+def test_a_job_of_kubernetes_is_known_by_its_name(tmp_path: Path) -> None:
+    """Which pods do not know how many came before them; a refused start leaves things as they are."""
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_ID": "uid-1"}
+    assert (job_of_kubernetes(pod), job_of_kubernetes({"JOB_ID": "uid-1"})) == ("uid-1", "")
+    for _ in range(3):
+        refuse_crash_loop(tmp_path, restarted=False, job="uid-1")
+        note_start(tmp_path, restarted=False, job="uid-1")
+        _fails(tmp_path, 7)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="3 starts in a row have failed, none after step 7"):
+            refuse_crash_loop(tmp_path, restarted=False, job="uid-1")
+    _fails(tmp_path, 0, State.CONFIG_ERROR)  # what a refusal may leave as the status
+    with pytest.raises(ConfigError):
+        note_start(tmp_path, restarted=False, job="uid-1")
+    note_start(tmp_path, restarted=False, job="uid-2")  # applied again by a person
+    _fails(tmp_path, 7)
+    note_start(tmp_path, restarted=False, job="uid-2")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from distaccum.errors import ConfigError
+from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.run_dir import RunDir, State
 
 
@@ -106,3 +108,18 @@ def test_no_status_holds_a_secret(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, secrets=["s3cr3t-value"])
     run_dir.write_failure("rank 0: GET https://host/?key=s3cr3t-value and hf_0123456789abcdefghij")
     assert _status(tmp_path)[2] == "rank 0: GET https://host/?key=<redacted> and <redacted>"
+
+
+def test_a_link_where_a_temporary_file_could_be_leads_nowhere(tmp_path: Path) -> None:
+    """In a folder that others may write to, whose names they could guess."""
+    run_dir, canary = RunDir(tmp_path / "run"), tmp_path / "canary"
+    run_dir.path.mkdir()
+    canary.write_text("somebody's")
+    for name in (f".status.json.{os.getpid()}", ".status.json", f".writable.{os.getpid()}", "metrics.tmp"):
+        (run_dir.path / name).symlink_to(canary)
+    run_dir.metrics.write_text('{"window": 1}\n{"window": 2}\n')
+    run_dir.make()
+    run_dir.write_status(State.RUNNING, step=0)
+    rewind_jsonl(run_dir.metrics, 1)
+    assert (run_dir.state(), run_dir.metrics.read_text()) == (State.RUNNING, '{"window": 1}\n')
+    assert canary.read_text() == "somebody's"
