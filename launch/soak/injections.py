@@ -13,7 +13,7 @@ from time import monotonic, sleep
 
 from launch.soak.attempt import GRACE_S, Attempt, SoakError, send, status_of
 from launch.soak.run import HANG_S, Run
-from launch.soak.schedule import EVALUATION, SAVE, STARTUP, Fault
+from launch.soak.schedule import STARTUP, Fault
 
 ON_A_SCREEN = 25  # lines
 _SOON_S = 40.0
@@ -100,9 +100,8 @@ def _stop_and_go(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
 def _stop(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
     rank, pid = _a_rank(fault.random(), attempt)
     send(pid, signal.SIGSTOP)
-    within = 10 * HANG_S if fault.moment in (SAVE, EVALUATION) else HANG_S  # the first one has ten times as long
     reason = rf"process {pid} .*is stopped \(SIGSTOP"
-    return _fails(f"SIGSTOP to rank {rank} (process {pid})", run, attempt, fault, reason, within_s=within + _SOON_S)
+    return _fails(f"SIGSTOP to rank {rank} (process {pid})", run, attempt, fault, reason, within_s=HANG_S + _SOON_S)
 
 
 # ------------------------------------------------------------------------------------------ signals

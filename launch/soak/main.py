@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch.soak.attempt import SoakError
-from launch.soak.run import small_disk
+from launch.soak.run import MountError, small_disk
 from launch.soak.schedule import schedule
 from launch.soak.soak import Soak, summary
 
@@ -100,8 +100,11 @@ def _options(arguments: list[str]) -> Options:
     return cast(Options, OmegaConf.to_object(given))
 
 
-def _may_mount() -> bool:
-    return os.geteuid() == 0
+def _in_own_namespace() -> NoReturn:
+    """Starts anew where everybody may mount."""
+    own = ["unshare", "--user", "--map-root-user", "--mount"]
+    command = [*own, sys.executable, "-m", "launch.soak", *sys.argv[1:]]
+    os.execvpe(command[0], command, {**os.environ, _NAMESPACE: "1"})  # noqa: S606  as the user asks
 
 
 def main() -> int:
@@ -111,10 +114,12 @@ def main() -> int:
     except OmegaConfBaseException as error:
         _say(f"soak: {str(error).splitlines()[0]}. Its keys: seed, minutes, out, only, from")
         return _BAD_SETTINGS
-    if not _may_mount() and _NAMESPACE not in os.environ:
-        own = ["unshare", "--user", "--map-root-user", "--mount"]
-        command = [*own, sys.executable, "-m", "launch.soak", *sys.argv[1:]]
-        os.execvpe(command[0], command, {**os.environ, _NAMESPACE: "1"})  # noqa: S606  as the user asks
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    return run(options)
+    try:
+        return run(options)
+    except MountError as error:
+        if _NAMESPACE in os.environ or shutil.which("unshare") is None:
+            _say(f"soak: {error}. It needs root's rights, or user namespaces (unshare)")
+            return _BAD_SETTINGS
+    _in_own_namespace()

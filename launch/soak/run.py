@@ -102,18 +102,22 @@ def step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
+class MountError(SoakError):
+    """This process may not mount a small disk."""
+
+
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
     """A real file system of a few MB at ``folder``, for the block.
 
     Raises:
-        SoakError: this process may not mount one.
+        MountError: this process may not mount one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, check=False, capture_output=True, text=True)  # noqa: S603  a constant
     if mounted.returncode:
-        raise SoakError(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
+        raise MountError(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
     try:
         yield
     finally:

@@ -60,7 +60,7 @@ KINDS = {
         Kind(name="kill all processes", moments=ANYWHERE, cards=3),
         Kind(name="kill a loading process", needs=LOADERS, cards=2),
         Kind(name="stop a rank and let it go on", moments=(TRAINING, SAVE, EVALUATION), cards=2),
-        Kind(name="stop a rank for good", moments=(TRAINING, SAVE, EVALUATION)),
+        Kind(name="stop a rank for good"),  # the first save and evaluation have ten times as long
         Kind(name="SIGTERM", moments=ANYWHERE),
         Kind(name="SIGUSR1", moments=(TRAINING, SAVE, EVALUATION)),
         Kind(name="SIGINT", moments=ANYWHERE),
