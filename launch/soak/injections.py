@@ -377,3 +377,4 @@ _DOWN: dict[str, Callable[[Fault, Run], Outcome]] = {
     "all checkpoints damaged": _damage_all,
     "a torn line of metrics": _tear_metrics,
 }
+KNOWN = _LIVE.keys() | _DOWN.keys()

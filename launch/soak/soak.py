@@ -102,7 +102,10 @@ class Soak:
     def _undisturbed(self, course: str, world: int) -> Any:
         run = self._new_run(course, world=world)
         attempt = run.start(resume="never")
-        code = attempt.end(_LONG_S)
+        try:
+            code = attempt.end(_LONG_S)
+        finally:
+            attempt.kill()
         if code:
             raise SoakError(f"the undisturbed run has ended with {code}: {attempt.err}")
         result = read(run.folder)
