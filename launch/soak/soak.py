@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from textwrap import shorten
 from time import monotonic, sleep
 from typing import Any
 
@@ -130,7 +131,7 @@ class Soak:
         repeated = f", {entry.updates_repeated} updates repeated" if entry.updates_repeated else ""
         where = f"step {max(entry.at_step, 0)}, {phase}"
         line = f"{entry.fault:3} {entry.time} {entry.course:<12} {entry.kind}: {entry.did} ({where})"
-        self._say(f"{line}\n    -> {entry.handled}{again}{repeated}")
+        self._say(f"{line}\n    -> {shorten(entry.handled, 150)}{again}{repeated}")
 
     def time_is_over(self) -> bool:
         """Whether no further fault is to come."""
@@ -145,7 +146,7 @@ class _Play:
         self._attempt: Attempt | None = None
         self._open: list[tuple[Entry, float]] = []  # faults after which it has not trained yet, and when they came
         self._trains = False
-        self._highest = 0  # update that was logged
+        self._logged = 0  # the last update in the log
         self._resumes_at = 0
         self._to_say: list[str] = []
         self._faults = 0
@@ -282,7 +283,7 @@ class _Play:
             round=self._round.number,
             course=self._round.course.name,
             time=f"{datetime.now().astimezone():%H:%M:%S}",
-            at_step=self._highest if attempt is None else attempt.step(),
+            at_step=self._logged if attempt is None else attempt.step(),
             phases={} if attempt is None else attempt.phases(),
             attempts=[attempt.log.name] if attempt else [],
         )
@@ -305,7 +306,7 @@ class _Play:
     def _look(self, attempt: Attempt) -> None:
         if attempt.step() > 0:
             self._run.worlds.add(attempt.world)
-        self._highest = max(self._highest, attempt.step())
+            self._logged = attempt.step()
 
     def _close(self) -> None:
         """It trains again: the faults before it are over."""
@@ -313,7 +314,7 @@ class _Play:
             entry.training_after_s = round(monotonic() - began, 1)
             entry.resumed_at = self._resumes_at
             if number == 0:  # one that repeats updates is enough
-                entry.updates_repeated = max(0, self._highest - self._resumes_at)
+                entry.updates_repeated = max(0, self._logged - self._resumes_at)
             self._soak.note(entry)
         self._open = []
 
