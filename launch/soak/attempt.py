@@ -31,6 +31,10 @@ class SoakError(Exception):
     """A run did not do what is documented."""
 
 
+class OverError(Exception):
+    """The run was done before the fault could happen."""
+
+
 class Attempt:
     """Starts a run; its output goes to ``log`` and ``log.err``.
 
@@ -112,7 +116,7 @@ class Attempt:
     def loaders(self) -> list[int]:
         """The loading processes of all ranks."""
         command = {pid: _command(pid) for rank in self.ranks().values() for pid in _children(rank)}
-        return [pid for pid, words in command.items() if b"wandb" not in words and b"train.py" in words]
+        return [pid for pid, words in command.items() if b"wandb-core" not in words and b"train.py" in words]
 
     def wandb(self) -> list[int]:
         """W&B's own processes."""

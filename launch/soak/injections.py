@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from time import monotonic, sleep
 
-from launch.soak.attempt import GRACE_S, Attempt, SoakError, send, status_of
+from launch.soak.attempt import GRACE_S, Attempt, OverError, SoakError, send, status_of
 from launch.soak.run import HANG_S, Run
 from launch.soak.schedule import STARTUP, Fault
 
@@ -78,7 +78,7 @@ def _kill_all(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
 
 def _kill_a_loader(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
     if not attempt.wait_for("a loading process", attempt.loaders):
-        return Outcome(did="nothing: the run has ended", code=attempt.code)
+        raise OverError
     pid = fault.random().choice(attempt.loaders())
     send(pid, signal.SIGKILL)
     return _fails(f"SIGKILL to loading process {pid}", run, attempt, fault, r"rank \d.*(SIGKILL|killed)")
@@ -247,7 +247,7 @@ def _second_run(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
 
 def _kill_wandb(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
     if not attempt.wait_for("W&B's process", attempt.wandb):
-        return Outcome(did="nothing: the run has ended", code=attempt.code)
+        raise OverError
     sleep(fault.random().uniform(0, 0.5))
     killed = attempt.wandb()
     for pid in killed:

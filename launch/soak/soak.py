@@ -12,7 +12,7 @@ from textwrap import shorten
 from time import monotonic, sleep
 from typing import Any
 
-from launch.soak.attempt import Attempt, SoakError
+from launch.soak.attempt import Attempt, OverError, SoakError
 from launch.soak.compare import Reference, problems, read
 from launch.soak.injections import Outcome, damage, inject
 from launch.soak.run import Run, clear, step_of
@@ -180,7 +180,10 @@ class _Play:
             return False
         entry = self._entry(fault, attempt)
         began = monotonic()
-        outcome = inject(fault, self._run, attempt)
+        try:
+            outcome = inject(fault, self._run, attempt)
+        except OverError:
+            return False
         self._after(entry, outcome, began)
         return True
 

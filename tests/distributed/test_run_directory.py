@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,31 @@ def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Pat
     assert time.monotonic() - began < 25 + 8  # was 33 s of waiting, and the start
     assert status(tmp_path)["state"] == "failed"
     assert status(tmp_path)["reason"].startswith("rank 0: FileExistsError:")
-    assert "rank 1: the process group cannot be opened, and this rank ends: rank 0: FileExistsError" in finished.stderr
+    assert "rank 1: the process group cannot be opened" not in finished.stderr  # rank 0 has told it
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_wait_for_one_that_was_killed_before_the_group(tmp_path: Path) -> None:
+    run_dir, note = tmp_path / "run", tmp_path / "note"
+    os.mkfifo(note)  # nobody reads it, so that rank 0 waits there
+    ranks = [run_dir / ".ranks" / f"rank-{rank}.json" for rank in range(2)]
+    process = subprocess.Popen(
+        command(2, TRAIN, [*SETTINGS, f"hydra.run.dir={run_dir}"]),
+        env=environment(PYTHONPATH=str(ROOT), DISTACCUM_RUN_NOTE=str(note)),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 100
+    while not all(file.exists() and file.read_bytes().strip() for file in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    began = time.monotonic()
+    os.kill(json.loads(ranks[0].read_bytes())["pid"], signal.SIGKILL)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert time.monotonic() - began < 25  # torchrun waits for 30 s before it kills
+    assert "rank 1: the process group cannot be opened, and this rank ends: rank 0 was killed by SIGKILL" in told
+    assert status(run_dir)["reason"].startswith("rank 0 was killed by SIGKILL")
 
 
 @pytest.mark.slow
@@ -244,3 +269,29 @@ def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int) 
     (small_disk / "big").unlink()
     assert _run(run_dir, "checkpoint.every=0", "resume=auto").returncode == 0
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, 10))
+
+
+@pytest.mark.fault(
+    "a run started again on a full disk",
+    group="directory",
+    does="exit code 1 or 2; no rank waits for the one that could not write",
+    says="No space left on device",
+)
+@pytest.mark.slow
+def test_no_rank_waits_for_one_that_finds_the_disk_full_at_the_start(
+    small_disk: Path, says: Callable[[str], None]
+) -> None:
+    """Wherever in the start it is full: rank 0 may have no room for the files by which the other one knows it."""
+    run_dir, ballast, page = small_disk / "run", small_disk / "big", os.sysconf("SC_PAGESIZE")
+    assert _run(run_dir, "checkpoint.every=0", world=2).returncode == 0
+    for pages in range(5):
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(b"x" * page) == page:
+                pass
+        os.truncate(ballast, ballast.stat().st_size - pages * page)
+        began = time.monotonic()
+        finished = _run(run_dir, "checkpoint.every=0", "resume=auto", "trainer.max_steps=20", world=2)
+        assert finished.returncode in (1, 2)
+        says(finished.stderr)
+        assert time.monotonic() - began < 25  # was 30 s and more, with two pages of 4 kB left
+        ballast.unlink()
