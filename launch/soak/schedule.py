@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 TRAINING, SAVE, EVALUATION, STARTUP, DOWN = "training", "save", "evaluation", "startup", "down"
-ANYWHERE = (TRAINING, SAVE, EVALUATION, STARTUP)
+ANYWHERE = (TRAINING, SAVE, EVALUATION, STARTUP, STARTUP)
 ROUND = 8  # faults
 GAP = (3, 10)  # updates between training again and the next fault
 
