@@ -207,6 +207,35 @@ def test_a_rank_does_not_wait_for_one_that_was_killed_before_the_group(tmp_path:
     assert status(run_dir)["reason"].startswith("rank 0 was killed by SIGKILL")
 
 
+@pytest.mark.fault(
+    "kill -9 of a rank before it has begun",
+    group="processes",
+    does="exit code 1; the run directory is as it was",
+    says="the run did not begin: rank 1 was killed by SIGKILL (process ...). Start it again",
+)
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Callable[[str], None]) -> None:
+    arguments = [*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline, second = time.monotonic() + 100, None
+    while second is None:
+        assert time.monotonic() < deadline
+        for pid in family(process.pid)[1:]:
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                second = pid if b"RANK=1" in variables else second
+    os.kill(second, signal.SIGKILL)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    says(told)
+    assert not (tmp_path / "run" / "status.json").exists()
+
+
 @pytest.mark.slow
 def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path) -> None:
     arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
