@@ -77,8 +77,8 @@ class Reference:
         """
         if worlds == {own}:
             return Bounds()
-        records = max(record_distance(self.result.records, other.records) for other in self.others)
-        tensors = max(tensor_distance(self.result.tensors, other.tensors) for other in self.others)
+        apart = [distances(other, self.result) for other in self.others]
+        records, tensors = max(one.records for one in apart), max(one.tensors for one in apart)
         return Bounds(records=_TIMES * records, tensors=_TIMES * tensors)
 
 
@@ -165,6 +165,12 @@ def _off(mine: Tensor, right: Tensor) -> float:
     mine, right = mine.double(), right.double()
     norm = float(right.norm())
     return float((mine - right).norm()) / norm if norm else float((mine - right).norm())
+
+
+def distances(ours: Result, theirs: Result) -> Bounds:
+    """How far two runs are apart."""
+    records = record_distance(ours.records, theirs.records)
+    return Bounds(records=records, tensors=tensor_distance(ours.tensors, theirs.tensors))
 
 
 def record_distance(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:

@@ -13,7 +13,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from launch.soak.attempt import Attempt, OverError, SoakError
-from launch.soak.compare import Reference, problems, read
+from launch.soak.compare import Bounds, Reference, distances, problems, read
 from launch.soak.injections import Outcome, damage, inject
 from launch.soak.run import Run, clear, step_of
 from launch.soak.schedule import COURSES, DOWN, EVALUATION, SAVE, STARTUP, Fault, Round
@@ -46,12 +46,17 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Another kind of line: a run that has ended as it should."""
+    """Another kind of line: a run that has ended as it should.
+
+    ``allowed`` and ``found`` are relative distances from the undisturbed run, of ``records`` and ``tensors``.
+    """
 
     round: int
     course: str
     worlds: list[int]
     bitwise: bool
+    allowed: dict[str, float]
+    found: dict[str, float]
     faults: int
     starts: int
 
@@ -121,7 +126,8 @@ class Soak:
             file.write(json.dumps(asdict(entry)) + "\n")
         if isinstance(entry, Compared):
             self.compared.append(entry)
-            how = "bitwise" if entry.bitwise else f"within the bound, on {sorted(set(entry.worlds))} ranks,"
+            found = ", ".join(f"{name} {entry.found[name]:.0e} of {most:.0e}" for name, most in entry.allowed.items())
+            how = "bitwise" if entry.bitwise else f"within the bound ({found}) on {entry.worlds} ranks,"
             done = f"{entry.course}: done after {entry.faults} faults and {entry.starts} starts"
             self._say(f"{done}, {how} as undisturbed")
             return
@@ -340,7 +346,9 @@ class _Play:
                 round=self._round.number,
                 course=self._round.course.name,
                 worlds=sorted(worlds),
-                bitwise=bounds.tensors == 0,
+                bitwise=bounds == Bounds(),
+                allowed=asdict(bounds),
+                found=asdict(distances(read(self._run.folder), self._reference.result)),
                 faults=self._faults,
                 starts=len(self._run.attempts),
             )

@@ -216,12 +216,7 @@ def test_a_rank_does_not_wait_for_one_that_was_killed_before_the_group(tmp_path:
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Callable[[str], None]) -> None:
     arguments = [*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
-        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = _start(arguments)
     deadline, second = time.monotonic() + 100, None
     while second is None:
         assert time.monotonic() < deadline
@@ -234,6 +229,38 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
     assert process.returncode == 1
     says(told)
     assert not (tmp_path / "run" / "status.json").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path: Path) -> None:
+    """The launcher has waited for it before another rank looks, so that it alone knows the signal."""
+    process = _start([*SETTINGS, f"hydra.run.dir={tmp_path}"])
+    files = [tmp_path / ".ranks" / f"rank-{rank}.json" for rank in range(2)]
+    deadline = time.monotonic() + 100
+    while not all(file.exists() and file.read_bytes().strip() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    first, second = (json.loads(file.read_bytes())["pid"] for file in files)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    while Path(f"/proc/{second}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(first, signal.SIGCONT)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert status(tmp_path)["reason"].startswith("rank 1 was killed by SIGKILL")
+    assert f"the run failed: {status(tmp_path)['reason']}" in told
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[str]:
+    """By ``launch/local.py``, on two ranks."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.slow
