@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from distaccum.data.agreement import raise_on_all
+from distaccum.data.loading_processes import explain_late
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
@@ -102,6 +103,8 @@ class GlobalCounter:
         try:
             return self._world.all_reduce_host(numbers)
         except RuntimeError as error:  # of the backend
+            if explain_late(error) is not error:  # torch raises it wherever this thread is: no rank is gone
+                raise
             raise PeerError(GONE, "while this one waited for it") from error
 
     def micro_batch(self, batch: Any) -> MicroBatch:

@@ -253,6 +253,37 @@ def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path
     assert f"the run failed: {status(tmp_path)['reason']}" in told
 
 
+@pytest.mark.fault(
+    "kill -9 of a loading process whose rank waits for another",
+    group="processes",
+    does="`failed`, by that process and its signal; no rank is blamed, and no engine's clean-up hides it",
+    says="the run failed: rank 0: DataError: the loading process ... was killed by SIGKILL",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
+    engine: str, tmp_path: Path, says: Callable[[str], None]
+) -> None:
+    """Torch raises that wherever the rank is: here in the count's all-reduce, for which rank 1 is late."""
+    more = (f"engine={engine}", "trainer.num_workers=1", "trainer.max_steps=1000000", "checkpoint.every=0")
+    process = _start([*SETTINGS, *more, f"hydra.run.dir={tmp_path}"])
+    file, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 100
+    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    first, second = (json.loads((tmp_path / ".ranks" / f"rank-{rank}.json").read_bytes())["pid"] for rank in range(2))
+    os.kill(second, signal.SIGSTOP)
+    time.sleep(1)
+    (loader,) = family(first)[1:]
+    os.kill(loader, signal.SIGKILL)
+    time.sleep(1)
+    os.kill(second, signal.SIGCONT)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    says(told)
+    assert status(tmp_path)["reason"].startswith(f"rank 0: DataError: the loading process {loader} was killed by SIG")
+
+
 def _start(arguments: list[str]) -> subprocess.Popen[str]:
     """By ``launch/local.py``, on two ranks."""
     return subprocess.Popen(
