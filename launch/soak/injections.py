@@ -274,7 +274,7 @@ def _fails(did: str, run: Run, attempt: Attempt, fault: Fault, reason: str, *, w
 def _leaves(did: str, run: Run, attempt: Attempt, fault: Fault, number: signal.Signals) -> Outcome:
     """The run saves and leaves; in its first seconds it has nothing to save."""
     code = attempt.end(GRACE_S + _SOON_S)
-    allowed = (0, 128 + number) if fault.moment == STARTUP else (0,)
+    allowed = (0, 128 + number, -number) if fault.moment == STARTUP else (0,)
     _expect(code in allowed, f"exit code {code} after {number.name}: {_last_words(attempt)}")
     status = _status(run, "preempted", "done", *_before_it_ran(fault, run, attempt))
     _quiet(attempt)
