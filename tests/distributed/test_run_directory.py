@@ -284,20 +284,6 @@ def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
     assert status(tmp_path)["reason"].startswith(f"rank 0: DataError: the loading process {loader} was killed by SIG")
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_the_ranks_imports_prints_no_traceback(tmp_path: Path) -> None:
-    process = _start([*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"])
-    deadline = time.monotonic() + 100
-    while len(family(process.pid)) < 3:  # the check is one, the ranks are two
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    told = process.communicate(timeout=60)[1]
-    assert process.returncode in (0, 128 + signal.SIGINT)
-    assert "Traceback" not in told
-
-
 def _start(arguments: list[str]) -> subprocess.Popen[str]:
     """By ``launch/local.py``, on two ranks."""
     return subprocess.Popen(
