@@ -32,6 +32,7 @@ with without_garbage_collection():
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.owner import read_holder
+    from distaccum.train.peers import UNKNOWN
     from distaccum.train.run_dir import RunDir
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -41,6 +42,7 @@ SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEFT_TO_TORCHRUN = "SIGQUIT"
 ONE_PRESS_S = 0.3
+_SAID_WHY = (1, 2)  # exit codes of ranks that print their own errors
 
 
 def main() -> None:
@@ -74,17 +76,22 @@ def main() -> None:
 def _report(error: ChildFailedError, note: Path) -> int:
     """Prints a failure in a few lines in place of torchrun's traceback; returns the exit code.
 
-    Where all ranks were killed none has written why: this process then does.
+    Where all ranks were killed none has written why, or how one of them ended: this process then does.
     """
     rank, first = error.get_first_failure()
-    if not note.exists():  # it never came to training, and the rank has printed why
+    how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
+    ended = f"rank {rank} {how} (process {first.pid})"
+    if not note.exists():  # it never came to training
+        if first.exitcode not in _SAID_WHY:
+            sys.stderr.write(f"distaccum: the run did not begin: {ended}. Start it again\n")
         return 1
     path = Path(note.read_text())
     holder = read_holder(path)  # of a run that this process has started
     run_dir = RunDir(path, token=holder.token if holder else "")
-    if not run_dir.failure():
-        how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
-        run_dir.write_failure(f"rank {rank} {how} (process {first.pid})")
+    said = run_dir.failure()
+    if not said or (UNKNOWN in said and f"process {first.pid} " in said):
+        run_dir.forget_failure()
+        run_dir.write_failure(said.replace(UNKNOWN, how) or ended)
     for line in lines_of(run_dir):
         sys.stderr.write(f"distaccum: {line}\n")
     return 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
+_ERRNO = re.compile(r"\(os error (\d+)\)")  # how safetensors tells of a full disk, and the like
 _NOTES = "distaccum"  # in a file's metadata: what is stored as bytes
 # What every supported version of safetensors has a name for; of other types the bytes are stored.
 _KNOWN = frozenset(
@@ -30,6 +33,9 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
     """Writes this rank's share to ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
 
     A tensor of several ranks is written by the first of them. A collective if ``shared``; else rank 0 has every tensor.
+
+    Raises:
+        OSError: the disk is full, or gone; with the file's name, which safetensors leaves out.
     """
     given = world.all_gather_object(list(tensors)) if shared else [list(tensors)]
     before: set[str] = set().union(*given[: world.rank])
@@ -38,7 +44,13 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
     if world.is_main or own:
         file = folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors"
         stored, notes = _storable(own)
-        save_file(stored, file, metadata=notes or None)
+        try:
+            save_file(stored, file, metadata=notes or None)
+        except SafetensorError as error:
+            found = _ERRNO.search(str(error))
+            if found is None:
+                raise
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
 
 
 class TensorFiles(Mapping[str, Tensor]):

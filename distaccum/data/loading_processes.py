@@ -44,7 +44,8 @@ def explain(problem: Exception, processes: Sequence[BaseProcess], what: str) -> 
 
 def explain_late(problem: Exception) -> Exception:
     """The same for what torch raises wherever the training process is when a loading process dies; else ``problem``."""
-    found = _KILLED.fullmatch(str(problem).splitlines()[0].strip()) if isinstance(problem, RuntimeError) else None
+    said = (str(problem).splitlines() or [""])[0].strip()
+    found = _KILLED.fullmatch(said) if isinstance(problem, RuntimeError) else None
     if found is None:
         return problem
     numbers = [number for number in signal.Signals if signal.strsignal(number) == found["signal"]]

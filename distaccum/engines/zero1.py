@@ -8,6 +8,7 @@ with whole matrices stays right.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from distaccum.distributed.world import World
 from distaccum.engines.flat_memory import put_back
+from distaccum.errors import DistaccumError
 
 _ALIGNMENT = 64  # bytes, torch's own on the CPU
 
@@ -92,7 +94,13 @@ class ZeRO1:
             work.wait()
 
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
-        """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective."""
+        """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective.
+
+        After an error of this rank alone (of its memory, of a loading process, of the backend) the other ranks do
+        something else: then its own state is all there is.
+        """
+        error = sys.exc_info()[1]
+        alone = isinstance(error, RuntimeError) and not isinstance(error, DistaccumError)
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new
                 group["params"] = parameters
@@ -102,7 +110,7 @@ class ZeRO1:
                 for i, p in enumerate(held)
                 if owners[id(p)] == self._world.rank and p in optimizer.state
             }
-            for rank, given in enumerate(self._world.all_gather_object(own)):
+            for rank, given in enumerate([] if alone else self._world.all_gather_object(own)):
                 for i, state in given.items() if rank != self._world.rank else ():
                     optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}
             for parameter in held:

@@ -103,9 +103,10 @@ def _run_job(
 
     @contextmanager
     def open_group(device: torch.device, timeout: timedelta) -> Iterator[World]:
-        if RUN_NOTE in os.environ and environment.rank == 0:
-            Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
-        accepted()
+        with coordinator.beginning(job, partial(reason_of, environment.rank)):
+            if RUN_NOTE in os.environ and environment.rank == 0:
+                Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
+            accepted()
         with open_world(environment, coordinator.store_for(job), device, timeout) as world:
             yield world
 

@@ -7,7 +7,8 @@ configuration in one run directory, and a mistake is reported once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.errors import DistaccumError
+from distaccum.errors import DistaccumError, PeerError
 
 _SHUTDOWN_S = 10.0
 
@@ -79,3 +80,26 @@ class JobCoordinator:
         first = json.loads(store.get("verdict"))
         if first:
             raise JobRejectedError(first)
+
+    @contextmanager
+    def beginning(self, job: Job, reason_of: Callable[[BaseException], str]) -> Iterator[None]:
+        """Rank 0's last steps alone, before all join the process group; the other ranks wait until it has made them.
+
+        A rank that failed there could show no file of its own on a full disk, and the others would wait for it.
+
+        Raises:
+            PeerError: on the other ranks, if rank 0 has failed, with its reason.
+        """
+        store = self.store_for(job)
+        if self._environment.rank == 0:
+            try:
+                yield
+            except BaseException as error:
+                store.set("beginning", reason_of(error))
+                raise
+            store.set("beginning", "")
+            return
+        reason = store.get("beginning").decode()
+        if reason:
+            raise PeerError(reason, "while this rank waited for it")
+        yield

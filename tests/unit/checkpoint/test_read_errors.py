@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from distaccum.checkpoint import tensors
 from distaccum.checkpoint.files import retried
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, UnreadableError, verify
 from distaccum.distributed.world import World
@@ -141,3 +143,11 @@ def test_what_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         retried(read)
     assert len(calls) == 1
+
+
+def test_a_file_system_that_takes_no_tensors_is_named_with_its_file(gloo_world: World, tmp_path: Path) -> None:
+    """safetensors tells of it in a class of its own, without the file: a full disk, or a folder that is gone."""
+    with pytest.raises(FileNotFoundError) as caught:
+        tensors.write(tmp_path / "gone", "model", {"weight": torch.ones(2)}, gloo_world, shared=False)
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == str(tmp_path / "gone" / "model.safetensors")
