@@ -71,9 +71,10 @@ class StopSignals:
         if self._wake_up is not None:
             self._wake_up.close()
         if self.received:
-            of_a_person = {number: handler for number, handler in self._before.items() if number == signal.SIGINT}
+            before = dict(self._before)
             self.ignore()
-            self._before = of_a_person
+            if signal.SIGINT in before:
+                self._before[signal.SIGINT] = before[signal.SIGINT]
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

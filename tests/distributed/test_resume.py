@@ -51,13 +51,16 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int)
     says="distaccum: the run failed: rank ... while ... (process ... on ...)",
 )
 @pytest.mark.slow
-def test_killed_at_twenty_random_moments_is_bitwise_uninterrupted(tmp_path: Path, says: Callable[[str], None]) -> None:
-    settings = [*SETTINGS, "checkpoint.every=4", "trainer.max_steps=160", "trainer.eval_every=30"]
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.heavy)])
+def test_killed_at_random_moments_is_bitwise_uninterrupted(
+    tmp_path: Path, times: int, says: Callable[[str], None]
+) -> None:
+    settings = [*SETTINGS, "checkpoint.every=4", f"trainer.max_steps={12 * times}", "trainer.eval_every=30"]
     settings += ["trainer.verify=never", "+callbacks.killed._target_=tests.support.deaths.KilledAnywhere"]
     where = {name: f"hydra.run.dir={tmp_path / name}" for name in ("whole", "killed")}
     succeed(*settings, where["whole"], world=2, PYTHONPATH=str(ROOT))
-    draw = random.Random(15)  # noqa: S311
-    for _ in range(20):
+    draw = random.Random(times)  # noqa: S311
+    for _ in range(times):
         step = (RunDir(tmp_path / "killed").saved_step() or 0) + draw.randint(1, 5)
         who = draw.choice(["0", "1", "01"])
         given = {"AT": str(step), "WHO": who, "LATER": f"{draw.random() * 0.015:.4f}"}
@@ -73,7 +76,7 @@ def test_killed_at_twenty_random_moments_is_bitwise_uninterrupted(tmp_path: Path
     assert [[record.get(key) for key in exact] for record in ours] == [
         [record.get(key) for key in exact] for record in theirs
     ]
-    ours, theirs = (sorted((tmp_path / name).glob("checkpoints/step-160/*.safetensors")) for name in where)
+    ours, theirs = (sorted((tmp_path / name).glob(f"checkpoints/step-{12 * times}/*.safetensors")) for name in where)
     assert [file.name for file in ours] == [file.name for file in theirs] != []
     for one, other in zip(ours, theirs, strict=True):
         weights = load_file(one), load_file(other)
