@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,14 @@ SETTINGS = (
 )
 
 
+@pytest.mark.fault(
+    "an exception on one rank",
+    group="processes",
+    does="`failed`, exit code 1; the other ranks end, and say nothing of their own",
+    says="the run failed: rank 1: OSError: the disk of rank 1 is gone",
+)
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))])
-def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> None:
+def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int, says: Callable[[str], None]) -> None:
     finished = run(
         *SETTINGS,
         "data._target_=tests.support.faulty_datasets.FailsOnRankOne",
@@ -37,6 +44,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> No
     assert finished.returncode == 1
     found = status(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "rank 1: OSError: the disk of rank 1 is gone")
+    says(finished.stderr)
 
 
 @pytest.mark.parametrize(

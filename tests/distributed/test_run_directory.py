@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,11 +69,18 @@ def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_pat
     assert "the folder checkpoints is empty or gone" in gone.stderr
 
 
-def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "`sys.exit(0)` in a user's function",
+    group="processes",
+    does="`failed`, exit code 1",
+    says="the run failed: rank 0: the program called sys.exit(0) in the middle of the run",
+)
+def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path, says: Callable[[str], None]) -> None:
     finished = _run(tmp_path, HOW="exit")
     assert finished.returncode == 1
     assert status(tmp_path)["state"] == "failed"
     assert status(tmp_path)["reason"] == "rank 0: the program called sys.exit(0) in the middle of the run"
+    says(finished.stderr)
     said = finished.stderr.splitlines()
     assert said[-3:] == [
         f"distaccum: last logged step: 2; step 2 is saved in {tmp_path}/checkpoints",
@@ -117,18 +124,28 @@ def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
+@pytest.mark.fault(
+    "kill -9 of a rank, or `os._exit` in it",
+    group="processes",
+    does="`failed`, with the rank, its signal or exit code and what it was doing; the other ranks end; at most 25 "
+    "lines on the screen, tracebacks in `logs/rank-N.log`",
+    says="distaccum: the run failed: rank ... (process ... on ...)",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
     ("how", "said"), [("kill", "was killed by SIGKILL"), ("leave", "ended with exit code 3 without an error")]
 )
-def test_the_status_names_a_rank_that_died_in_silence(tmp_path: Path, rank: str, how: str, said: str) -> None:
+def test_the_status_names_a_rank_that_died_in_silence(
+    tmp_path: Path, rank: str, how: str, said: str, says: Callable[[str], None]
+) -> None:
     finished = _launch(tmp_path, HOW=how, WHO=rank)
     assert finished.returncode == 1
     found = status(tmp_path)
     assert found["state"] == "failed"
     assert found["reason"].startswith(f"rank {rank} {said}")
     assert " while training (process " in found["reason"]
+    says(finished.stderr)
     told = finished.stderr.splitlines()
     assert len(told) <= ON_A_SCREEN
     assert any(line.startswith(f"distaccum: the run failed: rank {rank} {said}") for line in told)
@@ -138,8 +155,14 @@ def test_the_status_names_a_rank_that_died_in_silence(tmp_path: Path, rank: str,
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
+@pytest.mark.fault(
+    "kill -9 of all ranks at once",
+    group="processes",
+    does="`failed`, written by `launch/train.sh`; at most 25 lines",
+    says="distaccum: the run failed: rank ... was killed by SIGKILL",
+)
 @pytest.mark.slow
-def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path) -> None:
+def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path, says: Callable[[str], None]) -> None:
     process = subprocess.Popen(
         [
             sys.executable,
@@ -167,11 +190,18 @@ def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Pat
     assert process.returncode == 1
     assert status(tmp_path)["state"] == "failed"
     assert "was killed by SIGKILL" in status(tmp_path)["reason"]
+    says(told)
     assert len(told.splitlines()) <= ON_A_SCREEN
 
 
+@pytest.mark.fault(
+    "a rank fails after all agreed to run, before the process group",
+    group="processes",
+    does="`failed`; the other ranks on its machine leave 2 s later",
+    says="rank 1: the process group cannot be opened, and this rank ends: rank 0: FileExistsError",
+)
 @pytest.mark.slow
-def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path) -> None:
+def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path, says: Callable[[str], None]) -> None:
     (tmp_path / ".hydra").touch()  # no folder, so that rank 0 cannot keep its settings there
     began = time.monotonic()
     finished = _run(tmp_path, world=2, torchrun=True)
@@ -179,7 +209,7 @@ def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Pat
     assert time.monotonic() - began < 25 + 8  # was 33 s of waiting, and the start
     assert status(tmp_path)["state"] == "failed"
     assert status(tmp_path)["reason"].startswith("rank 0: FileExistsError:")
-    assert "rank 1: the process group cannot be opened, and this rank ends: rank 0: FileExistsError" in finished.stderr
+    says(finished.stderr)
 
 
 @pytest.mark.slow
