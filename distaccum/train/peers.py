@@ -31,6 +31,8 @@ _LOOK_AGAIN_MS = 500
 _JOINS_WITHIN_S = 120.0
 _GRACE_S = 2.0
 _ENDED = "ended"
+UNSEEN = "ended without a word"
+"""How a rank has ended that its launcher had waited for before another rank looked: the launcher knows more."""
 JOINING = "joining the process group"
 
 
@@ -168,7 +170,7 @@ class Peers:
 
 def _how(code: int | None) -> str:
     if code is None:
-        return "ended without a word"
+        return UNSEEN
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = " (from outside, or by the kernel for memory: see dmesg)" if -code == signal.SIGKILL else ""

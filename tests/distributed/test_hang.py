@@ -185,7 +185,8 @@ def test_torchrun_restarts_a_run_that_hangs(tmp_path: Path) -> None:
     group="processes",
     does="refuses a further automatic start; one by hand is not refused",
     says="3 starts in a row have failed, none after step ..., the last one so: rank 1 ... while training "
-    "(process ... on ...). Mend that: resume from an older checkpoint if the data or weights of that step are the cause",
+    "(process ... on ...). Mend that: resume from an older checkpoint if the data or weights of that step are the "
+    "cause, lower batch.micro_size if memory is",
 )
 def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(
     tmp_path: Path, says: Callable[[str], None]

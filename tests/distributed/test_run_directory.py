@@ -49,6 +49,14 @@ def _launch(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProce
     )
 
 
+def _await_records(folder: Path) -> None:
+    """Until a few windows are logged."""
+    file, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
     succeed(*SETTINGS, f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT))
@@ -155,6 +163,37 @@ def test_the_status_names_a_rank_that_died_in_silence(
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
+@pytest.mark.slow
+def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path: Path) -> None:
+    """Rank 0 looks only when the launcher has waited for rank 1 already, as on a busy machine."""
+    arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+    )
+    _await_records(tmp_path)
+    ranks = {}
+    for pid in family(process.pid)[1:]:
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if word.startswith(b"RANK="):
+                ranks[int(word[5:])] = pid
+    os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(ranks[1], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{ranks[1]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(ranks[0], signal.SIGCONT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    reason = status(tmp_path)["reason"]
+    assert reason.startswith("rank 1 was killed by SIGKILL while ")
+    assert f"the run failed: {reason}" in told
+
+
 @pytest.mark.fault(
     "kill -9 of all ranks at once",
     group="processes",
@@ -176,11 +215,7 @@ def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Pat
         text=True,
         env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
     )
-    file = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _await_records(tmp_path)
     workers = family(process.pid)[1:]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
