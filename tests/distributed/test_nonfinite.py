@@ -50,7 +50,7 @@ def test_it_stops_all_ranks_and_names_the_one(
 
 
 @pytest.mark.fault(
-    "the same with `trainer.nonfinite=skip`",
+    "NaN in the loss or the gradient of one rank, in any micro-step, with `trainer.nonfinite=skip`",
     group="numbers",
     does="the window is skipped on all ranks; weights and optimizer go on bitwise as without it",
 )

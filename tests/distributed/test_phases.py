@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, metrics, run, status, succeed
+from distaccum.distributed.processes import DIED, trouble_of
+from tests.support.commands import ROOT, environment, family, metrics, run, status, succeed
 from tests.support.phases import PHASES, SETTINGS
 
 pytestmark = pytest.mark.slow
@@ -121,6 +125,41 @@ def test_a_rank_that_does_not_get_to_training_is_named(
     else:
         assert "building model and data takes more than 3 s; this rank's stacks are in" in said
         assert "in happens" in (tmp_path / "run" / "hang" / "rank-1.txt").read_text()
+
+
+@pytest.mark.fault(
+    "SIGTERM or Ctrl-C of `launch/train.sh` while it checks, while ranks import, and after",
+    group="signals",
+    does="ends within 45 s, and no process is left; `preempted` where all ranks had begun, else without a status",
+)
+@pytest.mark.heavy
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after", [0.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 12.0])
+def test_told_to_leave_while_it_starts_nothing_is_left(tmp_path: Path, after: float, number: signal.Signals) -> None:
+    arguments = [*SETTINGS, "trainer.max_steps=100000", "trainer.eval_every=0", f"hydra.run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
+        env=environment(NPROC="2", PYTHONPATH=str(ROOT)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
+        start_new_session=True,
+    )
+    time.sleep(after)
+    pids = family(process.pid)
+    os.kill(process.pid, number)
+    _, told = process.communicate(timeout=45)
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in pids if trouble_of(pid) != DIED]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert len(told.splitlines()) <= 5
+    assert "Traceback" not in told
+    if (tmp_path / "run" / "status.json").exists():
+        assert (status(tmp_path / "run")["state"], process.returncode) == ("preempted", 0)
+    else:
+        assert process.returncode in (-number, 128 + number)
 
 
 @pytest.mark.fault(
