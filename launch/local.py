@@ -32,7 +32,7 @@ with without_garbage_collection():
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.owner import read_holder
-    from distaccum.train.peers import UNKNOWN
+    from distaccum.train.peers import UNSEEN
     from distaccum.train.run_dir import RunDir
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -76,7 +76,8 @@ def main() -> None:
 def _report(error: ChildFailedError, note: Path) -> int:
     """Prints a failure in a few lines in place of torchrun's traceback; returns the exit code.
 
-    Where all ranks were killed none has written why, or how one of them ended: this process then does.
+    Where all ranks were killed none has written why, or one has seen another's end too late to know how it came about:
+    this process then writes it.
     """
     rank, first = error.get_first_failure()
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
@@ -88,10 +89,11 @@ def _report(error: ChildFailedError, note: Path) -> int:
     path = Path(note.read_text())
     holder = read_holder(path)  # of a run that this process has started
     run_dir = RunDir(path, token=holder.token if holder else "")
-    said = run_dir.failure()
-    if not said or (UNKNOWN in said and f"process {first.pid} " in said):
-        run_dir.forget_failure()
-        run_dir.write_failure(said.replace(UNKNOWN, how) or ended)
+    reason = run_dir.failure()
+    if not reason:
+        run_dir.write_failure(ended)
+    elif UNSEEN in reason and f"process {first.pid} " in reason:
+        run_dir.correct_failure(reason.replace(UNSEEN, how, 1))
     for line in lines_of(run_dir):
         sys.stderr.write(f"distaccum: {line}\n")
     return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -219,13 +218,15 @@ class ProgressTracker:
     def _explanation(self, window: Window, outcome: Outcome, loss: Loss | None, *, together: bool) -> str:
         assert outcome.step is not None
         self._engine.zero_gradients()  # of a window that may have begun since
-        names = shorten(outcome.step.nonfinite(), _MOST_NAMED) or "none alone, but their norm"
         began = ""
         if loss is not None and together:
             began = f" {explain(diagnose(self._engine, window, loss, self._world))}."
-        own = (self._world.rank, shorten(chain.from_iterable(window.ids()), _MOST_NAMED) or "none")
-        texts = self._world.all_gather_names([json.dumps(own)]) if together else [json.dumps(own)]
-        samples = "; ".join(f"rank {rank}: {ids}" for rank, ids in sorted(map(json.loads, texts)))
+        ids = shorten(chain.from_iterable(window.ids()), _MOST_NAMED) or "none"
+        own = (self._world.rank, ids, outcome.step.nonfinite())  # of gradients, this rank's share
+        of_all = sorted(self._world.all_gather_object(own)) if together else [own]
+        samples = "; ".join(f"rank {rank}: {ids}" for rank, ids, _ in of_all)
+        named = dict.fromkeys(name for _, _, found in of_all for name in found)
+        names = shorten(named, _MOST_NAMED) or "none alone, but their norm"
         row = f"{self._skips_in_a_row} in a row, " if self._skips_in_a_row > 1 else ""
         return (
             f"the gradient of window {self._progress.window} is NaN or infinite ({row}loss scale "

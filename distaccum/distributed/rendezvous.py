@@ -7,12 +7,16 @@ answers to that word with the name.
 
 from __future__ import annotations
 
+import logging
 from secrets import token_hex
 from time import monotonic, sleep
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
+_log = logging.getLogger(__name__)
+
 _POLL_S = 0.01
+_FIRST_WORD_S = 60.0  # of waiting in silence; then after twice as long, each time
 
 
 def private_store(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
@@ -35,13 +39,17 @@ def private_store(store: Store, rank: int, size: int, *, timeout_s: float) -> St
 
 def _admit(store: Store, ranks: range, name: str, timeout_s: float) -> None:
     """Answers each rank's words until it has come: the first word may be one of an earlier start."""
-    deadline, absent, answered = monotonic() + timeout_s, list(ranks), dict[int, bytes]()
+    began, word_s, absent, answered = monotonic(), _FIRST_WORD_S, list(ranks), dict[int, bytes]()
     while True:
         absent = [rank for rank in absent if not store.check([f"meeting/{name}/{rank}"])]
         if not absent:
             return
-        if monotonic() > deadline:
+        waited = monotonic() - began
+        if waited > timeout_s:
             raise TimeoutError(f"ranks {absent} have not come within {timeout_s:.0f} s")
+        if waited > word_s:
+            _log.warning("ranks %s have not come after %.0f s: do their processes still import?", absent, waited)
+            word_s *= 2
         for rank in absent:
             if store.check([f"meeting/{rank}"]) and (word := store.get(f"meeting/{rank}")) != answered.get(rank):
                 store.set(f"meeting/answer/{word.decode()}", name)

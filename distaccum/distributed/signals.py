@@ -37,8 +37,8 @@ class StopSignals:
 
     The handler only notes the first signal; later ones change nothing, but for a second Ctrl-C: it ends the process at
     once, with exit code 130. A signal that the program handles itself is left to it, and so are SIGHUP and SIGINT where
-    they are ignored, as SIGHUP is under ``nohup``. After a signal was received, all stay ignored after the block too,
-    as the sender may repeat it while the process ends; Ctrl-C then ends it.
+    they are ignored, as SIGHUP is under ``nohup``. After a signal was received, all but Ctrl-C stay ignored after the
+    block too, as the sender may repeat it while the process ends.
 
     A thread learns of signals as well, since Python's handlers have to wait while the main thread is in a collective.
     """
@@ -67,16 +67,19 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restores the previous handlers; if a signal was received, ignores further ones instead."""
+        """Restores the previous handlers; if a signal was received, ignores further ones instead, but for Ctrl-C."""
         if self._wake_up is not None:
             self._wake_up.close()
         if self.received:
+            before = dict(self._before)
             self.ignore()
+            if signal.SIGINT in before:
+                self._before[signal.SIGINT] = before[signal.SIGINT]
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def ignore(self) -> None:
-        """Ignores the signals until the process ends.
+        """Ignores the signals until the process ends; a Ctrl-C after a first signal then ends it, without a traceback.
 
         A handler would not do: Python drops its handlers while it ends, and the signal would kill it.
         """

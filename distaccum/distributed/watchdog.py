@@ -77,6 +77,11 @@ class Sign:
         return self.place.phase in MEETINGS or bool(self.collective)
 
 
+def longest_pause(timeout: float | None, group_timeout: timedelta) -> float:
+    """Seconds that what is done for the first time may take; the arguments are those of :class:`Watchdog`."""
+    return min(FIRST * (timeout or FLOOR_S), OF_THE_GROUP * group_timeout.total_seconds())
+
+
 class Watchdog:
     """Watches this rank's activity for the length of the block.
 
@@ -102,6 +107,7 @@ class Watchdog:
     ) -> None:
         self._world, self._timeout, self._on_hang, self._folder, self._told = world, timeout, on_hang, folder, told
         self._most = OF_THE_GROUP * group_timeout.total_seconds()
+        self._first = longest_pause(timeout, group_timeout)
         self._beat_s = min(_SLOWEST_BEAT_S, (timeout or FLOOR_S) / _BEATS)
         self._store: Store | None = None
         if world.store is not None:
@@ -135,10 +141,9 @@ class Watchdog:
     def describe(self) -> str:
         """The limits, in words."""
         rule = f"{self._timeout:g} s" if self._timeout else f"{MULTIPLE:g}x the longest pause, {FLOOR_S:g} s at least"
-        first = min(FIRST * (self._timeout or FLOOR_S), self._most)
         return (
-            f"hangs are told after {rule} without progress on any rank ({first:g} s for the first window, evaluation "
-            f"and save; at most {self._most:g} s): trainer.hang_timeout"
+            f"hangs are told after {rule} without progress on any rank ({self._first:g} s for the first window, "
+            f"evaluation and save; at most {self._most:g} s): trainer.hang_timeout"
         )
 
     # --- errors, in the loop's thread
@@ -245,7 +250,7 @@ class Watchdog:
         longest = self._pauses.get(kind)
         allowed = self._timeout or FLOOR_S
         if longest is None:
-            return min(FIRST * allowed, self._most)
+            return self._first
         if kind == _WINDOW and self._windows >= _MEASURED and self._told():
             return min(max(_TOLD_S, _TOLD_MULTIPLE * longest), allowed)
         if self._timeout is None:
@@ -368,19 +373,28 @@ class Watchdog:
     def _dump(self) -> None:
         """This rank's stacks, of all threads; and NCCL's flight recorder where it runs."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"rank-{self._world.rank}.txt").open("w") as file:
-                file.write(f"rank {self._world.rank}, process {os.getpid()} on {self._host}: {self._place}\n")
-                if troubled := troubled_children():
-                    file.write(f"{troubled}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+            write_stacks(self._folder, self._world.rank, str(self._place))
             if self._world.device.type == "cuda":
                 recorded = _flight_record()
                 if recorded:
                     (self._folder / f"rank-{self._world.rank}.nccl").write_bytes(recorded)
         except OSError as error:
             _log.warning("the stacks cannot be written: %s", error)
+
+
+def write_stacks(folder: Path, rank: int, where: str) -> None:
+    """Writes this process's stacks, of all threads, into ``rank-N.txt``; ``where`` says what it does.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank-{rank}.txt").open("w") as file:
+        file.write(f"rank {rank}, process {os.getpid()} on {socket.gethostname()}: {where}\n")
+        if troubled := troubled_children():
+            file.write(f"{troubled}\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _kind(place: Place) -> str:

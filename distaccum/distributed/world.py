@@ -46,10 +46,11 @@ class World:
     """What this rank is doing, which :class:`~distaccum.distributed.watchdog.Watchdog` reads."""
 
     @classmethod
-    def join(cls, timeout: timedelta = GROUP_TIMEOUT) -> World:
+    def join(cls, timeout: timedelta | None = None) -> World:
         """The open process group; if there is none, a new one of the ranks that the launcher started.
 
-        A group that this opens stays open until the process exits; its collectives wait for ``timeout``.
+        A group that this opens stays open until the process exits; its collectives wait for ``timeout``, by default
+        ``GROUP_TIMEOUT``.
 
         Raises:
             ConfigError: as :meth:`LaunchEnvironment.from_environment` and :meth:`LaunchEnvironment.device`.
@@ -123,7 +124,7 @@ class World:
 
 @contextmanager
 def open_world(
-    ranks: LaunchEnvironment, store: Store, device: torch.device, timeout: timedelta = GROUP_TIMEOUT
+    ranks: LaunchEnvironment, store: Store, device: torch.device, timeout: timedelta | None = None
 ) -> Iterator[World]:
     """Opens the default process group for the block, and closes it on any exit.
 
@@ -131,11 +132,12 @@ def open_world(
         ranks: this process's rank and the world size.
         store: shared by every rank; see :meth:`LaunchEnvironment.store`.
         device: of this rank's model; decides the backend (NCCL for CUDA, gloo for the CPU).
-        timeout: of every collective.
+        timeout: of every collective; by default ``GROUP_TIMEOUT``.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
+    timeout = timeout or GROUP_TIMEOUT  # read here, so that a program can set another one for all that it opens
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device, store=store if ranks.size > 1 else None)

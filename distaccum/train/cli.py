@@ -38,6 +38,7 @@ from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
+from distaccum.train.hang import watched_start
 from distaccum.train.log_handler import enable_loggers, log_to_stderr
 from distaccum.train.metrics.wandb import is_left_behind
 from distaccum.train.run import RunResult, prepare, run
@@ -98,27 +99,30 @@ def _run_job(
 
     run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
 
-    def agree(rejection: str | None) -> None:
-        coordinator.agree(job, rejection)
+    with watched_start(job.config, run_dir, environment.rank) as (within_s, ready):
 
-    @contextmanager
-    def open_group(device: torch.device, timeout: timedelta) -> Iterator[World]:
-        with coordinator.beginning(job, partial(reason_of, environment.rank)):
-            if RUN_NOTE in os.environ and environment.rank == 0:
-                Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
-            accepted()
-        with open_world(environment, coordinator.store_for(job), device, timeout) as world:
-            yield world
+        def agree(rejection: str | None) -> None:
+            ready()
+            coordinator.agree(job, rejection, within_s=within_s)
 
-    result = run(
-        partial(_make_components, job, environment),
-        run_dir,
-        environment,
-        began=monotonic(),
-        signals=signals,
-        agree=agree,
-        open_group=open_group,
-    )
+        @contextmanager
+        def open_group(device: torch.device, timeout: timedelta) -> Iterator[World]:
+            with coordinator.beginning(job, partial(reason_of, environment.rank)):
+                if RUN_NOTE in os.environ and environment.rank == 0:
+                    Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
+                accepted()
+            with open_world(environment, coordinator.store_for(job), device, timeout) as world:
+                yield world
+
+        result = run(
+            partial(_make_components, job, environment),
+            run_dir,
+            environment,
+            began=monotonic(),
+            signals=signals,
+            agree=agree,
+            open_group=open_group,
+        )
     note = os.environ.get("DISTACCUM_PREEMPTED")
     if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
         Path(note).write_text(f"{job.run_dir}\n")

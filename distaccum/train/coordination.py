@@ -7,6 +7,9 @@ configuration in one run directory, and a mistake is reported once.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,9 +19,14 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.errors import DistaccumError, PeerError
+from distaccum.distributed.processes import trouble_of
+from distaccum.errors import DistaccumError, PeerError, shorten
+
+_log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 10.0
+_POLL_S = 0.01
+_FIRST_WORD_S = 60.0  # of waiting in silence; then after twice as long, each time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,7 @@ class JobCoordinator:
 
     def __init__(self, environment: LaunchEnvironment, store: Store) -> None:
         self._environment, self._store = environment, store
+        store.set(f"process/{environment.rank}", json.dumps([os.getpid(), socket.gethostname()]))
 
     def publish(self, job: Job) -> None:
         """Hands a job to the other ranks; called by rank 0."""
@@ -66,17 +75,32 @@ class JobCoordinator:
         """The part of the store in which a job's process group may write."""
         return PrefixStore(f"job-{job.number}", self._store)
 
-    def agree(self, job: Job, rejection: str | None) -> None:
+    def agree(self, job: Job, rejection: str | None, *, within_s: float) -> None:
         """Collects from every rank why it cannot run the job, or None.
+
+        Args:
+            job: that is to run.
+            rejection: this rank's.
+            within_s: seconds that a rank may come later than another; infinity for no limit.
 
         Raises:
             JobRejectedError: on all ranks, with the first rank's rejection, if any rank cannot run it.
+            PeerError: a rank has not come in time.
         """
-        store = self.store_for(job)
-        store.set(f"verdict/{self._environment.rank}", json.dumps(rejection))
-        if self._environment.rank == 0:
-            verdicts = [json.loads(store.get(f"verdict/{rank}")) for rank in range(self._environment.size)]
-            store.set("verdict", json.dumps(next((verdict for verdict in verdicts if verdict), None)))
+        store, rank = self.store_for(job), self._environment.rank
+        store.set(f"verdict/{rank}", json.dumps(rejection))
+        if rank == 0:
+            verdicts = {other: f"verdict/{other}" for other in range(self._environment.size)}
+            try:
+                self._await(store, verdicts, within_s)
+            except PeerError as error:
+                store.set("verdict", json.dumps(error.reason))
+                raise
+            given = [json.loads(store.get(name)) for name in verdicts.values()]
+            store.set("verdict", json.dumps(next((verdict for verdict in given if verdict), None)))
+        else:
+            self._await(store, {0: "verdict/0"}, within_s)
+            self._await(store, {0: "verdict"}, 2 * within_s)  # for rank 0 may wait for others
         first = json.loads(store.get("verdict"))
         if first:
             raise JobRejectedError(first)
@@ -103,3 +127,25 @@ class JobCoordinator:
         if reason:
             raise PeerError(reason, "while this rank waited for it")
         yield
+
+    def _await(self, store: Store, names: Mapping[int, str], within_s: float) -> None:
+        """Waits until each rank has written what is named."""
+        began, absent, word_s = monotonic(), list(names), _FIRST_WORD_S
+        while absent := [rank for rank in absent if not store.check([names[rank]])]:
+            waited = monotonic() - began
+            if waited > min(word_s, within_s):
+                late = shorten(map(self._process, absent))
+                said = f"{late} is not ready to train {waited:.0f} s after rank {self._environment.rank} was"
+                if waited > within_s:
+                    raise PeerError(f"{said} (trainer.hang_timeout)", "while this rank waited for it")
+                _log.warning("%s; after %.0f s the run ends (trainer.hang_timeout)", said, within_s)
+                word_s *= 2
+            sleep(_POLL_S)
+
+    def _process(self, rank: int) -> str:
+        """What is known of a rank that does not come."""
+        if not self._store.check([f"process/{rank}"]):
+            return f"rank {rank}"
+        pid, host = json.loads(self._store.get(f"process/{rank}"))
+        trouble = trouble_of(pid) if host == socket.gethostname() else ""
+        return f"rank {rank} (process {pid} on {host}{f', which {trouble}' if trouble else ''})"

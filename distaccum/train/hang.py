@@ -3,22 +3,63 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NoReturn
+from math import inf
+from threading import TIMEOUT_MAX, Timer
+from typing import Any, NoReturn
 
 from distaccum.config.durations import seconds_of
-from distaccum.config.schema import TrainerConfig
+from distaccum.config.schema import RunConfig, TrainerConfig
 from distaccum.data import loading_processes
 from distaccum.distributed.signals import StopSignals
-from distaccum.distributed.watchdog import Watchdog
+from distaccum.distributed.watchdog import Watchdog, longest_pause, write_stacks
 from distaccum.distributed.world import World
-from distaccum.errors import DistaccumError, PeerError
+from distaccum.errors import ConfigError, DistaccumError, PeerError
 from distaccum.train.faults import innermost, is_lost_connection, is_out_of_memory, out_of_memory
 from distaccum.train.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def watched_start(config: Mapping[str, Any], run_dir: RunDir, rank: int) -> Iterator[tuple[float, Callable[[], None]]]:
+    """Watches a rank that builds model and data, which has as long as the first window; then its stacks are written.
+
+    Args:
+        config: the run's, as plain values.
+        run_dir: takes the stacks.
+        rank: this one.
+
+    Yields:
+        Seconds that a rank may be later than another, and what to call once this one is ready.
+    """
+    try:
+        trainer = RunConfig.from_dict(config).trainer
+    except ConfigError:  # which this rank says itself
+        trainer = TrainerConfig()
+    limit = longest_pause(hang_timeout(trainer), group_timeout(trainer)) if trainer.hang_timeout else inf
+    timer = Timer(min(limit, TIMEOUT_MAX), _tell_slow_start, (run_dir, rank, limit))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield limit, timer.cancel
+    finally:
+        timer.cancel()
+
+
+def _tell_slow_start(run_dir: RunDir, rank: int, limit: float) -> None:
+    if not run_dir.is_foreign():
+        folder = run_dir.path / "hang"
+        _log.warning("building model and data takes more than %.0f s; this rank's stacks are in %s", limit, folder)
+        with suppress(OSError):
+            write_stacks(folder, rank, "building model and data")
+
+
+def hang_timeout(config: TrainerConfig) -> float | None:
+    """In seconds; None where the run measures itself, or is not watched."""
+    return None if config.hang_timeout in (None, "auto") else seconds_of("trainer.hang_timeout", config.hang_timeout)
 
 
 def group_timeout(config: TrainerConfig) -> timedelta:
@@ -42,7 +83,7 @@ def watchdog(config: TrainerConfig, world: World, run_dir: RunDir, signals: Stop
             return
         dog = Watchdog(
             world,
-            timeout=None if config.hang_timeout == "auto" else seconds_of("trainer.hang_timeout", config.hang_timeout),
+            timeout=hang_timeout(config),
             group_timeout=group_timeout(config),
             on_hang=run_dir.write_failure,
             folder=run_dir.hang,

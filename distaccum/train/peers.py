@@ -33,9 +33,9 @@ _LOOK_AGAIN_MS = 500
 _JOINS_WITHIN_S = 120.0
 _GRACE_S = 2.0
 _ENDED = "ended"
+UNSEEN = "ended without a word"
+"""How a rank has ended that its launcher had waited for before another rank looked: the launcher knows more."""
 JOINING = "joining the process group"
-UNKNOWN = "ended without a word"
-"""Of a process that its launcher has waited for already: then that alone knows how it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Peers:
 
 def _how(code: int | None) -> str:
     if code is None:
-        return UNKNOWN
+        return UNSEEN
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = " (from outside, or by the kernel for memory: see dmesg)" if -code == signal.SIGKILL else ""

@@ -33,7 +33,7 @@ from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, PeerError
 from distaccum.train.components import TrainingComponents, build_loggers
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
@@ -118,7 +118,11 @@ def run(
             with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
                 agree(reason_of(environment.rank, error))
             raise
-        agree(None)
+        try:
+            agree(None)
+        except PeerError as error:
+            note_failure(run_dir, environment.rank, error)
+            raise
         return _in_group(
             components,
             saved,

@@ -249,6 +249,13 @@ class RunDir:
             with self._turn:
                 self._write_failed(self.hidden(reason))
 
+    def correct_failure(self, reason: str) -> None:
+        """Replaces the reason of the first failure, of which more is known by now; never raises."""
+        if not self.is_foreign():
+            with self._turn, suppress(OSError):
+                self._failure.write_text(self.hidden(reason))
+                write_json(self._status, _status(State.FAILED, self.status().get("step", 0), self.hidden(reason)))
+
     def _write_failed(self, reason: str) -> None:
         first, left = self._write_first(reason)
         if not first and self.state() is State.FAILED:

@@ -24,8 +24,14 @@ SETTINGS = (
 )
 
 
+@pytest.mark.fault(
+    "an exception on one rank",
+    group="processes",
+    does="`failed`, exit code 1; the other ranks end, and say nothing of their own",
+    says="the run failed: rank 1: OSError: the disk of rank 1 is gone",
+)
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))])
-def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> None:
+def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int, says: Callable[[str], None]) -> None:
     finished = run(
         *SETTINGS,
         "data._target_=tests.support.faulty_datasets.FailsOnRankOne",
@@ -45,6 +51,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int) -> No
     assert causes
     assert set(causes) == {f"rank 1: OSError: the disk of rank 1 is gone; more in {tmp_path}/logs"}
     assert len([line for line in finished.stderr.splitlines() if line.startswith("distaccum:")]) == 5
+    says(finished.stderr)
 
 
 @pytest.mark.parametrize(

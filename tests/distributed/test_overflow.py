@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,11 @@ def test_a_very_first_window_that_is_spoiled_leaves_no_state(launched: dict[int,
             assert found == {"applied": [False, True, True], "state made": 0, "as without it": True}
 
 
+@pytest.mark.fault(
+    "the loss scale at its floor",
+    group="numbers",
+    does="stays there, and a good window trains",
+)
 @pytest.mark.parametrize("way", ["step, fused", "backward, plain"])
 def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains(launched: dict[int, Ranks], way: str) -> None:
     found = _everyone(launched, 2, "endings", f"200 overflows, {way}")
@@ -157,11 +163,18 @@ def _said_by_all(found: list[Any], *parts: str) -> None:
         assert rank["weights"] == found[0]["weights"]
 
 
+@pytest.mark.fault(
+    "gradients that overflow at the floor of the loss scale too",
+    group="numbers",
+    does="ends on all ranks alike after ten in a row; the weights are those of before",
+    says="the gradient of window 27 is NaN or infinite (10 in a row, loss scale 1): of ...",
+)
 @pytest.mark.parametrize("by", ["step", "backward"])
 def test_overflows_that_the_floor_does_not_end_end_the_run_on_all_ranks_alike(
-    launched: dict[int, Ranks], by: str
+    launched: dict[int, Ranks], by: str, says: Callable[[str], None]
 ) -> None:
     found = _everyone(launched, 2, "endings", f"overflows by default, {by}")
+    says(found[0]["message"])
     for rank in found:  # one good window, 16 that take the scale from 2**16 to 1, and 10 more
         assert (rank["attempts"], rank["applied"]) == (27, [0])
         assert rank["scales"][-10:] == [1.0] * 10

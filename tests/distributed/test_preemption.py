@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     return _exact(run_dir)
 
 
+@pytest.mark.fault(
+    "SIGTERM or SIGUSR1 to one rank, at any moment",
+    group="signals",
+    does="all ranks save and leave, `preempted`; resumed it is bitwise as if it had not been",
+)
 @pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.heavy)])
 def test_preempted_at_random_moments_is_bitwise_uninterrupted(
     tmp_path: Path, whole: list[list[Any]], times: int
@@ -137,6 +143,11 @@ def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Pa
     assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in theirs], rel=1e-6)
 
 
+@pytest.mark.fault(
+    "kill -9, SIGTERM or SIGUSR1 of torchrun",
+    group="signals",
+    does="the ranks save and leave, `preempted`; no process is left, of theirs, their loaders' or W&B's",
+)
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
@@ -170,9 +181,15 @@ def test_nobody_is_left_behind(tmp_path: Path, whom: str, number: signal.Signals
     assert (exit_code == 0) == (whom == "worker")
 
 
-def test_a_run_ends_before_its_time_is_over(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "`trainer.max_time` is about to be over",
+    group="signals",
+    does="saves and leaves in time, `preempted`",
+    says="preempted (trainer.max_time is about to be over): ... updates; saved in ...",
+)
+def test_a_run_ends_before_its_time_is_over(tmp_path: Path, says: Callable[[str], None]) -> None:
     began = time.monotonic()
-    succeed(*ENDLESS, "trainer.max_time=4s", f"hydra.run.dir={tmp_path}")
+    says(succeed(*ENDLESS, "trainer.max_time=4s", f"hydra.run.dir={tmp_path}").stdout)
     assert time.monotonic() - began < 60
     found = status(tmp_path)
     assert (found["state"], found["reason"]) == ("preempted", "trainer.max_time is about to be over")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.support.commands import TINY, kill_when, metrics, run, status, succeed
+from distaccum.train.run_dir import RunDir
+from tests.support.commands import ROOT, TINY, kill_when, metrics, run, status, succeed
 
 SETTINGS = (
     *TINY,
@@ -38,6 +42,45 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int)
         [record.get(key) for key in exact] for record in whole
     ]
     assert status(tmp_path / "killed") == {"state": "done", "step": 60, "reason": ""}
+
+
+@pytest.mark.fault(
+    "kill -9 of any ranks at any moment, again and again",
+    group="processes",
+    does="resumed by `resume=auto`, metrics and weights are bitwise those of a run that was never killed",
+    says="distaccum: the run failed: rank ... while ... (process ... on ...)",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.heavy)])
+def test_killed_at_random_moments_is_bitwise_uninterrupted(
+    tmp_path: Path, times: int, says: Callable[[str], None]
+) -> None:
+    settings = [*SETTINGS, "checkpoint.every=4", f"trainer.max_steps={12 * times}", "trainer.eval_every=30"]
+    settings += ["trainer.verify=never", "+callbacks.killed._target_=tests.support.deaths.KilledAnywhere"]
+    where = {name: f"hydra.run.dir={tmp_path / name}" for name in ("whole", "killed")}
+    succeed(*settings, where["whole"], world=2, PYTHONPATH=str(ROOT))
+    draw = random.Random(times)  # noqa: S311
+    for _ in range(times):
+        step = (RunDir(tmp_path / "killed").saved_step() or 0) + draw.randint(1, 5)
+        who = draw.choice(["0", "1", "01"])
+        given = {"AT": str(step), "WHO": who, "LATER": f"{draw.random() * 0.015:.4f}"}
+        killed = run(*settings, where["killed"], world=2, timeout=60, grace=5, PYTHONPATH=str(ROOT), **given)
+        found = status(tmp_path / "killed")
+        assert found["state"] != "done", given
+        if who == "1":  # rank 0 lives to say so
+            assert found["reason"].startswith("rank 1 "), found
+            says(killed.stderr)
+    succeed(*settings, where["killed"], world=2, PYTHONPATH=str(ROOT))
+    exact = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")
+    ours, theirs = (metrics(tmp_path / name) for name in ("killed", "whole"))
+    assert [[record.get(key) for key in exact] for record in ours] == [
+        [record.get(key) for key in exact] for record in theirs
+    ]
+    ours, theirs = (sorted((tmp_path / name).glob(f"checkpoints/step-{12 * times}/*.safetensors")) for name in where)
+    assert [file.name for file in ours] == [file.name for file in theirs] != []
+    for one, other in zip(ours, theirs, strict=True):
+        weights = load_file(one), load_file(other)
+        assert all(weights[0][name].equal(weights[1][name]) for name in weights[0] | weights[1])
 
 
 @pytest.mark.heavy

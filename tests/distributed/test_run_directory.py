@@ -50,6 +50,14 @@ def _launch(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProce
     )
 
 
+def _await_records(folder: Path) -> None:
+    """Until a few windows are logged."""
+    file, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
     succeed(*SETTINGS, f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT))
@@ -70,11 +78,18 @@ def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_pat
     assert "the folder checkpoints is empty or gone" in gone.stderr
 
 
-def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "`sys.exit(0)` in a user's function",
+    group="processes",
+    does="`failed`, exit code 1",
+    says="the run failed: rank 0: the program called sys.exit(0) in the middle of the run",
+)
+def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path, says: Callable[[str], None]) -> None:
     finished = _run(tmp_path, HOW="exit")
     assert finished.returncode == 1
     assert status(tmp_path)["state"] == "failed"
     assert status(tmp_path)["reason"] == "rank 0: the program called sys.exit(0) in the middle of the run"
+    says(finished.stderr)
     said = finished.stderr.splitlines()
     assert said[-3:] == [
         f"distaccum: last logged step: 2; step 2 is saved in {tmp_path}/checkpoints",
@@ -118,18 +133,28 @@ def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
+@pytest.mark.fault(
+    "kill -9 of a rank, or `os._exit` in it",
+    group="processes",
+    does="`failed`, with the rank, its signal or exit code and what it was doing; the other ranks end; at most 25 "
+    "lines on the screen, tracebacks in `logs/rank-N.log`",
+    says="distaccum: the run failed: rank ... (process ... on ...)",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
     ("how", "said"), [("kill", "was killed by SIGKILL"), ("leave", "ended with exit code 3 without an error")]
 )
-def test_the_status_names_a_rank_that_died_in_silence(tmp_path: Path, rank: str, how: str, said: str) -> None:
+def test_the_status_names_a_rank_that_died_in_silence(
+    tmp_path: Path, rank: str, how: str, said: str, says: Callable[[str], None]
+) -> None:
     finished = _launch(tmp_path, HOW=how, WHO=rank)
     assert finished.returncode == 1
     found = status(tmp_path)
     assert found["state"] == "failed"
     assert found["reason"].startswith(f"rank {rank} {said}")
     assert " while training (process " in found["reason"]
+    says(finished.stderr)
     told = finished.stderr.splitlines()
     assert len(told) <= ON_A_SCREEN
     assert any(line.startswith(f"distaccum: the run failed: rank {rank} {said}") for line in told)
@@ -140,7 +165,44 @@ def test_the_status_names_a_rank_that_died_in_silence(tmp_path: Path, rank: str,
 
 
 @pytest.mark.slow
-def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path) -> None:
+def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path: Path) -> None:
+    """Rank 0 looks only when the launcher has waited for rank 1 already, as on a busy machine."""
+    arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+    )
+    _await_records(tmp_path)
+    ranks = {}
+    for pid in family(process.pid)[1:]:
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if word.startswith(b"RANK="):
+                ranks[int(word[5:])] = pid
+    os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(ranks[1], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{ranks[1]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(ranks[0], signal.SIGCONT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    reason = status(tmp_path)["reason"]
+    assert reason.startswith("rank 1 was killed by SIGKILL while ")
+    assert f"the run failed: {reason}" in told
+
+
+@pytest.mark.fault(
+    "kill -9 of all ranks at once",
+    group="processes",
+    does="`failed`, written by `launch/train.sh`; at most 25 lines",
+    says="distaccum: the run failed: rank ... was killed by SIGKILL",
+)
+@pytest.mark.slow
+def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path, says: Callable[[str], None]) -> None:
     process = subprocess.Popen(
         [
             sys.executable,
@@ -154,11 +216,7 @@ def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Pat
         text=True,
         env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
     )
-    file = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _await_records(tmp_path)
     workers = family(process.pid)[1:]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
@@ -168,11 +226,18 @@ def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Pat
     assert process.returncode == 1
     assert status(tmp_path)["state"] == "failed"
     assert "was killed by SIGKILL" in status(tmp_path)["reason"]
+    says(told)
     assert len(told.splitlines()) <= ON_A_SCREEN
 
 
+@pytest.mark.fault(
+    "a rank fails after all agreed to run, before the process group",
+    group="processes",
+    does="`failed`; the other ranks learn of it, and leave at once",
+    says="rank 0: FileExistsError",
+)
 @pytest.mark.slow
-def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path) -> None:
+def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path, says: Callable[[str], None]) -> None:
     (tmp_path / ".hydra").touch()  # no folder, so that rank 0 cannot keep its settings there
     began = time.monotonic()
     finished = _run(tmp_path, world=2, torchrun=True)
@@ -181,6 +246,7 @@ def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Pat
     assert status(tmp_path)["state"] == "failed"
     assert status(tmp_path)["reason"].startswith("rank 0: FileExistsError:")
     assert "rank 1: the process group cannot be opened" not in finished.stderr  # rank 0 has told it
+    says(finished.stderr)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,14 +100,23 @@ def _is_saved(run_dir: Path, by: str) -> None:
     assert (run_dir / "checkpoints" / f"step-{found['step']}").is_dir()
 
 
+@pytest.mark.fault(
+    "Ctrl-C",
+    group="signals",
+    does="saves and leaves, `preempted`, with one line, or two where that takes more than a second",
+    says="preempted (SIGINT): ... updates; saved in ...; the same command with resume=auto resumes it",
+)
 @pytest.mark.parametrize("start", START)
-def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(tmp_path: Path, start: str) -> None:
+def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(
+    tmp_path: Path, start: str, says: Callable[[str], None]
+) -> None:
     run = Terminal(tmp_path / "run", START[start])
     run.type(CTRL_C)
     exit_code = run.end(within_s=40)
     _is_saved(run.run_dir, "SIGINT")
     saved = [line for line in run.lines() if "the same command with resume=auto resumes it" in line]
     assert len(saved) == 1
+    says("".join(run.lines()))
     if start == "torchrun":  # its agent ends with a traceback of its own, whatever its workers do
         assert "KeyboardInterrupt" not in "".join(run.lines())
         return
@@ -116,8 +126,14 @@ def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(tmp_path: Path, start: s
     assert exit_code == 0
 
 
+@pytest.mark.fault(
+    "a second Ctrl-C, as while the window never ends",
+    group="signals",
+    does="ends at once, `failed`, exit code 130; no loading process is left",
+    says="distaccum: ended at once by a second Ctrl-C, without a save",
+)
 @pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
-def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str) -> None:
+def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str, says: Callable[[str], None]) -> None:
     run = Terminal(tmp_path / "run", START[start])
     loaders = [pid for pid in family(run.pid) if "pt_data_worker" in Path(f"/proc/{pid}/comm").read_text()]
     os.kill(loaders[-1], signal.SIGSTOP)  # so that the window never ends
@@ -131,9 +147,12 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str)
     assert "ended at once by a second Ctrl-C (SIGINT), without a save" in found["reason"]
     (patience, end) = run.lines()
     assert patience.startswith("distaccum: told to leave (SIGINT)")
-    assert end.startswith("distaccum: ended at once by a second Ctrl-C, without a save")
+    says(end)
 
 
+@pytest.mark.fault(
+    "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
+)
 @pytest.mark.parametrize("start", START)
 def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str) -> None:
     run = Terminal(tmp_path / "run", START[start])
@@ -142,6 +161,9 @@ def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str)
     _is_saved(run.run_dir, "SIGHUP")
 
 
+@pytest.mark.fault(
+    "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
+)
 @pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
 def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # nohup.out

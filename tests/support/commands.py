@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import ROOT, Forks
+from tests.support.forked import GRACE_S, ROOT, Forks
 
 _FORKS = Forks()
 TRAIN = ROOT / "launch" / "train.py"
@@ -48,6 +48,7 @@ def run(
     script: Path = TRAIN,
     cwd: Path | None = None,
     timeout: float = 240,
+    grace: float = GRACE_S,
     torchrun: bool = False,
     warm: str = "distaccum",
     **extra: str,
@@ -65,6 +66,7 @@ def run(
             cwd=cwd,
             environment=environment(**extra),
             timeout=timeout,
+            grace=grace,
         )
     return subprocess.run(
         command(world, script, arguments),

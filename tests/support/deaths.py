@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 import torch
 
@@ -53,6 +54,14 @@ class Dies(Callback):
                 _kill_wandb(os.getpid())
             case "raise":
                 raise OSError(f"GET https://host/?key={self._key}: forbidden")
+
+
+class KilledAnywhere(Callback):
+    """SIGKILL, ``LATER`` seconds after update ``AT``, of the ranks in ``WHO``: it comes from another thread."""
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == int(os.environ.get("AT", "0")) and os.environ["RANK"] in os.environ["WHO"]:
+            Timer(float(os.environ["LATER"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def _kill_wandb(pid: int) -> None:

@@ -48,6 +48,7 @@ class Forks:
         cwd: Path | None,
         environment: Mapping[str, str],
         timeout: float,
+        grace: float = GRACE_S,
     ) -> subprocess.CompletedProcess[str]:
         """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)``, on ``world`` ranks.
 
@@ -55,6 +56,7 @@ class Forks:
             world: the number of ranks; 1 is a process that no launcher has started.
             warm: what the server has imported, a name of :data:`WARM`.
             timeout: in seconds; the ranks that are left are killed then.
+            grace: seconds between SIGTERM and SIGKILL of the ranks that are left when one has failed.
 
         Returns:
             the exit code of the first rank that failed, or 0; the output of all ranks together.
@@ -72,7 +74,7 @@ class Forks:
             }
             server.stdin.write(json.dumps(request) + "\n")
             server.stdin.flush()
-            code = _await_ranks(server, timeout)
+            code = _await_ranks(server, timeout, grace)
             return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
 
     def _server(self, warm: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -124,7 +126,7 @@ class _Launcher:
         }
 
 
-def _await_ranks(server: subprocess.Popen[str], timeout: float) -> int:
+def _await_ranks(server: subprocess.Popen[str], timeout: float, grace: float) -> int:
     """Waits for every rank; when one fails the others get SIGTERM, and SIGKILL after a grace."""
     left: set[int] = set(_answer(server))
     timers = [threading.Timer(timeout, _signal, (left, signal.SIGKILL))]
@@ -137,7 +139,7 @@ def _await_ranks(server: subprocess.Popen[str], timeout: float) -> int:
             if code and not failed:
                 failed = code
                 _signal(left, signal.SIGTERM)
-                timers.append(threading.Timer(GRACE_S, _signal, (left, signal.SIGKILL)))
+                timers.append(threading.Timer(grace, _signal, (left, signal.SIGKILL)))
                 timers[-1].start()
     finally:
         for timer in timers:

@@ -99,7 +99,7 @@ def trained(make: Make, engine: str, world: World, **options: Any) -> dict[str, 
         "weights": mine,
         "alike": alike,
         "bytes": size_of(optimizers),
-        "held": [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in optimizers],
+        "held": [len(optimizer.state) for optimizer in optimizers],
     }
 
 

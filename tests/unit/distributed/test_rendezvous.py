@@ -10,6 +10,7 @@ from time import sleep
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
+from distaccum.distributed import rendezvous
 from distaccum.distributed.rendezvous import private_store
 
 SIZE = 3
@@ -39,6 +40,15 @@ def test_each_set_of_ranks_reads_its_own_notes(kind: str) -> None:
 
     for last in (0, 1, 2, 0):  # the second time on, words and notes of ranks before them are there
         assert _meet(connect, last=last) == [f"by the set whose last was {last}"] * SIZE
+
+
+def test_a_rank_that_does_not_come_is_told_of_before_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_FIRST_WORD_S", 0.05)
+    with caplog.at_level("WARNING", "distaccum"), pytest.raises(TimeoutError):
+        private_store(HashStore(), 0, 3, timeout_s=0.3)
+    assert [record.getMessage()[:32] for record in caplog.records] == ["ranks [1, 2] have not come after"] * 3
 
 
 def test_a_word_of_a_rank_before_is_not_taken_for_the_rank() -> None:

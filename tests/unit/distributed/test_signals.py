@@ -38,12 +38,17 @@ def test_the_first_signal_is_noted_and_told(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)  # asked again while leaving: without effect
 
 
-def test_the_first_ctrl_c_is_noted_and_after_the_block_it_ends_the_process_without_a_traceback() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_first_ctrl_c_is_noted_and_after_the_block_it_does_what_it_did(ends: bool) -> None:
+    """In a command that ends, it ends the process without a traceback."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert (signals.received, _told(signals)) == ("SIGINT", "SIGINT")
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        if ends:
+            signals.ignore()
+    assert signal.getsignal(signal.SIGINT) is (signal.SIG_DFL if ends else signal.default_int_handler)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def _told(signals: StopSignals) -> str:

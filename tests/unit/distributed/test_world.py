@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
+from distaccum.distributed import world as world_module
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
@@ -51,6 +55,15 @@ def test_the_group_is_closed_on_failure_and_can_be_opened_again() -> None:
         with pytest.raises(KeyError, match="inside"):
             fail()
         assert not dist.is_initialized()
+
+
+def test_the_groups_timeout_is_read_when_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "GROUP_TIMEOUT", timedelta(seconds=7))
+    cpu = torch.device("cpu")
+    with world_module.open_world(LaunchEnvironment(), HashStore(), cpu):
+        group = dist.group.WORLD
+        assert group is not None
+        assert group._get_backend(cpu).options._timeout == timedelta(seconds=7)
 
 
 def test_a_second_group_is_refused(gloo_world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,14 @@ def test_a_run_that_stops_logs_what_stopped_it(gloo_world: World, tmp_path: Path
     assert "Its samples are rank 0: " in status["reason"]
 
 
+@pytest.mark.fault(
+    "the loss scale falls to its floor",
+    group="numbers",
+    does="an alert on the console and in W&B",
+    says="the loss scale has collapsed: it has fallen to its minimum, 4, at step ...",
+)
 def test_a_collapse_of_the_loss_scale_is_told_once(
-    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
 ) -> None:
     scaler = {"initial_scale_power": 3, "min_scale": 4.0, "growth_interval": 1000}
     _trainer(tmp_path, bad=(9, 20), precision={"name": "fp16", "underflow_every": 2, "scaler": scaler}).fit()
@@ -129,4 +135,5 @@ def test_a_collapse_of_the_loss_scale_is_told_once(
     assert [record["loss_scale"] for record in records if not record["applied"]] == [8.0, 4.0]
     assert all(0.0 <= record["underflow_share"] <= 1.0 for record in records if record["window"] > 2)
     out = capsys.readouterr().out
+    says(out)
     assert out.count("the loss scale has collapsed: it has fallen to its minimum, 4, at step") == 1

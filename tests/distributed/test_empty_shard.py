@@ -1,0 +1,56 @@
+"""Ranks without any data: the others' gradient is exact, and where nobody has any, all say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed.workers.empty_shard import HELD, expected
+from tests.support.commands import ROOT, succeed
+from tests.support.engine_matrix import ENGINES
+
+pytestmark = pytest.mark.slow
+WORKER = ROOT / "tests" / "distributed" / "workers" / "empty_shard.py"
+TOLERANCE = 1e-6  # of fp32 weights
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what the worker found: all engines in one launch."""
+    path = tmp_path_factory.mktemp("shards") / "results.json"
+    succeed(path, *ENGINES, world=2, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.fault(
+    "a rank without data: fewer samples than ranks, or its stream is empty",
+    group="numbers",
+    does="trains on what the others have; the gradient is exact, on every engine",
+)
+@pytest.mark.parametrize("held", [name for name, (number, _) in HELD.items() if number])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_without_data_adds_nothing(launched: list[dict[str, Any]], engine: str, held: str) -> None:
+    for rank in launched:
+        found = rank[engine][held]
+        assert found["error"] == ""
+        for weights, truth in zip(found["weights"], expected(HELD[held][0]), strict=True):
+            assert weights == pytest.approx(truth, rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.fault(
+    "the streams of all ranks are empty",
+    group="numbers",
+    does="ends on all ranks before the first step",
+    says="epoch 0: the streams of all 2 ranks are empty",
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_data_anywhere_is_an_error_on_all(
+    launched: list[dict[str, Any]], engine: str, says: Callable[[str], None]
+) -> None:
+    for rank in launched:
+        says(rank[engine]["no stream"]["error"])
+        assert rank[engine]["no stream"]["error"].startswith("DataError: ")

@@ -1,0 +1,65 @@
+"""NaN on one rank, in each micro-step of a window, on every engine: all ranks stop alike, or skip the window."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed.workers.nonfinite import CASES, GLOBAL_SIZE, MICRO_SIZE, RANKS, SHARE, rank_of
+from tests.support.commands import ROOT, succeed
+from tests.support.engine_matrix import ENGINES
+
+pytestmark = pytest.mark.slow
+WORKER = ROOT / "tests" / "distributed" / "workers" / "nonfinite.py"
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what the worker found: all engines in one launch."""
+    path = tmp_path_factory.mktemp("nonfinite") / "results.json"
+    succeed(path, *ENGINES, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.fault(
+    "NaN in the loss or the gradient of one rank, in any micro-step, with `trainer.nonfinite=stop`",
+    group="numbers",
+    does="ends on all ranks alike, on every engine; the weights are those of before the window",
+    says="the gradient of window 2 is NaN or infinite (loss scale 1): of ... It began on rank ... in micro-batch ... "
+    "(samples ...): ... Its samples are rank 0: ...; rank 1: ...",
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_stops_all_ranks_and_names_the_one(
+    launched: list[dict[str, Any]], engine: str, says: Callable[[str], None]
+) -> None:
+    for micro_step, kind, policy in CASES:
+        found = [rank[engine][f"{micro_step}/{kind}/{policy}"] for rank in launched]
+        if policy == "stop":
+            assert found[0] == found[1]
+            message = found[0]["message"]
+            says(message)
+            rank = rank_of(micro_step, kind)
+            sample = GLOBAL_SIZE + rank * SHARE + micro_step * MICRO_SIZE
+            assert f"on rank {rank} in micro-batch {micro_step} (samples {sample}, {sample + 1})" in message
+            assert (found[0]["applied"], found[0]["untouched"]) == ([True, False], [False, True])
+            assert found[0]["weights"] == launched[0][engine]["first"]["weights"]
+
+
+@pytest.mark.fault(
+    "NaN in the loss or the gradient of one rank, in any micro-step, with `trainer.nonfinite=skip`",
+    group="numbers",
+    does="the window is skipped on all ranks; weights and optimizer go on bitwise as without it",
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_skips_the_window_and_nothing_else(launched: list[dict[str, Any]], engine: str) -> None:
+    for micro_step, kind, policy in CASES:
+        found = [rank[engine][f"{micro_step}/{kind}/{policy}"] for rank in launched]
+        if policy == "skip":
+            assert found[0] == found[1]
+            assert (found[0]["applied"], found[0]["untouched"]) == ([True, False, True], [False, True, False])
+            assert found[0]["message"] == ""
+            assert found[0]["weights"] == launched[0][engine]["without"]["weights"]
