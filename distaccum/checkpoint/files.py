@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import TypeVar
 
 _T = TypeVar("_T")
 # What a path that does not hold what was asked for gives. Any other error says nothing about what is on the disk:
 # EIO, ESTALE or EINTR of a network file system, EACCES, EMFILE.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_ATTEMPTS = 4
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # another attempt changes nothing
+_PAUSES_S = (0.02, 0.1, 0.5)  # before the second attempt, the third and the last
 
 
-def retried(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns; an error of the file system that says nothing about the content is tried again.
+def retried(act: Callable[[], _T]) -> _T:
+    """What ``act`` returns; an error of the file system that says nothing about the content is tried again.
+
+    Args:
+        act: may be called again after an error: it reads, or writes anew all that it writes.
 
     Raises:
-        OSError: the last of ``_ATTEMPTS`` errors, or that something is not there.
+        OSError: the last of four errors; or at once, that something is not there, or that nothing can be written there.
     """
-    for _ in range(_ATTEMPTS - 1):
+    for pause in _PAUSES_S:
         try:
-            return read()
+            return act()
         except ABSENT:
             raise
-        except OSError:
-            continue
-    return read()
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            sleep(pause)
+    return act()
 
 
 def sync(path: Path) -> None:
-    """Forces a file's or a directory's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Forces a file's or a directory's content to the disk.
+
+    Raises:
+        OSError: it may not be there: that is not tried again, since a second call would say that all is well.
+    """
+    descriptor = retried(lambda: os.open(path, os.O_RDONLY))
     try:
         os.fsync(descriptor)
     finally:
@@ -43,10 +55,14 @@ def sync(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes ``text`` to a temporary neighbour, syncs it and renames it over ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
+
+    def write() -> None:
+        temporary.write_text(text)
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
+
+    retried(write)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from distaccum.checkpoint.files import ABSENT, retried, sync, write_json, write_text
@@ -89,7 +90,7 @@ class CheckpointStore:
         try:
             found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes))
             return found if (self.root / found["checkpoint"]).is_dir() else None
-        except (*ABSENT, ValueError, KeyError, TypeError):
+        except (*ABSENT, ValueError, RecursionError, KeyError, TypeError):
             return None
 
     def _steps(self) -> list[Path]:
@@ -110,11 +111,18 @@ class CheckpointStore:
         write_text(self.root / _LATEST, final.name + "\n")
 
     def _prune(self) -> None:
-        folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
-        best = self.best() or {}
-        for path in folders[: -self._keep] if self._keep else []:
-            if path.name != best.get("checkpoint"):
-                shutil.rmtree(path)
+        """Removes the oldest, under another name: one that is half removed is no damaged one."""
+        try:
+            folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
+            best = self.best() or {}
+            for path in folders[: -self._keep] if self._keep else []:
+                if path.name != best.get("checkpoint"):
+                    removed = path.with_name(f".removing-{path.name}")
+                    shutil.rmtree(removed, ignore_errors=True)
+                    path.rename(removed)
+                    shutil.rmtree(removed)
+        except (OSError, UnreadableError) as error:
+            _log.warning("an older checkpoint cannot be removed, and stays for now (%s)", error)
 
 
 def _number(path: Path) -> int:
@@ -143,7 +151,8 @@ def _set_aside(path: Path, why: str) -> None:
 def verify(path: Path) -> None:
     """Compares every file of a checkpoint with its manifest.
 
-    Files that nothing here reads may have been added, as by a callback or by the file system.
+    Files that nothing here reads may have been added, as by a callback or by the file system. The folder itself may
+    be a link; in it, a link or a pipe is no file of a checkpoint.
 
     Raises:
         CheckpointError: it is damaged: there is no manifest, or a file that is read is missing, added or changed.
@@ -155,27 +164,31 @@ def verify(path: Path) -> None:
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
         actual = _digests(path)
-    except (*ABSENT, ValueError) as error:
+    except (*ABSENT, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
     except OSError as error:
         raise UnreadableError(f"{path}: cannot be read ({error}): {_TRY_AGAIN}") from error
     added = {name for name in actual.keys() - expected.keys() if not _READ.match(name)}
     names = (expected.keys() | actual.keys()) - added
-    different = sorted(name for name in names if expected.get(name) != actual.get(name))
+    different = sorted(name for name in names if actual.get(name) is None or expected.get(name) != actual[name])
     if different:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
 
 
 def _seal(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        sync(file)
+    for parent, folders, files in _walk(folder):
+        for name in (*folders, *files):
+            sync(Path(parent, name))
     write_json(folder / MANIFEST, _digests(folder))  # syncs the folder too
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for parent, folders, files in retried(lambda: list(os.walk(folder, onerror=_raise))):
-        digests |= {f"{Path(parent, name).relative_to(folder).as_posix()}/": "" for name in folders}
+def _digests(folder: Path) -> dict[str, str | None]:
+    """By name: the SHA-256 of a file, "" for a folder, and None for what is neither, such as a link."""
+    digests: dict[str, str | None] = {}
+    for parent, folders, files in _walk(folder):
+        for name in folders:
+            path = Path(parent, name)
+            digests[f"{path.relative_to(folder).as_posix()}/"] = None if path.is_symlink() else ""
         for name in files:
             path = Path(parent, name)
             if path != folder / MANIFEST:
@@ -183,7 +196,13 @@ def _digests(folder: Path) -> dict[str, str]:
     return dict(sorted(digests.items()))
 
 
-def _digest(path: Path) -> str:
+def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
+    return retried(lambda: list(os.walk(folder, onerror=_raise)))
+
+
+def _digest(path: Path) -> str | None:
+    if not S_ISREG(path.lstat().st_mode):  # to read a pipe or a device may never end
+        return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

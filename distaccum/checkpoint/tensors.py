@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distaccum.checkpoint.files import retried
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -46,32 +48,29 @@ class TensorFiles(Mapping[str, Tensor]):
 
     Raises:
         CheckpointError: a file is missing or no safetensors file, or two have the same tensor.
+        OSError: a file cannot be read, again and again.
     """
 
     def __init__(self, path: Path, kind: str = "model") -> None:
-        of_folder = (*path.glob(f"{kind}.safetensors"), *path.glob(f"{kind}-*.safetensors"))
-        files = sorted(of_folder) if path.is_dir() else [path]
+        files = retried(lambda: _files(path, kind))
         if not files:
             raise CheckpointError(f"{path} holds no {kind}.safetensors")
         self._opened, self._homes, self._notes = ExitStack(), dict[str, Any](), dict[str, Any]()
         for file in files:
-            try:
-                handle = self._opened.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file}: cannot be read as safetensors ({error})") from error
+            handle = self._opened.enter_context(_open(file))
             twice = self._homes.keys() & set(handle.keys())
             if twice:
                 raise CheckpointError(f"{file} has {min(twice)}, which another file of the folder has too")
             self._homes |= dict.fromkeys(handle.keys(), handle)
-            self._notes |= json.loads((handle.metadata() or {}).get(_NOTES, "{}"))
+            self._notes |= _notes(file, handle)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._homes[name].get_tensor(name)
         if name not in self._notes:
             return tensor
-        note = self._notes[name]
+        dtype, shape = self._notes[name]
         # A copy: the mapped file does not align for wide types, and torch reads past that.
-        return tensor.clone().view(getattr(torch, note["dtype"])).reshape(note["shape"])
+        return tensor.clone().view(dtype).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -82,8 +81,51 @@ class TensorFiles(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Read without the tensor."""
         if name in self._notes:
-            return tuple(self._notes[name]["shape"])
+            return tuple(self._notes[name][1])
         return tuple(self._homes[name].get_slice(name).get_shape())
+
+
+def _files(path: Path, kind: str) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return sorted((*path.glob(f"{kind}.safetensors"), *path.glob(f"{kind}-*.safetensors")))
+
+
+def _open(file: Path) -> Any:
+    """The file, mapped. Of an error of the file system safetensors makes any of three, a missing file among them."""
+    if not retried(file.exists):
+        raise CheckpointError(f"{file}: cannot be read as safetensors (no such file)")
+
+    def attempt() -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except (FileNotFoundError, RuntimeError) as error:
+            raise OSError(f"{file}: cannot be read ({error})") from error
+
+    try:
+        return retried(attempt)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: cannot be read as safetensors ({error})") from error
+
+
+def _notes(file: Path, handle: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Types and shapes of what is stored as bytes.
+
+    Raises:
+        CheckpointError: they are none, or do not fit the bytes.
+    """
+    found: dict[str, tuple[torch.dtype, list[int]]] = {}
+    try:
+        for name, note in json.loads((handle.metadata() or {}).get(_NOTES, "{}")).items():
+            dtype, shape = getattr(torch, note["dtype"]), [int(size) for size in note["shape"]]
+            if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
+                raise TypeError(f"{note}")
+            if handle.get_slice(name).get_shape() != [math.prod(shape) * dtype.itemsize]:
+                raise ValueError(f"{name} is not of shape {shape}")
+            found[name] = dtype, shape
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: its notes on types are damaged ({error})") from error
+    return found
 
 
 def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:

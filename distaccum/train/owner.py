@@ -24,6 +24,7 @@ from threading import Event, Thread
 from time import sleep
 from types import TracebackType
 
+from distaccum.checkpoint.files import retried
 from distaccum.errors import ConfigError, DistaccumError
 
 _log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 def _parse(path: Path) -> Holder | None:
     try:
-        text = path.read_bytes()
+        text = retried(path.read_bytes)
     except FileNotFoundError:
         return None
     try:
@@ -307,7 +308,7 @@ class Owner:
 @contextmanager
 def _alone_on_this_machine(folder: Path) -> Iterator[None]:
     """One process at a time judges and takes over; where a file system knows no such lock, the links must do."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = retried(lambda: os.open(folder, os.O_RDONLY))
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
