@@ -18,25 +18,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # another attempt changes not
 _PAUSES_S = (0.02, 0.1, 0.5)  # before the second attempt, the third and the last
 
 
-def retried(act: Callable[[], _T]) -> _T:
+def retried(act: Callable[[], _T], *, of: Path | None = None) -> _T:
     """What ``act`` returns; an error of the file system that says nothing about the content is tried again.
 
     Args:
         act: may be called again after an error: it reads, or writes anew all that it writes.
+        of: named in an error that names no file.
 
     Raises:
         OSError: the last of four errors; or at once, that something is not there, or that nothing can be written there.
     """
-    for pause in _PAUSES_S:
+    for pause in (*_PAUSES_S, None):
         try:
             return act()
-        except ABSENT:
-            raise
         except OSError as error:
-            if error.errno in _FULL:
+            if isinstance(error, ABSENT) or error.errno in _FULL or pause is None:
+                if of is not None and error.filename is None:
+                    error.filename = str(of)
                 raise
             sleep(pause)
-    return act()
+    raise AssertionError
 
 
 def sync(path: Path) -> None:
@@ -62,7 +63,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.replace(path)
         sync(path.parent)
 
-    retried(write)
+    retried(write, of=path)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -118,7 +118,7 @@ def read(folder: Path) -> SavedState:
         CheckpointError: it is of another version, or a part is missing or not what it should be.
     """
     try:
-        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_text))
+        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_text, of=folder / "state.json"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
     if not isinstance(record, dict):
@@ -201,7 +201,7 @@ def restore(
 
 def _restore_generators(file: Path, world: World) -> None:
     try:
-        RNGState.from_json(json.loads(retried(file.read_bytes)), world.device).restore()
+        RNGState.from_json(json.loads(retried(file.read_bytes, of=file)), world.device).restore()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError, RuntimeError, OverflowError) as error:

@@ -50,16 +50,20 @@ class CheckpointStore:
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
         """
         final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        world.barrier()
-        write(temporary)
-        world.barrier()
-        if world.is_main:
-            _seal(temporary)
-            self._publish(temporary, final)
-            self._prune()
+        try:
+            if world.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            world.barrier()
+            write(temporary)
+            world.barrier()
+            if world.is_main:
+                _seal(temporary)
+                self._publish(temporary, final)
+                self._prune()
+        except OSError as error:
+            error.filename = error.filename or str(temporary)  # what is full, where a call names no file
+            raise
         world.barrier()
         return final
 
@@ -88,7 +92,7 @@ class CheckpointStore:
     def best(self) -> dict[str, Any] | None:
         """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone."""
         try:
-            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes))
+            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes, of=self.root / _BEST))
             return found if (self.root / found["checkpoint"]).is_dir() else None
         except (*ABSENT, ValueError, RecursionError, KeyError, TypeError):
             return None
@@ -159,7 +163,7 @@ def verify(path: Path) -> None:
         UnreadableError: a file cannot be read, again and again.
     """
     try:
-        text = retried((path / MANIFEST).read_bytes)
+        text = retried((path / MANIFEST).read_bytes, of=path / MANIFEST)
         expected: dict[str, str] = json.loads(text)
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
@@ -192,7 +196,7 @@ def _digests(folder: Path) -> dict[str, str | None]:
         for name in files:
             path = Path(parent, name)
             if path != folder / MANIFEST:
-                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path))
+                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path), of=path)
     return dict(sorted(digests.items()))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +42,7 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
     if world.is_main or own:
         file = folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors"
         stored, notes = _storable(own)
-        save_file(stored, file, metadata=notes or None)
+        _save(stored, file, notes or None)
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -97,6 +99,8 @@ def _open(file: Path) -> Any:
         raise CheckpointError(f"{file}: cannot be read as safetensors (no such file)")
 
     def attempt() -> Any:
+        with file.open("rb"):  # an error of its own says which one it is
+            pass
         try:
             return safe_open(file, framework="pt")
         except (FileNotFoundError, RuntimeError) as error:
@@ -137,12 +141,20 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
     """
     stored, _ = _storable(tensors, known=frozenset(tensor.dtype for tensor in tensors.values()))
     try:
-        save_file(stored, file, metadata={"format": "pt"})  # writes elsewhere first, and renames
+        _save(stored, file, {"format": "pt"})  # writes elsewhere first, and renames
     except KeyError as error:
         names = ", ".join(name for name, tensor in stored.items() if tensor.dtype is error.args[0])
         problem = f"safetensors has no type for {error.args[0]} ({names or 'one of the tensors'})"
         raise CheckpointError(f"{problem}: read the checkpoint itself, as with init_from") from error
+
+
+def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
+    try:
+        save_file(tensors, file, metadata=metadata)
     except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
         raise OSError(f"{file} cannot be written ({error})") from error
 
 

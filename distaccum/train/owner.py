@@ -143,7 +143,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 def _parse(path: Path) -> Holder | None:
     try:
-        text = retried(path.read_bytes)
+        text = retried(path.read_bytes, of=path)
     except FileNotFoundError:
         return None
     try:

@@ -193,7 +193,7 @@ class RunDir:
 
     def _read_history(self) -> dict[str, Any] | None:
         try:
-            history = json.loads(retried(self._history.read_bytes))
+            history = json.loads(retried(self._history.read_bytes, of=self._history))
         except (*ABSENT, ValueError, RecursionError):
             return None
         return history if isinstance(history, dict) else None
@@ -328,7 +328,7 @@ def _status(state: State, step: int, reason: str) -> dict[str, object]:
 
 def _logged(path: Path) -> int:
     try:
-        return retried(path.read_bytes).count(b"\n")
+        return retried(path.read_bytes, of=path).count(b"\n")
     except ABSENT:
         return 0
 

@@ -78,7 +78,7 @@ def rewind_jsonl(path: Path, window: int) -> None:
     records, such as one that was cut short or has a damaged byte, go there as well, and the log says so.
     """
     try:
-        lines = retried(path.read_bytes).splitlines(keepends=True)
+        lines = retried(path.read_bytes, of=path).splitlines(keepends=True)
     except FileNotFoundError:
         return
     kept: list[bytes] = []
