@@ -163,7 +163,7 @@ def verify(path: Path) -> None:
         UnreadableError: a file cannot be read, again and again.
     """
     try:
-        text = retried((path / MANIFEST).read_bytes, of=path / MANIFEST)
+        text = retried(partial(_manifest, path), of=path / MANIFEST)
         expected: dict[str, str] = json.loads(text)
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
@@ -204,8 +204,19 @@ def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
     return retried(lambda: list(os.walk(folder, onerror=_raise)))
 
 
+def _manifest(folder: Path) -> bytes:
+    if not _is_file(folder / MANIFEST):
+        raise CheckpointError(f"{folder}: {MANIFEST} is no manifest")
+    return (folder / MANIFEST).read_bytes()
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is no link, pipe or device: what a link names may be anywhere, and to read the others may not end."""
+    return S_ISREG(path.lstat().st_mode)
+
+
 def _digest(path: Path) -> str | None:
-    if not S_ISREG(path.lstat().st_mode):  # to read a pipe or a device may never end
+    if not _is_file(path):
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
