@@ -121,15 +121,17 @@ def _notes(file: Path, handle: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
     found: dict[str, tuple[torch.dtype, list[int]]] = {}
     try:
         for name, note in json.loads((handle.metadata() or {}).get(_NOTES, "{}")).items():
-            dtype, shape = getattr(torch, note["dtype"]), [int(size) for size in note["shape"]]
-            if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
-                raise TypeError(f"{note}")
-            if handle.get_slice(name).get_shape() != [math.prod(shape) * dtype.itemsize]:
-                raise ValueError(f"{name} is not of shape {shape}")
-            found[name] = dtype, shape
+            found[name] = _note(note, handle.get_slice(name).get_shape())
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{file}: its notes on types are damaged ({error})") from error
     return found
+
+
+def _note(note: Mapping[str, Any], stored: list[int]) -> tuple[torch.dtype, list[int]]:
+    dtype, shape = getattr(torch, note["dtype"]), [int(size) for size in note["shape"]]
+    if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0 or stored != [math.prod(shape) * dtype.itemsize]:
+        raise ValueError(f"{dict(note)} for {stored} bytes")
+    return dtype, shape
 
 
 def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:

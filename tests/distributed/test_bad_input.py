@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,18 @@ def answers(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_message_and_exit_code_2(answers: dict[str, tuple[int, str]], mistake: str) -> None:
+@pytest.mark.fault(
+    "a setting that cannot be (some 55 of them), a plan that cannot be among them",
+    group="settings",
+    does="exit code 2, before the process group",
+    says="distaccum: configuration error: ",
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    answers: dict[str, tuple[int, str]], mistake: str, says: Callable[[str], None]
+) -> None:
     (code, said), (_, named) = answers[mistake], MISTAKES[mistake]
     assert code == 2, said
+    says(said)
     lines = said.strip().splitlines()
     assert len(lines) == 1, said
     assert lines[0].startswith("distaccum: configuration error: ")

@@ -6,7 +6,7 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ Cells = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """What the worker found: in the undisturbed run, and in each cell."""
     library = failing_io.build(tmp_path_factory.mktemp("library"))
 
@@ -40,7 +40,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cells]:
         whole, *rest = map(json.loads, finished.stdout.splitlines())
         return whole, rest
 
-    yield run
+    return run
 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:

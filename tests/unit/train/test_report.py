@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
@@ -37,8 +38,14 @@ def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path
     assert len({line.index(lines[name]) for name, line in zip(lines, text.getvalue().splitlines(), strict=True)}) == 1
 
 
+@pytest.mark.fault(
+    "an evaluation that is NaN",
+    group="checkpoints",
+    does="`done`, with that as the status's reason",
+    says="in the last evaluation, eval_loss is nan",
+)
 def test_an_evaluation_that_is_nan_is_in_the_status_and_the_summary(
-    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
 ) -> None:
     held_out = [(torch.tensor([torch.nan, 1.0]), torch.tensor(0))] * 4
     train = [(torch.ones(2), torch.tensor(0))] * 8
@@ -55,7 +62,7 @@ def test_an_evaluation_that_is_nan_is_in_the_status_and_the_summary(
     ).fit()
     found = RunDir(tmp_path).status()
     assert (found["state"], found["reason"]) == ("done", "in the last evaluation, eval_loss is nan")
-    assert "in the last evaluation, eval_loss is nan" in capsys.readouterr().out
+    says(capsys.readouterr().out)
 
 
 def test_an_evaluation_that_is_no_number_is_said_in_words() -> None:
