@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from time import sleep
 from typing import TypeVar
@@ -38,6 +39,14 @@ def retried(act: Callable[[], _T], *, of: Path | None = None) -> _T:
                 raise
             sleep(pause)
     raise AssertionError
+
+
+def listed(folder: Path, pattern: str = "*") -> list[Path]:
+    """What is in the folder by a name of this pattern; not ``glob``, which takes one that it may not list for empty."""
+    try:
+        return sorted(path for path in retried(lambda: list(folder.iterdir())) if fnmatch(path.name, pattern))
+    except ABSENT:
+        return []
 
 
 def sync(path: Path) -> None:

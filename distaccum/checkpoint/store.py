@@ -15,7 +15,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, retried, sync, write_json, write_text
+from distaccum.checkpoint.files import ABSENT, listed, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -73,7 +73,7 @@ class CheckpointStore:
         Raises:
             UnreadableError: a newer one cannot be read, so that nobody knows whether it is damaged.
         """
-        for path in reversed(self._steps()):
+        for path in reversed(self.steps()):
             try:
                 verify(path)
             except UnreadableError:
@@ -97,17 +97,20 @@ class CheckpointStore:
         except (*ABSENT, ValueError, RecursionError, KeyError, TypeError):
             return None
 
-    def _steps(self) -> list[Path]:
+    def steps(self) -> list[Path]:
+        """Everything that is named like a checkpoint, oldest first.
+
+        Raises:
+            UnreadableError: nobody knows what is there.
+        """
         try:
-            found = retried(lambda: list(self.root.iterdir()))  # not glob, which passes over errors
-        except ABSENT:
-            return []
+            found = listed(self.root)
         except OSError as error:
             raise UnreadableError(f"{self.root}: cannot be read ({error}): {_TRY_AGAIN}") from error
         return sorted((path for path in found if _STEP.fullmatch(path.name)), key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        for path in self._steps():
+        for path in self.steps():
             if _number(path) >= _number(final):
                 _clear(path)
         temporary.rename(final)
@@ -117,7 +120,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         """Removes the oldest, under another name: one that is half removed is no damaged one."""
         try:
-            folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
+            folders = [path for path in self.steps() if path.is_dir() and not path.is_symlink()]
             best = self.best() or {}
             for path in folders[: -self._keep] if self._keep else []:
                 if path.name != best.get("checkpoint"):

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 from threading import Event, Thread
-from time import sleep
+from time import sleep, time
 from types import TracebackType
 
 from distaccum.checkpoint.files import retried
@@ -325,6 +325,21 @@ def refuse_if_held(folder: Path) -> None:
         return
     if other is not None and other.machine == Machine.here() and other.pid != os.getpid() and _runs(other):
         raise _refusal(folder / _NAME, other.who)
+
+
+def tell(folder: Path) -> str:
+    """In words, who holds a run directory and whether that lives, as far as this machine knows; empty for nobody.
+
+    Raises:
+        ValueError: the lock is no record of a holder.
+    """
+    holder = read_holder(folder)
+    if holder is None:
+        return ""
+    if holder.machine == Machine.here():
+        return f"held by {holder.who}, which {'runs' if _runs(holder) else 'is gone: the next run takes it over'}"
+    age = time() - (folder / _NAME).stat().st_mtime
+    return f"held by {holder.who}, on another machine; last sign of life {age:.0f} s ago"
 
 
 def _runs(holder: Holder) -> bool:

@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
-from fnmatch import fnmatch
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, retried, write_json
+from distaccum.checkpoint.files import ABSENT, listed, retried, write_json
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.errors import ConfigError
 from distaccum.train import owner
@@ -106,12 +105,12 @@ class RunDir:
 
     def _clear(self) -> None:
         left = [self._reserve, self.path / "metrics.tmp"]
-        left += [file for pattern in _LEFT for file in _found(self.path, pattern)]
-        left += [file for pattern in _LEFT for file in _found(self.checkpoints, pattern)]
+        left += [file for pattern in _LEFT for file in listed(self.path, pattern)]
+        left += [file for pattern in _LEFT for file in listed(self.checkpoints, pattern)]
         for file in left:
             with suppress(OSError):
                 file.unlink()
-        begun = (path for name in ("saving", "removing") for path in _found(self.checkpoints, f".{name}-*"))
+        begun = (path for name in ("saving", "removing") for path in listed(self.checkpoints, f".{name}-*"))
         for folder in (self.ranks, *begun):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -131,7 +130,7 @@ class RunDir:
 
     def holds_checkpoints(self) -> bool:
         """Whether a run has saved anything here, be it there still or not."""
-        return any(_found(self.checkpoints, "step-*")) or self.saved_step() is not None
+        return any(listed(self.checkpoints, "step-*")) or self.saved_step() is not None
 
     def refuse_to_mix(self) -> None:
         """Raises ConfigError if an earlier run's results are here."""
@@ -163,7 +162,7 @@ class RunDir:
         Raises:
             ConfigError: a checkpoint was saved, or may have been.
         """
-        there = sorted(path.name for path in _found(self.checkpoints, "*step-*") if not path.name.startswith("."))
+        there = sorted(path.name for path in listed(self.checkpoints, "*step-*") if not path.name.startswith("."))
         history, saved = self._read_history(), self.saved_step()
         logged = _logged(self.metrics)
         if saved is None and not there and (history is not None or not logged):
@@ -331,11 +330,3 @@ def _logged(path: Path) -> int:
         return retried(path.read_bytes, of=path).count(b"\n")
     except ABSENT:
         return 0
-
-
-def _found(folder: Path, pattern: str) -> list[Path]:
-    """What is in the folder by a name of this pattern; not ``glob``, which takes one that it may not list for empty."""
-    try:
-        return [path for path in retried(lambda: list(folder.iterdir())) if fnmatch(path.name, pattern)]
-    except ABSENT:
-        return []

@@ -6,25 +6,40 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distaccum.checkpoint.store import CheckpointStore
 from tests.support import failing_io
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, TRAIN, environment, metrics, run, status, succeed
 from tests.support.failing_io import ALWAYS
+from tests.support.forked import Forks
 
 WORKER = Path(__file__).parent / "workers" / "storage.py"
+ON_A_SCREEN = 25
 KEPT = ("records", "newest", "weights")
 Cells = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return failing_io.build(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Servers of their own, which have the library."""
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
     """What the worker found: in the undisturbed run, and in each cell."""
-    library = failing_io.build(tmp_path_factory.mktemp("library"))
 
     def run(what: str, *, error: int = 0, times: int = 1, stride: int) -> Any:
         folder = tmp_path_factory.mktemp(what)
@@ -129,3 +144,91 @@ def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
         assert cell["ended"] == 0, cell
         assert _kept(cell) == _kept(whole), cell
         assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell
+
+
+SETTINGS = (
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.support.deaths.Images",
+    "+callbacks.fails._target_=tests.support.failing_io.FailsToWrite",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "trainer.max_steps=9",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "metrics=jsonl",
+    "checkpoint.every=2",
+    "resume=auto",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [("1", ".saving-step-4", "step-2", "random-1.json"), ("0", "/.latest.", "step-4", "latest")],
+    ids=["a rank", "latest"],
+)
+@pytest.mark.fault(
+    "a disk that is full for one rank, or for the file `latest` alone",
+    group="checkpoints",
+    does="`failed` on all ranks, with that rank's reason; goes on from the newest whole checkpoint",
+    says="rank ...: OSError: [Errno 28] No space left on device: '.../checkpoints/...'. Make room there, and go on",
+)
+def test_a_disk_that_is_full_for_one(
+    tmp_path: Path, library: Path, forks: Forks, case: tuple[str, ...], says: Callable[[str], None]
+) -> None:
+    who, where, kept, file = case
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        variables = environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more)
+        arguments = [str(TRAIN), *SETTINGS, f"hydra.run.dir={tmp_path}"]
+        return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
+
+    finished = run(WHO=who, WHERE=where)
+    assert finished.returncode == 1
+    assert status(tmp_path)["state"] == "failed"
+    says(status(tmp_path)["reason"])
+    assert status(tmp_path)["reason"].startswith(f"rank {who}: ")
+    assert file in status(tmp_path)["reason"]
+    assert len(finished.stderr.splitlines()) <= ON_A_SCREEN
+    newest = CheckpointStore(tmp_path / "checkpoints", keep=0).newest_valid()
+    assert newest is not None
+    assert newest.name == kept
+    resumed = run()
+    assert resumed.returncode == 0, resumed.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that can be made read-only."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=False).returncode:  # noqa: S607
+        pytest.skip("may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a run directory that is read-only",
+    group="directory",
+    does="exit code 2, nothing changed; `resume=PATH` of a checkpoint there starts a run elsewhere",
+    says="hydra.run.dir=...: cannot be written (Read-only file system). Choose a ",
+)
+def test_a_read_only_folder(disk: Path, tmp_path: Path, says: Callable[[str], None]) -> None:
+    first, *arguments = disk / "run", *(one for one in SETTINGS if "fails" not in one and "resume" not in one)
+    succeed(*arguments, "trainer.max_steps=2", f"hydra.run.dir={first}", PYTHONPATH=str(ROOT))
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)  # noqa: S607
+    for folder, resume in ((first, "auto"), (disk / "new", "never")):
+        refused = run(*arguments, f"resume={resume}", f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT))
+        assert refused.returncode == 2
+        assert len(refused.stderr.splitlines()) == 1
+        says(refused.stderr)
+    elsewhere = tmp_path / "elsewhere"
+    start = f"resume={first / 'checkpoints' / 'step-2'}"
+    succeed(*arguments, start, f"hydra.run.dir={elsewhere}", PYTHONPATH=str(ROOT))
+    assert [record["step"] for record in metrics(elsewhere)] == list(range(3, 10))

@@ -7,6 +7,7 @@ kernel would answer, so that Python's files, torch's and safetensors' all meet i
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import subprocess
@@ -15,9 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from distaccum.accumulation.step import Outcome
+from distaccum.train.callbacks import Callback, Run
+
 SOURCE = Path(__file__).with_suffix(".c")
 KILL = -9
 ALWAYS = 2**40
+_STEP = 3
 
 
 class Operation(IntFlag):
@@ -60,3 +65,11 @@ def disarm() -> int:
     count = ctypes.CDLL(None).failing_io_disarm
     count.restype = ctypes.c_long
     return int(count())
+
+
+class FailsToWrite(Callback):
+    """After the third update, writes to paths that contain ``WHERE`` meet a full disk, on rank ``WHO``."""
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == _STEP and os.environ.get("RANK", "0") == os.environ.get("WHO"):
+            arm(os.environ["WHERE"], Operation.WRITE_OPEN | Operation.WRITE, errno.ENOSPC, times=ALWAYS)
