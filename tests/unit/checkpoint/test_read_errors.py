@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from distaccum.checkpoint import files
 from distaccum.checkpoint.files import retried
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, UnreadableError, verify
 from distaccum.distributed.world import World
@@ -19,8 +20,9 @@ ERRORS = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EACCES, errno.EMFILE)
 
 
 @pytest.fixture
-def store(gloo_world: World, tmp_path: Path) -> CheckpointStore:
-    """Two valid checkpoints, of steps 1 and 2."""
+def store(gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """Two valid checkpoints, of steps 1 and 2; what is tried again is at once."""
+    monkeypatch.setattr(files, "_PAUSES_S", (0.0,) * 3)
     made = CheckpointStore(tmp_path, keep=0)
     for step in (1, 2):
         made.save(step, gloo_world, lambda folder: (folder / "state.json").write_text("{}"))
