@@ -18,8 +18,9 @@ needs. An engine with its own format of optimizer state adds files that only it 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,21 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.state import merged
-from distaccum.errors import CheckpointError
+from distaccum.errors import CheckpointError, shorten
 
 VERSION = 3
 _READ = (2, 3)  # 2 had one file of each kind, written by rank 0
+_NONE = type(None)
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "clocks": dict,
+    "position": dict,
+    "wandb_id": str,
+    "config": dict,
+    "callbacks": (dict, list),
+    "world_size": int,
+    "scaler": (dict, _NONE),
+    "optimizer_values": dict,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +115,17 @@ def read(folder: Path) -> SavedState:
     """Reads the ``state.json`` of a verified checkpoint.
 
     Raises:
-        CheckpointError: it is of another version, or a part is missing.
+        CheckpointError: it is of another version, or a part is missing or not what it should be.
     """
     try:
-        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_text))
-    except (OSError, ValueError) as error:
+        record: dict[str, Any] = json.loads(retried((folder / "state.json").read_text, of=folder / "state.json"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{folder}: state.json is no record of a checkpoint")
     if record.get("version") not in _READ:
         raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
+    _check_types(folder, record)
     return SavedState(
         folder=folder,
         run=RunState(
@@ -126,6 +141,17 @@ def read(folder: Path) -> SavedState:
         scaler=record["scaler"] or {},
         optimizer_values=record["optimizer_values"],
     )
+
+
+def _check_types(folder: Path, record: Mapping[str, Any]) -> None:
+    wrong = [name for name, kinds in _TYPES.items() if name not in record or not isinstance(record[name], kinds)]
+    later = {"optimizer_format": str, "facts": dict}  # older formats have none
+    wrong += [name for name, kind in later.items() if not isinstance(record.get(name, kind()), kind)]
+    numbers = {one.name for one in fields(Progress)}
+    if not wrong and not all(name in numbers and isinstance(n, int | float) for name, n in record["clocks"].items()):
+        wrong = ["clocks"]
+    if wrong:
+        raise CheckpointError(f"{folder}: state.json has no {shorten(wrong)}, or one of another kind")
 
 
 def restore(
@@ -151,22 +177,47 @@ def restore(
         CheckpointError: the checkpoint belongs to another model or optimizer.
     """
     folder = saved.folder
-    state = EngineState(model=tensors.TensorFiles(folder, "model"), optimizer={}, optimizer_values={})
-    if with_optimizer:
-        optimizer = tensors.TensorFiles(folder, "optimizer")
-        state = replace(state, optimizer=optimizer, optimizer_values=saved.optimizer_values, scaler=dict(saved.scaler))
     try:
+        state = EngineState(model=tensors.TensorFiles(folder, "model"), optimizer={}, optimizer_values={})
+        if with_optimizer:
+            values, scaler = saved.optimizer_values, dict(saved.scaler)
+            optimizer = tensors.TensorFiles(folder, "optimizer")
+            state = replace(state, optimizer=optimizer, optimizer_values=values, scaler=scaler)
         if with_model:
             engine.load_state(state)
         if with_optimizer:
             engine.load_files(folder)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
     if saved.world_size != world.size:
         return False, None
-    generators = json.loads(retried((folder / f"random-{world.rank}.json").read_bytes))
-    RNGState.from_json(generators, world.device).restore()
-    data = folder / f"data-{world.rank}.pt"
-    return True, torch.load(data, weights_only=True) if data.exists() else None
+    _restore_generators(folder / f"random-{world.rank}.json", world)
+    return True, _position(folder / f"data-{world.rank}.pt")
+
+
+def _restore_generators(file: Path, world: World) -> None:
+    try:
+        RNGState.from_json(json.loads(retried(file.read_bytes, of=file)), world.device).restore()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{file} holds no state of random number generators ({error})") from error
+
+
+def _position(file: Path) -> Any:
+    """Where this rank's stream stood; None where its data is none."""
+    try:
+        return retried(lambda: torch.load(file, weights_only=True) if file.exists() else None)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{file} holds more than a position in data ({_first(error)})") from error
+
+
+def _first(error: Exception) -> str:
+    """What torch says of a file that it does not unpickle: a line of many."""
+    return next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error).partition("\n")[0])

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, retried, sync, write_json, write_text
+from distaccum.checkpoint.files import ABSENT, listed, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -49,16 +50,20 @@ class CheckpointStore:
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
         """
         final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
-        if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        world.barrier()
-        write(temporary)
-        world.barrier()
-        if world.is_main:
-            _seal(temporary)
-            self._publish(temporary, final)
-            self._prune()
+        try:
+            if world.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            world.barrier()
+            write(temporary)
+            world.barrier()
+            if world.is_main:
+                _seal(temporary)
+                self._publish(temporary, final)
+                self._prune()
+        except OSError as error:
+            error.filename = error.filename or str(temporary)  # what is full, where a call names no file
+            raise
         world.barrier()
         return final
 
@@ -68,7 +73,7 @@ class CheckpointStore:
         Raises:
             UnreadableError: a newer one cannot be read, so that nobody knows whether it is damaged.
         """
-        for path in reversed(self._steps()):
+        for path in reversed(self.steps()):
             try:
                 verify(path)
             except UnreadableError:
@@ -87,22 +92,25 @@ class CheckpointStore:
     def best(self) -> dict[str, Any] | None:
         """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone."""
         try:
-            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes))
+            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes, of=self.root / _BEST))
             return found if (self.root / found["checkpoint"]).is_dir() else None
-        except (*ABSENT, ValueError, KeyError, TypeError):
+        except (*ABSENT, ValueError, RecursionError, KeyError, TypeError):
             return None
 
-    def _steps(self) -> list[Path]:
+    def steps(self) -> list[Path]:
+        """Everything that is named like a checkpoint, oldest first.
+
+        Raises:
+            UnreadableError: nobody knows what is there.
+        """
         try:
-            found = retried(lambda: list(self.root.iterdir()))  # not glob, which passes over errors
-        except ABSENT:
-            return []
+            found = listed(self.root)
         except OSError as error:
             raise UnreadableError(f"{self.root}: cannot be read ({error}): {_TRY_AGAIN}") from error
         return sorted((path for path in found if _STEP.fullmatch(path.name)), key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        for path in self._steps():
+        for path in self.steps():
             if _number(path) >= _number(final):
                 _clear(path)
         temporary.rename(final)
@@ -110,11 +118,18 @@ class CheckpointStore:
         write_text(self.root / _LATEST, final.name + "\n")
 
     def _prune(self) -> None:
-        folders = [path for path in self._steps() if path.is_dir() and not path.is_symlink()]
-        best = self.best() or {}
-        for path in folders[: -self._keep] if self._keep else []:
-            if path.name != best.get("checkpoint"):
-                shutil.rmtree(path)
+        """Removes the oldest, under another name: one that is half removed is no damaged one."""
+        try:
+            folders = [path for path in self.steps() if path.is_dir() and not path.is_symlink()]
+            best = self.best() or {}
+            for path in folders[: -self._keep] if self._keep else []:
+                if path.name != best.get("checkpoint"):
+                    removed = path.with_name(f".removing-{path.name}")
+                    shutil.rmtree(removed, ignore_errors=True)
+                    path.rename(removed)
+                    shutil.rmtree(removed)
+        except (OSError, UnreadableError) as error:
+            _log.warning("an older checkpoint cannot be removed, and stays for now (%s)", error)
 
 
 def _number(path: Path) -> int:
@@ -143,47 +158,69 @@ def _set_aside(path: Path, why: str) -> None:
 def verify(path: Path) -> None:
     """Compares every file of a checkpoint with its manifest.
 
-    Files that nothing here reads may have been added, as by a callback or by the file system.
+    Files that nothing here reads may have been added, as by a callback or by the file system. The folder itself may
+    be a link; in it, a link or a pipe is no file of a checkpoint.
 
     Raises:
         CheckpointError: it is damaged: there is no manifest, or a file that is read is missing, added or changed.
         UnreadableError: a file cannot be read, again and again.
     """
     try:
-        text = retried((path / MANIFEST).read_bytes)
+        text = retried(partial(_manifest, path), of=path / MANIFEST)
         expected: dict[str, str] = json.loads(text)
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
         actual = _digests(path)
-    except (*ABSENT, ValueError) as error:
+    except (*ABSENT, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
     except OSError as error:
         raise UnreadableError(f"{path}: cannot be read ({error}): {_TRY_AGAIN}") from error
     added = {name for name in actual.keys() - expected.keys() if not _READ.match(name)}
     names = (expected.keys() | actual.keys()) - added
-    different = sorted(name for name in names if expected.get(name) != actual.get(name))
+    different = sorted(name for name in names if actual.get(name) is None or expected.get(name) != actual[name])
     if different:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
 
 
 def _seal(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        sync(file)
+    for parent, folders, files in _walk(folder):
+        for name in (*folders, *files):
+            sync(Path(parent, name))
     write_json(folder / MANIFEST, _digests(folder))  # syncs the folder too
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for parent, folders, files in retried(lambda: list(os.walk(folder, onerror=_raise))):
-        digests |= {f"{Path(parent, name).relative_to(folder).as_posix()}/": "" for name in folders}
+def _digests(folder: Path) -> dict[str, str | None]:
+    """By name: the SHA-256 of a file, "" for a folder, and None for what is neither, such as a link."""
+    digests: dict[str, str | None] = {}
+    for parent, folders, files in _walk(folder):
+        for name in folders:
+            path = Path(parent, name)
+            digests[f"{path.relative_to(folder).as_posix()}/"] = None if path.is_symlink() else ""
         for name in files:
             path = Path(parent, name)
             if path != folder / MANIFEST:
-                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path))
+                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path), of=path)
     return dict(sorted(digests.items()))
 
 
-def _digest(path: Path) -> str:
+def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
+    return retried(lambda: list(os.walk(folder, onerror=_raise)))
+
+
+def _manifest(folder: Path) -> bytes:
+    if not _is_file(folder / MANIFEST):
+        raise CheckpointError(f"{folder}: {MANIFEST} is no manifest")
+    return (folder / MANIFEST).read_bytes()
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is no link, pipe or device: what a link names may be anywhere, and to read the others may not end."""
+    return S_ISREG(path.lstat().st_mode)
+
+
+def _digest(path: Path) -> str | None:
+    if not _is_file(path):
+        return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

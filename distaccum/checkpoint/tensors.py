@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distaccum.checkpoint.files import retried
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -44,13 +46,7 @@ def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, 
     if world.is_main or own:
         file = folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors"
         stored, notes = _storable(own)
-        try:
-            save_file(stored, file, metadata=notes or None)
-        except SafetensorError as error:
-            found = _ERRNO.search(str(error))
-            if found is None:
-                raise
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+        _save(stored, file, notes or None)
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -58,32 +54,29 @@ class TensorFiles(Mapping[str, Tensor]):
 
     Raises:
         CheckpointError: a file is missing or no safetensors file, or two have the same tensor.
+        OSError: a file cannot be read, again and again.
     """
 
     def __init__(self, path: Path, kind: str = "model") -> None:
-        of_folder = (*path.glob(f"{kind}.safetensors"), *path.glob(f"{kind}-*.safetensors"))
-        files = sorted(of_folder) if path.is_dir() else [path]
+        files = retried(lambda: _files(path, kind))
         if not files:
             raise CheckpointError(f"{path} holds no {kind}.safetensors")
         self._opened, self._homes, self._notes = ExitStack(), dict[str, Any](), dict[str, Any]()
         for file in files:
-            try:
-                handle = self._opened.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file}: cannot be read as safetensors ({error})") from error
+            handle = self._opened.enter_context(_open(file))
             twice = self._homes.keys() & set(handle.keys())
             if twice:
                 raise CheckpointError(f"{file} has {min(twice)}, which another file of the folder has too")
             self._homes |= dict.fromkeys(handle.keys(), handle)
-            self._notes |= json.loads((handle.metadata() or {}).get(_NOTES, "{}"))
+            self._notes |= _notes(file, handle)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._homes[name].get_tensor(name)
         if name not in self._notes:
             return tensor
-        note = self._notes[name]
+        dtype, shape = self._notes[name]
         # A copy: the mapped file does not align for wide types, and torch reads past that.
-        return tensor.clone().view(getattr(torch, note["dtype"])).reshape(note["shape"])
+        return tensor.clone().view(dtype).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -94,8 +87,55 @@ class TensorFiles(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Read without the tensor."""
         if name in self._notes:
-            return tuple(self._notes[name]["shape"])
+            return tuple(self._notes[name][1])
         return tuple(self._homes[name].get_slice(name).get_shape())
+
+
+def _files(path: Path, kind: str) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return sorted((*path.glob(f"{kind}.safetensors"), *path.glob(f"{kind}-*.safetensors")))
+
+
+def _open(file: Path) -> Any:
+    """The file, mapped. Of an error of the file system safetensors makes any of three, a missing file among them."""
+    if not retried(file.exists):
+        raise CheckpointError(f"{file}: cannot be read as safetensors (no such file)")
+
+    def attempt() -> Any:
+        with file.open("rb"):  # an error of its own says which one it is
+            pass
+        try:
+            return safe_open(file, framework="pt")
+        except (FileNotFoundError, RuntimeError) as error:
+            raise OSError(f"{file}: cannot be read ({error})") from error
+
+    try:
+        return retried(attempt)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: cannot be read as safetensors ({error})") from error
+
+
+def _notes(file: Path, handle: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Types and shapes of what is stored as bytes.
+
+    Raises:
+        CheckpointError: they are none, or do not fit the bytes.
+    """
+    found: dict[str, tuple[torch.dtype, list[int]]] = {}
+    try:
+        for name, note in json.loads((handle.metadata() or {}).get(_NOTES, "{}")).items():
+            found[name] = _note(note, handle.get_slice(name).get_shape())
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: its notes on types are damaged ({error})") from error
+    return found
+
+
+def _note(note: Mapping[str, Any], stored: list[int]) -> tuple[torch.dtype, list[int]]:
+    dtype, shape = getattr(torch, note["dtype"]), [int(size) for size in note["shape"]]
+    if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0 or stored != [math.prod(shape) * dtype.itemsize]:
+        raise ValueError(f"{dict(note)} for {stored} bytes")
+    return dtype, shape
 
 
 def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -107,12 +147,20 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
     """
     stored, _ = _storable(tensors, known=frozenset(tensor.dtype for tensor in tensors.values()))
     try:
-        save_file(stored, file, metadata={"format": "pt"})  # writes elsewhere first, and renames
+        _save(stored, file, {"format": "pt"})  # writes elsewhere first, and renames
     except KeyError as error:
         names = ", ".join(name for name, tensor in stored.items() if tensor.dtype is error.args[0])
         problem = f"safetensors has no type for {error.args[0]} ({names or 'one of the tensors'})"
         raise CheckpointError(f"{problem}: read the checkpoint itself, as with init_from") from error
+
+
+def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
+    try:
+        save_file(tensors, file, metadata=metadata)
     except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
         raise OSError(f"{file} cannot be written ({error})") from error
 
 

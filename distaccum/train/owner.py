@@ -21,9 +21,10 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 from threading import Event, Thread
-from time import sleep
+from time import sleep, time
 from types import TracebackType
 
+from distaccum.checkpoint.files import retried
 from distaccum.errors import ConfigError, DistaccumError
 
 _log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 def _parse(path: Path) -> Holder | None:
     try:
-        text = path.read_bytes()
+        text = retried(path.read_bytes, of=path)
     except FileNotFoundError:
         return None
     try:
@@ -307,7 +308,7 @@ class Owner:
 @contextmanager
 def _alone_on_this_machine(folder: Path) -> Iterator[None]:
     """One process at a time judges and takes over; where a file system knows no such lock, the links must do."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = retried(lambda: os.open(folder, os.O_RDONLY))
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -324,6 +325,21 @@ def refuse_if_held(folder: Path) -> None:
         return
     if other is not None and other.machine == Machine.here() and other.pid != os.getpid() and _runs(other):
         raise _refusal(folder / _NAME, other.who)
+
+
+def tell(folder: Path) -> str:
+    """In words, who holds a run directory and whether that lives, as far as this machine knows; empty for nobody.
+
+    Raises:
+        ValueError: the lock is no record of a holder.
+    """
+    holder = read_holder(folder)
+    if holder is None:
+        return ""
+    if holder.machine == Machine.here():
+        return f"held by {holder.who}, which {'runs' if _runs(holder) else 'is gone: the next run takes it over'}"
+    age = time() - (folder / _NAME).stat().st_mtime
+    return f"held by {holder.who}, on another machine; last sign of life {age:.0f} s ago"
 
 
 def _runs(holder: Holder) -> bool:

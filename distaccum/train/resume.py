@@ -223,6 +223,7 @@ class Restore:
         record, facts = self._components.record, self._components.facts if self._is_main else {}
         if changes := changes_since(run, record, facts):
             carried += f"; changed since: {shown(changes)}"
-        by = f"saved by engine {run.config['engine']['name']} on {ranks} rank{'s' if ranks > 1 else ''}"
+        engine = run.config.get("engine", {}).get("name", "unknown")
+        by = f"saved by engine {engine} on {ranks} rank{'s' if ranks > 1 else ''}"
         note = f"resuming {saved.folder} at step {run.progress.step}; {carried} ({by})"
         return note if continued else f"{note}; another world size: what draws outside micro-steps draws anew"

@@ -15,7 +15,7 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
-from distaccum.checkpoint.files import write_json
+from distaccum.checkpoint.files import ABSENT, listed, retried, write_json
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.errors import ConfigError
 from distaccum.train import owner
@@ -24,6 +24,7 @@ from distaccum.train.owner import Owner
 _log = logging.getLogger(__name__)
 
 _RESERVED = 4096  # bytes of a status, kept for a full disk
+_LEFT = (".*.json.*", ".metrics.jsonl.*", ".latest.*", ".writable*", ".owner-*", ".shared-*")  # of dead processes
 
 
 class State(StrEnum):
@@ -66,11 +67,15 @@ class RunDir:
         Raises:
             ConfigError: if it cannot be made or written to.
         """
-        try:
+
+        def make() -> None:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable.{token_hex(8)}"
             probe.touch(exist_ok=False)
             probe.unlink()
+
+        try:
+            retried(make)
         except OSError as error:
             remedy = "Choose a folder that you can write to"
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
@@ -101,13 +106,14 @@ class RunDir:
                 self._owner = None
 
     def _clear(self) -> None:
-        left = [self._reserve]
-        for pattern in (".*.json.*", ".metrics.jsonl.*", ".writable*", ".owner-*"):
-            left += self.path.glob(pattern)
-        for file in [*left, self.path / "metrics.tmp"]:
+        left = [self._reserve, self.path / "metrics.tmp"]
+        left += [file for pattern in _LEFT for file in listed(self.path, pattern)]
+        left += [file for pattern in _LEFT for file in listed(self.checkpoints, pattern)]
+        for file in left:
             with suppress(OSError):
                 file.unlink()
-        for folder in (self.ranks, *self.checkpoints.glob(".saving-*")):
+        begun = (path for name in ("saving", "removing") for path in listed(self.checkpoints, f".{name}-*"))
+        for folder in (self.ranks, *begun):
             shutil.rmtree(folder, ignore_errors=True)
 
     def require_owned(self) -> None:
@@ -126,7 +132,7 @@ class RunDir:
 
     def holds_checkpoints(self) -> bool:
         """Whether a run has saved anything here, be it there still or not."""
-        return any(self.checkpoints.glob("step-*")) or self.saved_step() is not None
+        return any(listed(self.checkpoints, "step-*")) or self.saved_step() is not None
 
     def refuse_to_mix(self) -> None:
         """Raises ConfigError if an earlier run's results are here."""
@@ -158,7 +164,7 @@ class RunDir:
         Raises:
             ConfigError: a checkpoint was saved, or may have been.
         """
-        there = sorted(path.name for path in self.checkpoints.glob("*step-*") if not path.name.startswith(".saving-"))
+        there = sorted(path.name for path in listed(self.checkpoints, "*step-*") if not path.name.startswith("."))
         history, saved = self._read_history(), self.saved_step()
         logged = _logged(self.metrics)
         if saved is None and not there and (history is not None or not logged):
@@ -188,8 +194,8 @@ class RunDir:
 
     def _read_history(self) -> dict[str, Any] | None:
         try:
-            history = json.loads(self._history.read_bytes())
-        except (OSError, ValueError):
+            history = json.loads(retried(self._history.read_bytes, of=self._history))
+        except (*ABSENT, ValueError, RecursionError):
             return None
         return history if isinstance(history, dict) else None
 
@@ -206,7 +212,7 @@ class RunDir:
         """
         self.require_owned()
         with self._turn:
-            if self._failure.exists():
+            if retried(self._failure.exists):
                 return
             try:
                 write_json(self._status, _status(state, step, reason))
@@ -217,7 +223,7 @@ class RunDir:
         """The content of ``status.json``; empty without one."""
         try:
             found = json.loads(self._status.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -328,6 +334,6 @@ def _status(state: State, step: int, reason: str) -> dict[str, object]:
 
 def _logged(path: Path) -> int:
     try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
+        return retried(path.read_bytes, of=path).count(b"\n")
+    except ABSENT:
         return 0

@@ -8,16 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distaccum.checkpoint import state
-from distaccum.checkpoint.store import UnreadableError, verify
-from distaccum.errors import CheckpointError
+from distaccum.checkpoint.files import listed, retried
+from distaccum.checkpoint.store import CheckpointStore, UnreadableError, verify
+from distaccum.errors import CheckpointError, ConfigError
+from distaccum.train.owner import tell
 from distaccum.train.run_dir import RunDir
 
 _WIDTH = 24
+_UNREADABLE = "CANNOT BE READ"
+_BEGUN = "is being written or removed, or was when the run died"
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,28 @@ class Finding:
 
 
 def inspect(path: Path) -> list[Finding]:
-    """Every checkpoint, the log, the status, and the checkpoint that ``resume=auto`` would take up."""
+    """Every checkpoint, the log, the status, the lock, what lies about, and what ``resume=auto`` would do."""
     run_dir = RunDir(path)
-    steps = sorted(run_dir.checkpoints.glob("step-*"), key=lambda folder: (len(folder.name), folder.name))
-    found = [_checkpoint(folder) for folder in steps]
-    found += [Finding(folder.name, "set aside") for folder in sorted(run_dir.checkpoints.glob("*-step-*"))]
-    found += [*_metrics(run_dir.metrics), *_status(path / "status.json")]
-    newest = next((one for one in reversed(found[: len(steps)]) if one.whole), None)
-    return [*found, Finding("resume=auto", f"continues {newest.name}" if newest else "has no checkpoint to continue")]
+    store = CheckpointStore(run_dir.checkpoints, keep=0)
+    steps = [_checkpoint(folder) for folder in store.steps()]
+    found = [Finding(folder.name, "set aside") for folder in listed(run_dir.checkpoints, "*-step-*")]
+    found = [one if not one.name.startswith(".") else Finding(one.name, _BEGUN) for one in found]
+    found += [*_best(store), *_metrics(run_dir.metrics), *_status(path / "status.json"), *_owner(path)]
+    return [*steps, *found, _resume(run_dir, steps)]
+
+
+def _resume(run_dir: RunDir, steps: Sequence[Finding]) -> Finding:
+    """What it would do; a run that it refuses is none that is whole."""
+    for one in reversed(steps):
+        if one.whole:
+            return Finding("resume=auto", f"continues {one.name}")
+        if one.text.startswith(_UNREADABLE):
+            return Finding("resume=auto", f"stops, as {one.name} cannot be read", whole=False)
+    try:
+        run_dir.require_no_history()
+    except ConfigError as error:
+        return Finding("resume=auto", f"refuses: {error}", whole=False)
+    return Finding("resume=auto", "begins at zero: no checkpoint was ever saved here")
 
 
 def _checkpoint(folder: Path) -> Finding:
@@ -45,7 +63,7 @@ def _checkpoint(folder: Path) -> Finding:
         verify(folder)
         saved = state.read(folder)
     except CheckpointError as error:
-        what = "CANNOT BE READ" if isinstance(error, UnreadableError) else "DAMAGED"
+        what = _UNREADABLE if isinstance(error, UnreadableError) else "DAMAGED"
         return Finding(folder.name, f"{what}: {str(error).removeprefix(f'{folder}: ')}", whole=False)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     run = saved.run
@@ -53,29 +71,45 @@ def _checkpoint(folder: Path) -> Finding:
     return Finding(folder.name, f"whole: window {run.progress.window}, {size / 2**20:.1f} MiB, saved by {by}")
 
 
+def _best(store: CheckpointStore) -> Iterator[Finding]:
+    best = store.best()
+    if best is not None:
+        yield Finding("best.json", f"{best['checkpoint']}: {best.get('metric')} {best.get('value')}")
+
+
+def _owner(path: Path) -> Iterator[Finding]:
+    try:
+        text = tell(path)
+    except ValueError as error:
+        yield Finding("owner.json", f"DAMAGED: {error}", whole=False)
+        return
+    if text:
+        yield Finding("owner.json", text)
+
+
 def _metrics(file: Path) -> Iterator[Finding]:
     try:
-        lines = file.read_bytes().splitlines()
+        lines = retried(file.read_bytes, of=file).splitlines()
     except FileNotFoundError:
         return
     records, torn = [], 0
     for line in lines:
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            records.append(json.loads(line)["step"])
+        except (ValueError, RecursionError, KeyError, TypeError):
             torn += 1
-    last = f", the last of step {records[-1].get('step')}" if records else ""
-    broken = f"; DAMAGED: {torn} lines are no JSON" if torn else ""
+    last = f", the last of step {records[-1]}" if records else ""
+    broken = f"; DAMAGED: {torn} lines are no records" if torn else ""
     yield Finding(file.name, f"{len(records)} records{last}{broken}", whole=not torn)
 
 
 def _status(file: Path) -> Iterator[Finding]:
     try:
-        status = json.loads(file.read_bytes())
+        status = json.loads(retried(file.read_bytes, of=file))
         text = f"{status['state']} at step {status['step']}" + (f": {status['reason']}" if status["reason"] else "")
     except FileNotFoundError:
         return
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         yield Finding(file.name, f"DAMAGED: {error}", whole=False)
         return
     yield Finding(file.name, text)
@@ -90,7 +124,7 @@ def main() -> None:
         parser.exit(2, f"distaccum: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
     try:
         found = inspect(given.run)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         parser.exit(1, f"distaccum: {given.run}: {error}\n")
     for one in found:
         sys.stdout.write(f"{one.name:<{_WIDTH}}{one.text}\n")

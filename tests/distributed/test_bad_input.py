@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,18 @@ def answers(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_message_and_exit_code_2(answers: dict[str, tuple[int, str]], mistake: str) -> None:
+@pytest.mark.fault(
+    "a setting that cannot be (some 55 of them), a plan that cannot be among them",
+    group="settings",
+    does="exit code 2, before the process group",
+    says="distaccum: configuration error: ",
+)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    answers: dict[str, tuple[int, str]], mistake: str, says: Callable[[str], None]
+) -> None:
     (code, said), (_, named) = answers[mistake], MISTAKES[mistake]
     assert code == 2, said
+    says(said)
     lines = said.strip().splitlines()
     assert len(lines) == 1, said
     assert lines[0].startswith("distaccum: configuration error: ")
@@ -146,9 +156,18 @@ def test_a_mistake_is_one_message_and_exit_code_2(answers: dict[str, tuple[int, 
 
 
 @pytest.mark.parametrize("arguments", [["optim.lr=abc"], ["batch.micro_size=1000"]], ids=["composing", "building"])
-def test_under_torchrun_it_is_said_once_before_any_process_group(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.fault(
+    "a plan that cannot be (a micro-batch larger than the global batch), or no plan at all, under torchrun",
+    group="settings",
+    does="exit code 2 on every rank, before the process group; told once",
+    says="distaccum: configuration error: ",
+)
+def test_under_torchrun_it_is_said_once_before_any_process_group(
+    tmp_path: Path, arguments: list[str], says: Callable[[str], None]
+) -> None:
     finished = run(*arguments, f"hydra.run.dir={tmp_path}", world=2, torchrun=True)
     assert finished.returncode != 0  # torchrun's own, which is 1 for any failure
+    says(finished.stderr)
     assert finished.stderr.count("configuration error") == 1
     assert "exitcode  : 2" in finished.stderr
 

@@ -96,6 +96,26 @@ def test_another_world_size_sees_the_same_windows(tmp_path: Path) -> None:
     assert losses["moved"] == pytest.approx(losses["whole"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a run that goes on on other numbers of ranks, 2 to 1 to 3",
+    group="checkpoints",
+    does="sees the same windows; losses agree within 1e-6",
+    says="another world size: what draws outside micro-steps draws anew",
+)
+def test_two_ranks_then_one_then_three(tmp_path: Path, says: Callable[[str], None]) -> None:
+    settings = [*SETTINGS, "batch.global_size=12", "schedule=constant", "model.dropout=0", "trainer.eval_every=0"]
+    succeed(*settings, "trainer.max_steps=24", f"hydra.run.dir={tmp_path / 'whole'}", world=2)
+    for world, steps in ((2, 8), (1, 16), (3, 24)):
+        finished = succeed(*settings, f"trainer.max_steps={steps}", f"hydra.run.dir={tmp_path / 'moved'}", world=world)
+        if world != 2:
+            says(finished.stdout)
+    whole, moved = metrics(tmp_path / "whole"), metrics(tmp_path / "moved")
+    where = ("step", "window", "epoch", "samples", "tokens")
+    assert [[record[key] for key in where] for record in moved] == [[record[key] for key in where] for record in whole]
+    assert [record["loss"] for record in moved] == pytest.approx([record["loss"] for record in whole], rel=1e-6)
+
+
 def test_a_changed_global_batch_is_refused(tmp_path: Path) -> None:
     succeed(*SETTINGS, "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
     refused = run(*SETTINGS, "batch.global_size=12", f"hydra.run.dir={tmp_path}")

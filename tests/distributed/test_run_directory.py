@@ -59,7 +59,19 @@ def _await_records(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "all checkpoints damaged, or `checkpoints/` gone, with `resume=auto`",
+    group="checkpoints",
+    does="exit code 2, nothing changed",
+    says=(
+        "resume=auto: ... has no checkpoint to resume from: ",
+        "the run was saved at step 9. Nothing is changed. Restore the folder checkpoints",
+        "resume=never and a new hydra.run.dir",
+    ),
+)
+def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(
+    tmp_path: Path, says: Callable[[str], None]
+) -> None:
     succeed(*SETTINGS, f"hydra.run.dir={tmp_path}", PYTHONPATH=str(ROOT))
     for file in tmp_path.glob("checkpoints/step-*/model.safetensors"):
         content = bytearray(file.read_bytes())
@@ -70,6 +82,7 @@ def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(tmp_pat
     gone = _run(tmp_path, "resume=auto")
     for refused in (damaged, gone):
         assert refused.returncode == 2
+        says(refused.stderr)
         assert "the run was saved at step 9. Nothing is changed. Restore the folder checkpoints; or" in refused.stderr
         assert "resume=never and a new hydra.run.dir" in refused.stderr
         assert status(tmp_path)["state"] == "done"
@@ -103,7 +116,13 @@ def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path, says: Callabl
 
 
 @pytest.mark.slow
-def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "a token or password among the settings",
+    group="settings",
+    does="is used, and written nowhere: not in checkpoints, `.hydra/`, logs, status or W&B's files",
+    says="<redacted>",
+)
+def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path, says: Callable[[str], None]) -> None:
     secrets = ("canary-of-a-key", "hf_canaryABCDEFGHIJKLMNOP", "canary-of-the-environment")
     keys = ("api_key", "login", "where")
     values = (*secrets[:2], "'/x/${oc.env:SOME_TOKEN}'")
@@ -112,6 +131,7 @@ def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path) -> None:
     finished = _run(run_dir, *given, "metrics=wandb", HOW="raise", SOME_TOKEN=secrets[2], WANDB_SILENT="true")
     assert finished.returncode == 1
     assert "key=<redacted>: forbidden" in finished.stderr
+    says(status(run_dir)["reason"])
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert {"state.json", "config.yaml", "hydra.yaml", "overrides.yaml", "rank-0.log"} <= {file.name for file in files}
     assert any(file.suffix == ".wandb" for file in files)
@@ -121,13 +141,20 @@ def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "a run that died before its first checkpoint, with `resume=auto`",
+    group="checkpoints",
+    does="begins again at zero; its records go to `metrics.superseded.jsonl`",
+    says="begins again at zero: the attempt of ... saved no checkpoint",
+)
+def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path, says: Callable[[str], None]) -> None:
     assert _run(tmp_path, "checkpoint.every=100", "resume=auto", HOW="exit").returncode == 1
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"window": 3, "lo\xff')
     again = _run(tmp_path, "checkpoint.every=100", "resume=auto")
     assert again.returncode == 0, again.stderr
-    assert "begins again at zero: the attempt of" in again.stderr
+    says(again.stderr)
+    says(again.stdout)
     assert "begins again at zero: the attempt of" in " ".join(again.stdout.split())
     assert "metrics.jsonl: line 3 is damaged" in again.stderr
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
@@ -361,7 +388,13 @@ def _start(arguments: list[str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "a second run in the folder of a live one; then the folder of a run that was killed",
+    group="directory",
+    does="exit code 2 at once, the first is not touched; a dead run's folder is taken over",
+    says=("hydra.run.dir=...: is another run's (process ... on ..., since ...)", "which is gone: taken over"),
+)
+def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path, says: Callable[[str], None]) -> None:
     arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
     first = subprocess.Popen(
         command(2, TRAIN, arguments), env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL
@@ -385,7 +418,7 @@ def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path
     assert json.loads((tmp_path / "owner.json").read_text()) == holder
     resumed = _run(tmp_path, "resume=auto", f"trainer.max_steps={status(tmp_path)['step'] + 3}")
     assert resumed.returncode == 0, resumed.stderr
-    assert "which is gone: taken over" in resumed.stderr
+    says(second.stderr + resumed.stderr)
     assert not (tmp_path / "owner.json").exists()
 
 
@@ -403,12 +436,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int) -> None:
+@pytest.mark.fault(
+    "a full disk while metrics or status are written",
+    group="directory",
+    does="`failed`, exit code 1; `metrics.jsonl` ends with a whole line; goes on when there is room",
+    says="No space left on device: '...'. Make room there, and go on",
+)
+def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int, says: Callable[[str], None]) -> None:
     run_dir = small_disk / "run"
     finished = _run(run_dir, "checkpoint.every=0", world=world, HOW="fill", DISK=str(small_disk))
     assert finished.returncode == 1
     found = status(run_dir)
     assert found["state"] == "failed"
+    says(found["reason"])
     assert found["reason"].startswith("rank 0: OSError: [Errno 28] No space left on device: ")
     assert found["reason"].endswith(
         ("status.json'. Make room there, and go on", "metrics.jsonl'. Make room there, and go on")

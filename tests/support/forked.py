@@ -77,6 +77,11 @@ class Forks:
             code = _await_ranks(server, timeout, grace)
             return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
 
+    def close(self) -> None:
+        """Ends the servers."""
+        for server in self._servers.values():
+            server.communicate()
+
     def _server(self, warm: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         key = (warm, *(environment.get(name) for name in _READ_AT_IMPORT))
         server = self._servers.get(key)

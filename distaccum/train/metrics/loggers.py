@@ -8,10 +8,11 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distaccum.checkpoint.files import write_bytes
+from distaccum.checkpoint.files import retried, write_bytes
 from distaccum.errors import shorten
 
 _log = logging.getLogger(__name__)
@@ -49,15 +50,21 @@ class JsonlLogger(Logger):
             OSError: the disk is full, or gone; the file then ends with the record before.
         """
         line = json.dumps(record).encode() + b"\n"
+        try:
+            retried(partial(self._append, line))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _append(self, line: bytes) -> None:
         before = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(line)
             if written != len(line):  # what still fitted on the disk; the rest says why
                 self._file.write(line[written:])
-        except OSError as error:
+        except OSError:
             with suppress(OSError):
                 os.truncate(self._path, before)
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
@@ -70,12 +77,14 @@ def rewind_jsonl(path: Path, window: int) -> None:
     The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost. Lines that are no
     records, such as one that was cut short or has a damaged byte, go there as well, and the log says so.
     """
-    if not path.exists():
+    try:
+        lines = retried(path.read_bytes, of=path).splitlines(keepends=True)
+    except FileNotFoundError:
         return
     kept: list[bytes] = []
     superseded: list[bytes] = []
     damaged: list[int] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(lines, 1):
         at = _window(line)
         (kept if at <= window else superseded).append(line)
         if at == math.inf:
@@ -93,5 +102,5 @@ def _window(line: bytes) -> float:
     """The window of a line; infinity for a line that is no record."""
     try:
         return int(json.loads(line)["window"])
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
         return math.inf

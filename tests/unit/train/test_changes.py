@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,29 @@ def _train(
     ).fit()
 
 
+class Summed(CrossEntropy):
+    """Another loss."""
+
+
+def _of_length(size: int) -> DataSpec:
+    return DataSpec(train=_data()[:size])
+
+
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"model": Headed(4)}, r"model: .*model: Headed\(heads=2\) -> Headed\(heads=4\)"),
+    "shapes": ({"model": nn.Linear(FEATURES, CLASSES)}, r"resume=.*step-1: has no weight.*Use weights of this Linear"),
     "ignore_index": ({"loss": CrossEntropy(ignore_index=0)}, r"loss: .*ignore_index=-100.* -> .*=0"),
+    "loss": ({"loss": Summed()}, r"loss\._target_: the run has changed .*CrossEntropy -> \S+Summed\."),
     "other samples": ({"data": DataSpec(train=_data(seed=1))}, r"data: .*sample 0 is not the one it was \(8 of 8"),
+    "fewer samples": ({"data": _of_length(12)}, r"samples=12: but .* counts its windows with .*samples=16"),
+    "unit": (
+        {
+            "data": DataSpec(train=_data(), lengths=[FEATURES] * 16),
+            "batch": {"global_size": None, "tokens": 32, "micro_size": 4},
+        },
+        r"batch\.\S+: but .*counts its windows with",
+    ),
+    "order": ({"seed": 7}, r"seed=7: but .*step-1 counts its windows with seed=0"),
     "optimizer": (
         {"optim": {"optimizer": {"_target_": "torch.optim.NAdam"}}},
         "optimizer=NAdam: and .* has the state of AdamW",
@@ -75,30 +95,57 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.fault(
+    "a resumed run whose model, loss, samples, their number or order, unit of a batch or optimizer has changed",
+    group="settings",
+    does="exit code 2, nothing changed; `resume_allow=[...]` takes over model, loss and samples",
+    says="step-1",
+)
 def test_what_changes_the_meaning_of_state_is_refused_before_the_run(
-    gloo_world: Any, name: str, tmp_path: Path
+    gloo_world: Any, name: str, tmp_path: Path, says: Callable[[str], None]
 ) -> None:
     _train(tmp_path, steps=1)
     change, words = CHANGED[name]
     before = json.loads((tmp_path / "checkpoints" / "step-1" / "state.json").read_text())
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         _train(tmp_path, steps=2, **change)
+    says(str(caught.value))
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-1"]
     assert json.loads((tmp_path / "checkpoints" / "step-1" / "state.json").read_text()) == before
 
 
-def test_the_user_may_answer_for_it(gloo_world: Any, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "a resumed run whose model or loss has changed, of the same shapes",
+    group="settings",
+    does="says what has changed, exit code 2",
+    says="the run has changed since ...: loss: CrossEntropy(ignore_index=-100...) -> CrossEntropy(ignore_index=0...)",
+)
+def test_the_user_may_answer_for_it(gloo_world: Any, tmp_path: Path, says: Callable[[str], None]) -> None:
     _train(tmp_path, steps=1)
+    with pytest.raises(ConfigError) as caught:
+        _train(tmp_path, steps=2, loss=CrossEntropy(ignore_index=0))
+    says(str(caught.value))
     allowed = {"resume_allow": ["model", "loss"]}
     _train(tmp_path, steps=2, model=Headed(4), loss=CrossEntropy(ignore_index=0), **allowed)
     with pytest.raises(ConfigError, match=r"resume_allow=\[data\]"):
         _train(tmp_path, steps=3, model=Headed(4), loss=CrossEntropy(ignore_index=0), data=DataSpec(train=_data(3)))
 
 
-def test_what_may_change_is_listed(gloo_world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.fault(
+    "a resumed run with another rate, schedule, precision, length or interval",
+    group="settings",
+    does="goes on, and lists what has changed in its header",
+    says="resuming ... at step 1; everything carries over; changed since: ...",
+)
+def test_what_may_change_is_listed(
+    gloo_world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
+) -> None:
     _train(tmp_path, steps=1)
-    _train(tmp_path, steps=2, precision="bf16", optim={"lr": 0.125})
+    schedule = {"_target_": "distaccum.train.schedules.Cosine", "warmup_steps": 0}
+    _train(tmp_path, steps=2, precision="bf16", optim={"lr": 0.125}, schedule=schedule)
     said = " ".join(capsys.readouterr().out.split())
+    says(said)
+    assert "schedule._target_: distaccum.train.schedules.Constant -> distaccum.train.schedules.Cosine" in said
     assert "optim.lr: 0.003 -> 0.125; " in said
     assert "fp32 -> bf16" in said
     assert "trainer.max_steps: 1 -> 2" in said

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,21 @@ def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path
 
 
 @pytest.mark.parametrize("damage", [b'{"window": 2, "x": "\xff"}', b'{"window": 2, "lo', b"\x00\x00", b"[2]", b""])
-def test_a_damaged_line_is_set_aside_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
+@pytest.mark.fault(
+    "a damaged byte (one that is no UTF-8 too) or a torn line in `metrics.jsonl`",
+    group="directory",
+    does="moves the line as it is to `metrics.superseded.jsonl`, and resumes",
+    says="metrics.jsonl: line 2 is damaged",
+)
+def test_a_damaged_line_is_set_aside_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes, says: Callable[[str], None]
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"window": 1}\n' + damage + b'\n{"window": 3}\n')
     rewind_jsonl(path, 3)
     assert path.read_text() == '{"window": 1}\n{"window": 3}\n'
     assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == damage + b"\n"
-    assert "metrics.jsonl: line 2 is damaged" in caplog.text
+    says(caplog.text)
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -102,13 +102,22 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
             process.communicate()
 
 
-def test_on_another_machine_the_last_sign_of_life_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "the folder of a run whose machine is lost",
+    group="directory",
+    does="another run takes it over 300 s after the last sign of life",
+    says="which has given no sign of life for ... s: taken over",
+)
+def test_on_another_machine_the_last_sign_of_life_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
+) -> None:
     _write(tmp_path, age=5, machine=ELSEWHERE)
     with pytest.raises(ConfigError, match="on node-7"), Owner(tmp_path):
         pass
     _write(tmp_path, age=STALE_S + 60, machine=ELSEWHERE)
     with Owner(tmp_path):
         pass
+    says(caplog.text)
     assert not (tmp_path / "owner.json").exists()
     monkeypatch.setattr(owner, "BEAT_S", 0.1)
     _write(tmp_path, age=STALE_S - 0.3, machine=ELSEWHERE)  # waited for
@@ -122,8 +131,14 @@ def test_on_another_machine_the_last_sign_of_life_decides(tmp_path: Path, monkey
     alive.join()
 
 
+@pytest.mark.fault(
+    "a job that Slurm or torchrun starts again on another machine",
+    group="directory",
+    does="takes its folder over at once",
+    says="which was an earlier attempt of this job (...): taken over",
+)
 def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -143,19 +158,28 @@ def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_on
             if taken:
                 with Owner(tmp_path):
                     pass
+                says(caplog.text)
+                caplog.clear()
             else:
                 with pytest.raises(ConfigError, match="on node-7"), Owner(tmp_path):
                     pass
 
 
-def test_who_has_lost_the_folder_writes_nothing_more_there(tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "a process that slept while its folder was taken over",
+    group="directory",
+    does="fails at its next record or checkpoint, and writes nothing there",
+    says="was taken over by process ... on ...: this process gave no sign of life before",
+)
+def test_who_has_lost_the_folder_writes_nothing_more_there(tmp_path: Path, says: Callable[[str], None]) -> None:
     run_dir = RunDir(tmp_path)
     with run_dir.own():
         run_dir.write_status(State.RUNNING, step=3)
         _write(tmp_path, age=0, machine=ELSEWHERE, token="another")  # noqa: S106  no password
         run_dir.write_failure("not written")
-        with pytest.raises(OwnershipLostError, match=r"taken over by process .* on node-7"):
+        with pytest.raises(OwnershipLostError, match=r"taken over by process .* on node-7") as caught:
             run_dir.write_status(State.RUNNING, step=4)
+        says(str(caught.value))
     assert run_dir.status() == {"state": "running", "step": 3, "reason": ""}
     assert (tmp_path / "owner.json").exists()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,33 @@ def test_a_resumed_run_says_what_carries_over_and_who_saved_it(
         "step-2 at step 2; everything carries over; changed since: trainer.max_steps: 2 -> 3 (saved by engine ddp"
         in said
     )
+
+
+@pytest.mark.fault(
+    "two resumes within one epoch",
+    group="checkpoints",
+    does="ends as the run that was never interrupted does, bit by bit, each record once",
+    says="at step 3; everything carries over",
+)
+def test_two_resumes_in_an_epoch(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
+) -> None:
+    data = DataSpec(train=[(torch.full((4,), i / 40), torch.tensor(i % 3)) for i in range(40)])  # five windows
+    found = []
+    for name, parts in (("whole", (7,)), ("parts", (1, 3, 7))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+        for steps in parts:
+            trainer = {"max_steps": steps, "eval_every": 0, "log_every": 1}
+            config = RunConfig.from_dict(_config(resume="auto", trainer=trainer))
+            Trainer(model, CrossEntropy(), data, config=config, run_dir=tmp_path / name).fit()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        exact = ("step", "window", "epoch", "loss", "grad_norm", "samples")
+        weights = (tmp_path / name / "checkpoints" / "step-7" / "model.safetensors").read_bytes()
+        found.append(([[json.loads(line)[key] for key in exact] for line in lines], weights))
+    assert found[0] == found[1]
+    assert [record[2] for record in found[0][0]] == [0] * 5 + [1] * 2
+    says(capsys.readouterr().out)
 
 
 def test_weights_of_two_origins_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,13 +84,25 @@ def test_records_of_which_nobody_knows_whether_they_were_saved_are_a_history(tmp
         run_dir.require_no_history()
 
 
+@pytest.mark.fault(
+    "a requeued job with another run directory, as by a slip",
+    group="directory",
+    does="begins, and says that nothing was begun in the folder before",
+    says="begins at zero, though this job was started again (2 times): ... Look at hydra.run.dir",
+)
 def test_a_job_that_is_started_again_in_an_empty_folder_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert "started again (2 times): nothing was begun in this folder" in RunDir(tmp_path).beginning()
+    says(RunDir(tmp_path).beginning())
+    says(caplog.text)
 
 
+@pytest.mark.fault(
+    "`.status.json.PID`, `.writable`, `checkpoints/.saving-step-N`, ... of dead processes",
+    group="directory",
+    does="the owner removes them when it begins",
+)
 def test_the_owner_clears_away_what_dead_processes_left(tmp_path: Path) -> None:
     left = (".status.json.4711", ".writable", ".writable.4711", ".owner-12ab", "metrics.tmp", ".status.reserve")
     for name in left:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,8 @@ from torch import nn
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.config.schema import RunConfig
 from distaccum.train import verify
+from distaccum.train.owner import Holder
+from tests.support.faults import has
 
 
 @pytest.fixture
@@ -59,9 +66,73 @@ def test_a_damaged_one(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert code == 1
     assert "DAMAGED: missing, added or changed: model.safetensors" in lines[1]
     assert "set aside" in lines[2]
-    assert "DAMAGED: 1 lines are no JSON" in lines[3]
+    assert "DAMAGED: 1 lines are no records" in lines[3]
     assert lines[-1].endswith("continues step-9")
     assert sorted(run.rglob("*")) == before
+
+
+def _torn(run: Path) -> None:
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"[2]\n")
+
+
+def _all_bad(run: Path) -> None:
+    for file in run.glob("checkpoints/*/state.json"):
+        file.write_bytes(b"")
+
+
+def _held(run: Path) -> None:
+    (run / "owner.json").write_text(json.dumps(asdict(replace(Holder.here(), pid=2**22 + 1))))
+
+
+NEWEST = "checkpoints/step-10"
+DAMAGES: dict[str, tuple[Callable[[Path], object], int, str, str]] = {
+    "cut short": (lambda run: os.truncate(run / NEWEST / "model.safetensors", 90), 1, "DAMAGED: missing", "step-9"),
+    "a file missing": (lambda run: (run / NEWEST / "random-0.json").unlink(), 1, "DAMAGED: missing", "step-9"),
+    "no manifest": (lambda run: (run / NEWEST / "manifest.json").unlink(), 1, "DAMAGED: no readable mani", "step-9"),
+    "a list": (lambda run: (run / NEWEST / "manifest.json").write_text("[]"), 1, "json is no manifest", "step-9"),
+    "null": (lambda run: (run / NEWEST / "manifest.json").write_text("null"), 1, "json is no manifest", "step-9"),
+    "a file for a folder": (lambda run: (run / "checkpoints/step-11").touch(), 1, "step-11 ... DAMAGED", "step-10"),
+    "a link": (lambda run: (run / "checkpoints/step-11").symlink_to("x"), 1, "step-11 ... DAMAGED", "step-10"),
+    "half saved": (
+        lambda run: (run / "checkpoints/.saving-step-11").mkdir(),
+        0,
+        ".saving-step-11 ... is b",
+        "step-10",
+    ),
+    "a torn line": (_torn, 1, "10 records, the last of step 10; DAMAGED: 1 lines are no records", "step-10"),
+    "a status": (lambda run: (run / "status.json").write_text("[]"), 1, "status.json ... DAMAGED", "step-10"),
+    "a dead owner": (_held, 0, "owner.json ... which is gone: the next run takes it over", "step-10"),
+    "a lock": (lambda run: (run / "owner.json").write_text("{}"), 1, "owner.json ... DAMAGED", "step-10"),
+    "all bad": (_all_bad, 1, "refuses: resume=auto: ... has no checkpoint to resume from: 2 damaged", ""),
+    "all gone": (lambda run: shutil.rmtree(run / "checkpoints"), 1, "refuses: ... empty or gone, and the run was", ""),
+}
+
+
+@pytest.mark.fault(
+    "`distaccum-verify RUN` on any of these damages",
+    group="directory",
+    does="names each, and what `resume=auto` would do; changes nothing; exit code 1, or 0 where nothing is lost",
+    says=("DAMAGED: missing, added or changed: ", "continues step-9", "refuses: resume=auto: "),
+)
+def test_every_damage_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
+) -> None:
+    """Records that are no objects were a traceback; the lock was not looked at, nor what a resume would do."""
+    everything = ""
+    for name, (act, code, words, continued) in DAMAGES.items():
+        copied = run.with_name(name.replace(" ", "-"))
+        shutil.copytree(run, copied)
+        act(copied)
+        before = sorted(copied.rglob("*"))
+        found, lines = _said(copied, monkeypatch, capsys)
+        said = "\n".join(lines)
+        assert found == code, (name, said)
+        assert has(words, said), (name, said)
+        assert not continued or lines[-1].endswith(f"continues {continued}"), (name, said)
+        assert sorted(copied.rglob("*")) == before
+        everything += said
+    says(everything)
 
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

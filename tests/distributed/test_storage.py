@@ -1,0 +1,234 @@
+"""Storage that fails under a run: an operation of the file system, one after the other, gets an error or kills."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distaccum.checkpoint.store import CheckpointStore
+from tests.support import failing_io
+from tests.support.commands import ROOT, TRAIN, environment, metrics, run, status, succeed
+from tests.support.failing_io import ALWAYS
+from tests.support.forked import Forks
+
+WORKER = Path(__file__).parent / "workers" / "storage.py"
+ON_A_SCREEN = 25
+KEPT = ("records", "newest", "weights")
+Cells = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return failing_io.build(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Servers of their own, which have the library."""
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
+    """What the worker found: in the undisturbed run, and in each cell."""
+
+    def run(what: str, *, error: int = 0, times: int = 1, stride: int) -> Any:
+        folder = tmp_path_factory.mktemp(what)
+        finished = subprocess.run(
+            [sys.executable, str(WORKER), what, str(folder), str(error), str(times), str(stride)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+            env=environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library)),
+        )
+        assert finished.returncode == 0, finished.stderr
+        whole, *rest = map(json.loads, finished.stdout.splitlines())
+        return whole, rest
+
+    return run
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in KEPT}
+
+
+def _is_there(cell: dict[str, Any]) -> bool:
+    """Whether the checkpoints of before are, or newer ones by which the oldest was replaced."""
+    return set(cell["checkpoints"]) >= {"step-1", "step-2"} or set(cell["checkpoints"]) >= {"step-2", "step-3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "stride"),
+    [(errno.EIO, 13), (errno.ESTALE, 29), pytest.param(errno.EIO, 1, marks=pytest.mark.heavy)],
+)
+@pytest.mark.fault(
+    "one error of the file system (EIO, ESTALE) at any read of a run that resumes, logs and saves",
+    group="checkpoints",
+    does="reads again, up to four times within a second, and goes on bit by bit",
+)
+def test_one_error_at_any_read_costs_nothing(cells: Cells, number: int, stride: int) -> None:
+    """One at the log's or the lock's reads ended the run; one at a tensor's was told as another model's file."""
+    whole, found = cells("resume", error=number, stride=stride)
+    assert len(found) >= 200 // stride
+    for cell in found:
+        assert cell["said"] == "", cell
+        assert _kept(cell) == _kept(whole), cell
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "errors of the file system at every read from some moment on",
+    group="checkpoints",
+    does="ends, `failed` or exit code 2; deletes nothing, takes nothing for damage; goes on when the file system does",
+    says="Input/output error",
+)
+def test_errors_that_stay_end_the_run_and_lose_nothing(cells: Cells, says: Callable[[str], None]) -> None:
+    whole, found = cells("resume", error=errno.EIO, times=ALWAYS, stride=17)
+    assert len(found) >= 10
+    for cell in found:
+        says(cell["said"])
+        assert _is_there(cell), cell
+        assert cell["newest"] in ("step-2", "step-3"), cell
+        assert _kept(cell["after"]) == _kept(whole), cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.fault(
+    "a full disk at any write: a checkpoint's files, its seal, `latest`, the history",
+    group="checkpoints",
+    does="`failed`, exit code 1 (2 before the run begins); the checkpoints of before, or the new one, are whole",
+    says="No space left on device: '...'",
+)
+def test_a_full_disk_at_any_write_loses_nothing(cells: Cells, stride: int, says: Callable[[str], None]) -> None:
+    """Tensors' files gave an error without a name, and so did what is synced."""
+    whole, found = cells("save", error=errno.ENOSPC, stride=stride)
+    failed = [cell for cell in found if cell["said"]]
+    assert len(failed) >= 60 // stride
+    for cell in failed:
+        if not cell["said"].startswith("ConfigError: hydra.run.dir="):
+            says(cell["said"])
+            assert cell["status"]["state"] == "failed", cell
+            assert "No space left on device: '" in cell["status"]["reason"], cell
+            assert cell["status"]["reason"].endswith("Make room there, and go on"), cell
+        assert _is_there(cell), cell
+        assert cell["newest"] in ("step-2", "step-3"), cell
+    for cell in found:
+        assert _kept(cell["after"]) == _kept(whole), cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.fault(
+    "kill -9 at any write of a save (between the files and the seal, the seal and the name, while the oldest is "
+    "removed), and again while the same step is saved again",
+    group="checkpoints",
+    does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
+)
+def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
+    whole, found = cells("kill", stride=stride)
+    assert len(found) >= 60 // stride
+    assert {cell["between"]["newest"] for cell in found} == {"step-2", "step-3"}
+    for cell in found:
+        assert cell["ended"] == 0, cell
+        assert _kept(cell) == _kept(whole), cell
+        assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell
+
+
+SETTINGS = (
+    "model=cnn",
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.support.deaths.Images",
+    "+callbacks.fails._target_=tests.support.failing_io.FailsToWrite",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "trainer.max_steps=9",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "metrics=jsonl",
+    "checkpoint.every=2",
+    "resume=auto",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [("1", ".saving-step-4", "step-2", "random-1.json"), ("0", "/.latest.", "step-4", "latest")],
+    ids=["a rank", "latest"],
+)
+@pytest.mark.fault(
+    "a disk that is full for one rank, or for the file `latest` alone",
+    group="checkpoints",
+    does="`failed` on all ranks, with that rank's reason; goes on from the newest whole checkpoint",
+    says="rank ...: OSError: [Errno 28] No space left on device: '.../checkpoints/...'. Make room there, and go on",
+)
+def test_a_disk_that_is_full_for_one(
+    tmp_path: Path, library: Path, forks: Forks, case: tuple[str, ...], says: Callable[[str], None]
+) -> None:
+    who, where, kept, file = case
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        variables = environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more)
+        arguments = [str(TRAIN), *SETTINGS, f"hydra.run.dir={tmp_path}"]
+        return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
+
+    finished = run(WHO=who, WHERE=where)
+    assert finished.returncode == 1
+    assert status(tmp_path)["state"] == "failed"
+    says(status(tmp_path)["reason"])
+    assert status(tmp_path)["reason"].startswith(f"rank {who}: ")
+    assert file in status(tmp_path)["reason"]
+    assert len(finished.stderr.splitlines()) <= ON_A_SCREEN
+    newest = CheckpointStore(tmp_path / "checkpoints", keep=0).newest_valid()
+    assert newest is not None
+    assert newest.name == kept
+    resumed = run()
+    assert resumed.returncode == 0, resumed.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that can be made read-only."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=False).returncode:  # noqa: S607
+        pytest.skip("may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a run directory that is read-only",
+    group="directory",
+    does="exit code 2, nothing changed; `resume=PATH` of a checkpoint there starts a run elsewhere",
+    says="hydra.run.dir=...: cannot be written (Read-only file system). Choose a ",
+)
+def test_a_read_only_folder(disk: Path, tmp_path: Path, says: Callable[[str], None]) -> None:
+    first, *arguments = disk / "run", *(one for one in SETTINGS if "fails" not in one and "resume" not in one)
+    succeed(*arguments, "trainer.max_steps=2", f"hydra.run.dir={first}", PYTHONPATH=str(ROOT))
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)  # noqa: S607
+    for folder, resume in ((first, "auto"), (disk / "new", "never")):
+        refused = run(*arguments, f"resume={resume}", f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT))
+        assert refused.returncode == 2
+        assert len(refused.stderr.splitlines()) == 1
+        says(refused.stderr)
+    elsewhere = tmp_path / "elsewhere"
+    start = f"resume={first / 'checkpoints' / 'step-2'}"
+    succeed(*arguments, start, f"hydra.run.dir={elsewhere}", PYTHONPATH=str(ROOT))
+    assert [record["step"] for record in metrics(elsewhere)] == list(range(3, 10))
