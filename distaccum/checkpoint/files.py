@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,13 +41,27 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` to a temporary neighbour, syncs it and renames it over ``path``."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes ``content`` to a temporary neighbour, syncs it and renames it over ``path``.
+
+    Raises:
+        OSError: it cannot be written; the neighbour is removed, where that can be.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        sync(temporary)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` for a text."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: object) -> None:

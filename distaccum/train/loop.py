@@ -230,6 +230,8 @@ class Loop:
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
         if evaluates:
             record |= self._evaluate()
+        if self._world.is_main:
+            self._run_dir.require_owned()
         for logger in self._loggers:
             logger.log(record)
         self._write_status()
@@ -243,6 +245,8 @@ class Loop:
         self._world.activity.phase = Phase.SAVE
         self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
+        for logger in self._loggers:
+            logger.sync()
         run = checkpoint.RunState(
             progress=self.progress,
             position=self._loader.position,
@@ -257,9 +261,10 @@ class Loop:
             self.progress.step,
             self._world,
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
+            before_publishing=partial(self._before_publishing, best=best),
         )
         if best and self._evaluation is not None:
-            self._best.mark(path, self._evaluation[1])
+            self._best.note(self._evaluation[1])
         self._saved_step = self.progress.step
         if self._world.is_main:
             self._run_dir.note_saved(self._saved_step)
@@ -325,7 +330,14 @@ class Loop:
         if self._saved_step != self.progress.step:
             self._save(best=best)
         elif best and self._evaluation is not None:
-            self._best.mark(self._store.root / f"step-{self._saved_step}", self._evaluation[1])
+            if self._world.is_main:
+                self._before_publishing(best=best)
+            self._best.note(self._evaluation[1])
+
+    def _before_publishing(self, *, best: bool) -> None:
+        self._run_dir.require_owned()
+        if best and self._evaluation is not None:
+            self._best.mark(self._store.root / f"step-{self.progress.step}", self._evaluation[1])
 
     def _write_status(self) -> None:
         if self._world.is_main:

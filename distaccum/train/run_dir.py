@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from distaccum.checkpoint.files import write_json
+from distaccum.checkpoint.files import ABSENT, retried, write_json
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.errors import ConfigError
 from distaccum.train import owner
@@ -22,6 +22,8 @@ from distaccum.train.owner import Owner
 
 _log = logging.getLogger(__name__)
 
+# What a process that died in the middle of writing leaves.
+_LEFT = (".*.json.*", ".*.jsonl.*", "checkpoints/.latest.*", "checkpoints/.*.json.*", ".writable*", ".owner-*", ".shared-*")
 _RESERVED = 4096  # bytes of a status, kept for a full disk
 
 
@@ -99,11 +101,11 @@ class RunDir:
                 self._owner = None
 
     def _clear(self) -> None:
-        left = [self._reserve, *self.path.glob(".*.json.*"), *self.path.glob(".writable*"), *self.path.glob(".owner-*")]
+        left = [self._reserve, *(file for name in _LEFT for file in self.path.glob(name))]
         for file in [*left, self.path / "metrics.tmp"]:
             with suppress(OSError):
                 file.unlink()
-        for folder in (self.ranks, *self.checkpoints.glob(".saving-*")):
+        for folder in (self.ranks, *self.checkpoints.glob(".saving-*"), *self.checkpoints.glob(".pruned-*")):
             shutil.rmtree(folder, ignore_errors=True)
 
     def require_owned(self) -> None:
@@ -132,7 +134,7 @@ class RunDir:
 
     def begin(self) -> None:
         """Notes in ``history.json`` that a run has begun here, where nobody has yet."""
-        if self._read_history() is None:
+        if not self._read_history():
             write_json(self._history, {"begun": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}", "saved": None})
 
     def note_saved(self, step: int) -> None:
@@ -157,10 +159,11 @@ class RunDir:
         there = sorted(path.name for path in self.checkpoints.glob("*step-*") if not path.name.startswith(".saving-"))
         history, saved = self._read_history(), self.saved_step()
         logged = _logged(self.metrics)
-        if saved is None and not there and (history is not None or not logged):
+        if saved is None and not there and (history or (history is None and not logged)):
             return
         found = f"{len(there)} damaged ({', '.join(there)})" if there else "the folder checkpoints is empty or gone"
         before = f"was saved at step {saved}" if saved is not None else f"has {logged} records in metrics.jsonl"
+        before += " and a damaged history.json" if history == {} else ""
         problem = f"{self.path} has no checkpoint to resume from: {found}, and the run {before}"
         remedy = (
             "Nothing is changed. Restore the folder checkpoints; or name a checkpoint elsewhere with resume=PATH and "
@@ -183,11 +186,14 @@ class RunDir:
         return note
 
     def _read_history(self) -> dict[str, Any] | None:
+        """The content of ``history.json``: None without one, empty where it is damaged."""
         try:
-            history = json.loads(self._history.read_bytes())
-        except (OSError, ValueError):
+            history = json.loads(retried(self._history.read_bytes))
+        except ABSENT:
             return None
-        return history if isinstance(history, dict) else None
+        except ValueError:
+            return {}
+        return history if isinstance(history, dict) else {}
 
     def forget_failure(self) -> None:
         """Removes the mark of an earlier failure, before a run starts."""
@@ -319,6 +325,6 @@ def _status(state: State, step: int, reason: str) -> dict[str, object]:
 
 def _logged(path: Path) -> int:
     try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
+        return retried(path.read_bytes).count(b"\n")
+    except ABSENT:
         return 0
