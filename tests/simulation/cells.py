@@ -14,6 +14,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -106,10 +107,15 @@ def _config(plan: Plan) -> RunConfig:
     )
 
 
+_MODEL = nn.Linear(3, 2)
+with torch.no_grad():
+    for _parameter in _MODEL.parameters():
+        _parameter.copy_(torch.linspace(-0.5, 0.5, _parameter.numel()).view_as(_parameter))
+
+
 def _components(plan: Plan, rank: int, size: int, models: list[nn.Module]) -> TrainingComponents:
     train: Any = _Stream(rank, size) if plan.data == "stream" else _samples(28)
-    torch.manual_seed(3)
-    model = nn.Linear(3, 2)
+    model = deepcopy(_MODEL)  # ranks that are threads have one generator of random numbers
     models.append(model)
     return build_components(
         _config(plan),
@@ -276,6 +282,7 @@ class Cell:
         self.said: list[str] = []
         self.violations: list[str] = []
         self.models: list[nn.Module] = []
+        self.damaged: dict[str, bytes] = {}
         self.visitors = 0
 
     # what is checked at every call
@@ -298,7 +305,7 @@ class Cell:
         if call.kind != "rename":
             visible = re.match(r"(aside-|damaged-)?step-", parts[1])
             self._require(not visible, f"{parts[1]} is removed in its place, so that half of it may stay")
-        elif found := re.match(r"(damaged-|\.).*?(step-(\d+))", parts[1]):
+        elif len(parts) == 2 and (found := re.match(r"(damaged-|\.).*?(step-(\d+))", parts[1])):
             sort, name, number = found[1], found[2], int(found[3])
             if not (self.checkpoints / name).is_dir():
                 return
@@ -306,7 +313,6 @@ class Cell:
             if sort == "damaged-":
                 self._require(not whole, f"{name} is whole, and set aside as damaged")
             else:
-                self._require(whole, f"{name} is damaged, and removed")
                 self._may_go(number, f"{name} is removed")
 
     def _may_go(self, number: int, what: str) -> None:
@@ -315,7 +321,7 @@ class Cell:
         self._require(0 < keep <= len(newer), f"{what} while only {newer} are whole after it (keep={keep})")
 
     def _at_end(self) -> bool:
-        if not any(row["step"] == self.plan.steps for row in rows(self.root)):
+        if "metrics.jsonl" not in self.damaged and not any(row["step"] == self.plan.steps for row in rows(self.root)):
             return False
         return not self.plan.save_every or intact(self.checkpoints / f"step-{self.plan.steps}")
 
@@ -368,11 +374,13 @@ class Cell:
                             self._visit()
                         else:
                             self._take_over()
-            self._check(call, "before")
+            with self.disk.outside():
+                self._check(call, "before")
             return share
 
         def after(call: Call) -> None:
-            self._check(call, "after")
+            with self.disk.outside():
+                self._check(call, "after")
             if ending:
                 crash(ending[0])
 
@@ -413,28 +421,22 @@ class Cell:
 
     def _visit(self) -> None:
         """Another run of this host wants the folder: it is refused, and changes nothing."""
-        before = tree(self.root)
+        with self.disk.outside():
+            before = tree(self.root)
         state = torch.random.get_rng_state()
         (result,) = self.attempt(Attempt(), world=self._world)
         torch.random.set_rng_state(state)
         self.visitors += 1
         self._require(isinstance(result, ConfigError | JobRejectedError) and "is another run's" in str(result), f"a visitor: {result!r}")
-        self._require(tree(self.root) == before, "a visitor changed the folder")
+        with self.disk.outside():
+            self._require(tree(self.root) == before, "a visitor changed the folder")
 
     def _take_over(self) -> None:
         lock = self.root / "owner.json"
-        if lock.exists():
-            with self._outside():
+        with self.disk.outside():
+            if lock.exists():
                 os.utime(lock, (time() - 1000,) * 2)
         self.attempt(Attempt(), host="b", world=self._world)
-
-    @contextlib.contextmanager
-    def _outside(self) -> Iterator[None]:
-        process, self.disk._local.process = self.disk._local.process, None
-        try:
-            yield
-        finally:
-            self.disk._local.process = process
 
     # damage
 
@@ -543,7 +545,7 @@ _TEMPORARY = re.compile(r"(^|/)\.|\.tmp$|owner\.json$|\.aside$")
 def simulate(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
     """Runs a cell to its end, and raises Violation where something did not hold. Returns what happened, for counting."""
     with open_cell(plan) as cell:
-        sizes, damaged, lost = [], dict[str, bytes](), False
+        sizes, damaged = [], cell.damaged
         seen: dict[str, Any] = {"ended": "done"}
         for given in attempts:
             sizes.append(given.size)

@@ -145,6 +145,15 @@ class Disk:
         finally:
             self._local.process = before
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within the block this thread is no process of the simulation."""
+        before, self._local.process = self._process, None
+        try:
+            yield
+        finally:
+            self._local.process = before
+
     @property
     def _process(self) -> tuple[Job, int] | None:
         return getattr(self._local, "process", None)
