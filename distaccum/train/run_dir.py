@@ -141,7 +141,7 @@ class RunDir:
         """Notes in ``history.json`` that a whole checkpoint of this step is, or was, here."""
         history = self._read_history() or {}
         if history.get("saved") != step:
-            write_json(self._history, {**history, "saved": step})
+            write_json(self._history, {"begun": history.get("begun"), "saved": step})
 
     def saved_step(self) -> int | None:
         """The step of the last checkpoint that was ever saved here; None if there has been none, or nobody knows."""
@@ -193,7 +193,7 @@ class RunDir:
             return None
         except ValueError:
             return {}
-        return history if isinstance(history, dict) else {}
+        return history if isinstance(history, dict) and history.keys() >= {"begun", "saved"} else {}
 
     def forget_failure(self) -> None:
         """Removes the mark of an earlier failure, before a run starts."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 from time import monotonic, time
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -39,11 +40,13 @@ from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.owner import OwnershipLostError
+from distaccum.train import run as run_module
 from distaccum.train.run import RunResult, run
 from distaccum.train.run_dir import RunDir
 from tests.simulation.disk import Call, CrashedError, Disk, Job
 from tests.support.threads import run_ranks
 
+_REMOVES = ("unlink", "rmdir", "rename")
 _SHM = Path("/dev/shm")  # noqa: S108  memory, as the simulation itself keeps what a disk would
 
 
@@ -191,9 +194,13 @@ class Sleeps:
 
 @dataclass(frozen=True, kw_only=True)
 class Damages:
-    """Between two attempts a stored file is changed: the ``file``-th of them, ``where`` its share of bytes."""
+    """Between two attempts a stored file is changed: the ``file``-th of them, ``where`` its share of bytes.
 
-    file: int
+    ``name`` leaves those whose names have it; ``how="lose"`` deletes them all.
+    """
+
+    file: int = 0
+    name: str = ""
     how: str = "flip"
     where: float = 0.5
 
@@ -273,8 +280,8 @@ class Violation(AssertionError):
 class Cell:
     """One folder, the attempts on it, and the rules that are checked at every call."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, plan: Plan, folder: Path, screen: io.StringIO) -> None:
+        self.plan, self.screen = plan, screen
         self.root = folder / "run"
         self.root.mkdir()
         self.disk = Disk(self.root)
@@ -289,14 +296,14 @@ class Cell:
 
     def _check(self, call: Call, stage: str) -> None:
         """Before a call removes anything, and after it has published something."""
-        parts = call.path.relative_to(self.root).parts
-        if stage == "before" and call.kind in ("unlink", "rmdir", "rename") and len(parts) >= 2:
+        parts = Path(call.path).relative_to(self.root).parts
+        if stage == "before" and len(parts) >= 2:
             self._check_removal(call, parts)
-        if stage == "after" and call.kind == "rename" and parts == ("status.json",):
-            if json.loads(call.path.read_bytes())["state"] == "done":
+        if stage == "after" and parts == ("status.json",):
+            if json.loads(Path(call.path).read_bytes())["state"] == "done":
                 self._require(self._at_end(), "status.json is done before the end")
-        if stage == "after" and call.kind in ("rename", "write") and parts == ("checkpoints", "latest"):
-            name = call.path.read_text().strip()
+        if stage == "after" and parts == ("checkpoints", "latest"):
+            name = Path(call.path).read_text().strip()
             self._require(intact(self.checkpoints / name), f"latest names {name}, which is not whole")
 
     def _check_removal(self, call: Call, parts: Sequence[str]) -> None:
@@ -336,7 +343,7 @@ class Cell:
         job = Job(size=given.size, host=host)
         self.disk.start(job)
         signals = [StopSignals() for _ in range(given.size)]
-        failing: dict[tuple[Fails, str, Path], int] = {}
+        failing: dict[tuple[Fails, str, str], int] = {}
         owns = [False]
         agreement = _Agreement(given.size)
         power: list[int] = []
@@ -351,7 +358,7 @@ class Cell:
 
         def before(call: Call) -> float | None:
             share = None
-            if call.kind == "mkdir" and call.path.name == ".ranks":
+            if call.kind == "mkdir" and call.path.endswith("/.ranks"):
                 owns[0] = True
             for fault in given.faults:
                 if isinstance(fault, Fails):
@@ -360,7 +367,7 @@ class Cell:
                         failing[key] = fault.times
                     if failing.get(key, 0) > 0:
                         failing[key] -= 1
-                        raise OSError(fault.error, os.strerror(fault.error), str(call.path))
+                        raise OSError(fault.error, os.strerror(fault.error), call.path)
                 elif fault.at.matches(call):
                     if isinstance(fault, Stops):
                         signals[call.rank]._handle(signal.SIGTERM, None)
@@ -374,13 +381,15 @@ class Cell:
                             self._visit()
                         else:
                             self._take_over()
-            with self.disk.outside():
-                self._check(call, "before")
+            if call.kind in _REMOVES:
+                with self.disk.outside():
+                    self._check(call, "before")
             return share
 
         def after(call: Call) -> None:
-            with self.disk.outside():
-                self._check(call, "after")
+            if call.kind == "rename":
+                with self.disk.outside():
+                    self._check(call, "after")
             if ending:
                 crash(ending[0])
 
@@ -440,22 +449,31 @@ class Cell:
 
     # damage
 
-    def damage(self, given: Damages) -> str | None:
-        """Changes a stored file; returns its name, None where nothing is stored."""
-        names = sorted(tree(self.root))
-        if not names:
-            return None
-        name = names[given.file % len(names)]
-        path = self.root / name
+    def damage(self, given: Damages) -> None:
+        """Changes stored files, and keeps what they held."""
+        names = sorted(name for name in tree(self.root) if given.name in name)
+        if given.how != "lose" and names:
+            names = [names[given.file % len(names)]]
+        for name in names:
+            self.damaged.setdefault(name, (self.root / name).read_bytes())
+            self._damage(self.root / name, given)
+        if given.how == "lose":
+            for folder in sorted(self.checkpoints.rglob("*/"), reverse=True) + [self.checkpoints]:
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+        self.disk.adopt()
+
+    def _damage(self, path: Path, given: Damages) -> None:
         content = path.read_bytes()
         at = int(given.where * max(0, len(content) - 1))
-        if given.how == "delete":
+        if given.how in ("delete", "lose"):
             path.unlink()
         elif given.how == "truncate":
             path.write_bytes(content[:at])
         elif content:
             path.write_bytes(content[:at] + bytes([content[at] ^ (1 << (given.file % 8))]) + content[at + 1 :])
-        return name
+        if path.name == "owner.json" and path.exists():
+            os.utime(path, (time() - 1000,) * 2)  # nobody waits for a sign of life
 
 
 class _Agreement:
@@ -499,12 +517,12 @@ def open_cell(plan: Plan) -> Iterator[Cell]:
     """A cell in a folder of its own, in memory where the machine has such a folder."""
     with (
         tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else None) as name,
-        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()) as screen,
         _listening() as said,
     ):
-        cell = Cell(plan, Path(name))
+        cell = Cell(plan, Path(name), screen)
         cell.said = said
-        with cell.disk.installed():
+        with cell.disk.installed(), patch.object(run_module, "_git_commit", lambda: None):
             yield cell
 
 
@@ -545,22 +563,21 @@ _TEMPORARY = re.compile(r"(^|/)\.|\.tmp$|owner\.json$|\.aside$")
 def simulate(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
     """Runs a cell to its end, and raises Violation where something did not hold. Returns what happened, for counting."""
     with open_cell(plan) as cell:
-        sizes, damaged = [], cell.damaged
+        sizes, damaged, saved = [], cell.damaged, False
         seen: dict[str, Any] = {"ended": "done"}
         for given in attempts:
             sizes.append(given.size)
             cell.attempt(given)
             _settle(cell)
+            saved = saved or json.loads(tree(cell.root).get("history.json", b"{}")).get("saved") is not None
             for damage in given.damages:
-                before = tree(cell.root)
-                name = cell.damage(damage)
-                if name is not None:
-                    damaged.setdefault(name, before[name])
-                cell.disk.adopt()
+                cell.damage(damage)
         size = attempts[-1].size if attempts else 1
-        before = tree(cell.root)
+        before, shown = tree(cell.root), cell.screen.tell()
         (first, *_) = cell.attempt(Attempt(size=size))
         _settle(cell)
+        if saved and not isinstance(first, BaseException) and "resuming" not in cell.screen.getvalue()[shown:]:
+            raise Violation("a checkpoint was saved, and the run begins at zero")
         if isinstance(first, BaseException):
             _check_refusal(cell, first, before, damaged)
             seen["ended"] = "refused"
@@ -608,11 +625,27 @@ def _check_end(cell: Cell, sizes: Sequence[int], size: int, damaged: Mapping[str
             raise Violation(f"{name} differs from the undisturbed run's")
     if exact and found.stored != expected.stored:
         raise Violation("the last checkpoint's model differs from the undisturbed run's")
+    _check_best(cell, expected.rows, damaged, exact=exact)
     _check_rows(cell, expected.rows, found.rows, damaged, exact=exact)
     if plan.save_every:
         kept = [step for step in steps(cell.checkpoints) if intact(cell.checkpoints / f"step-{step}")]
         if plan.steps not in kept:
             raise Violation("the last step is not saved")
+
+
+def _check_best(cell: Cell, rows: list[dict[str, Any]], damaged: Mapping[str, bytes], *, exact: bool) -> None:
+    if not cell.plan.best or not exact:
+        return
+    if any("checkpoints/" in name for name in damaged):
+        told = any("best.json" in line for line in cell.said) or (cell.checkpoints / "best.json").exists()
+        if not told:
+            raise Violation("the best checkpoint is not known, and nobody says so")
+        return
+    best = json.loads((cell.checkpoints / "best.json").read_bytes())
+    if best["value"] != min(row["eval_loss"] for row in rows if "eval_loss" in row):
+        raise Violation(f"the best is {best}")
+    if not intact(cell.checkpoints / best["checkpoint"]):
+        raise Violation(f"the best one, {best['checkpoint']}, is not there")
 
 
 def _check_rows(

@@ -15,6 +15,7 @@ import builtins
 import errno
 import io
 import os
+import posixpath
 import shutil
 import socket
 import threading
@@ -48,7 +49,7 @@ class Call:
     """A system call of a rank: the ``number``-th of its rank, and the ``of_kind``-th of its kind."""
 
     kind: str
-    path: Path
+    path: str
     rank: int
     number: int
     of_kind: int
@@ -86,7 +87,7 @@ class _File(io.FileIO):
     """A file whose reads and writes are calls."""
 
     disk: Disk
-    place: Path
+    place: str
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
@@ -113,7 +114,7 @@ class Disk:
     """The folder ``root`` with all processes that use it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self._prefix = root, str(root)
         self._local = threading.local()
         self._alive: dict[int, str] = {}
         self._started = _FIRST_PID
@@ -164,7 +165,7 @@ class Disk:
         return self._process is not None and self._process[0].dead
 
     @contextmanager
-    def call(self, kind: str, path: Path) -> Iterator[float | None]:
+    def call(self, kind: str, path: str) -> Iterator[float | None]:
         """Counts a call, lets the job act, and yields the share of a write that is done, None for all."""
         if self._process is None:
             yield None
@@ -241,13 +242,13 @@ class Disk:
             else:
                 child.content = place.read_bytes()
 
-    def _node(self, path: Path) -> _Node | None:
+    def _node(self, path: str) -> _Node | None:
         try:
             return self._nodes.get(self._real["lstat"](path).st_ino)
         except OSError:
             return None
 
-    def _note(self, parent: Path, change: dict[str, _Node | None]) -> None:
+    def _note(self, parent: str, change: dict[str, _Node | None]) -> None:
         folder = self._node(parent)
         if folder is not None:
             folder.pending.append(change)
@@ -289,7 +290,7 @@ class Disk:
     def _hostname(self) -> str:
         return self._host() if self._process is None else self._process[0].host
 
-    def _at(self, path: Any, folder: int | None = None) -> Path | None:
+    def _at(self, path: Any, folder: int | None = None) -> str | None:
         """The path if it is below the folder and a process of the simulation asks for it."""
         if self._process is None:
             return None
@@ -298,7 +299,7 @@ class Disk:
         elif folder is not None:
             path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
         text = os.fsdecode(path)
-        return Path(text) if text.startswith(f"{self.root}") else None
+        return text if text.startswith(self._prefix) else None
 
     def _opened(self, file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **options: Any) -> Any:
         text = "" if isinstance(file, int) else os.fspath(file)
@@ -324,17 +325,17 @@ class Disk:
         buffered = buffered or (io.BufferedReader(raw) if "r" in mode else io.BufferedWriter(raw))
         return buffered if "b" in mode else io.TextIOWrapper(buffered, *rest, **options)
 
-    def _lexists(self, path: Path) -> bool:
+    def _lexists(self, path: str) -> bool:
         try:
             self._real["lstat"](path)
         except OSError:
             return False
         return True
 
-    def _created(self, path: Path, *, is_folder: bool) -> None:
+    def _created(self, path: str, *, is_folder: bool) -> None:
         node = _Node(is_folder=is_folder)
         self._nodes[self._real["lstat"](path).st_ino] = node
-        self._note(path.parent, {path.name: node})
+        self._note(_parent(path), {_name(path): node})
 
     def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         place = self._at(path, dir_fd)
@@ -382,13 +383,13 @@ class Disk:
             if over is not None and over is not node:
                 self._keep(after, over)
             self._real[name](source, target, **options)
-            if before.parent == after.parent:
-                self._note(after.parent, {before.name: None, after.name: node})
+            if _parent(before) == _parent(after):
+                self._note(_parent(after), {_name(before): None, _name(after): node})
             else:
-                self._note(before.parent, {before.name: None})
-                self._note(after.parent, {after.name: node})
+                self._note(_parent(before), {_name(before): None})
+                self._note(_parent(after), {_name(after): node})
 
-    def _keep(self, path: Path, node: _Node) -> None:
+    def _keep(self, path: str, node: _Node) -> None:
         """Notes what a file held that loses its last name, since that may come back; its number may be another's then."""
         found = self._real["lstat"](path)
         if not node.is_folder and found.st_nlink == 1:
@@ -404,7 +405,7 @@ class Disk:
             return
         with self.call("link", place), self._turn:
             self._real["link"](source, target, **options)
-            self._note(place.parent, {place.name: self._node(place)})
+            self._note(_parent(place), {_name(place): self._node(place)})
 
     def _removed(self, name: str, kind: str, path: Any, *, dir_fd: int | None = None) -> None:
         place = self._at(path, dir_fd)
@@ -413,10 +414,10 @@ class Disk:
             return
         with self.call(kind, place), self._turn:
             node = self._node(place)
-            if node is not None and not (node.is_folder and any(place.iterdir())):
+            if node is not None and not (node.is_folder and self._real["listdir"](place)):
                 self._keep(place, node)
             self._real[name](path, dir_fd=dir_fd)
-            self._note(place.parent, {place.name: None})
+            self._note(_parent(place), {_name(place): None})
 
     def _mkdir(self, path: Any, mode: int = 0o777, **options: Any) -> None:
         place = self._at(path)
@@ -465,6 +466,7 @@ class Disk:
             target.write(buffer.getvalue())
 
 
+_parent, _name = posixpath.dirname, posixpath.basename
 _SERIALIZE, _SAFE_OPEN, _TORCH_SAVE = safetensors.torch.serialize_file, tensors.safe_open, torch.save
 
 
