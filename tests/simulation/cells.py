@@ -13,6 +13,7 @@ import re
 import signal
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from contextlib import nullcontext, suppress
@@ -140,16 +141,20 @@ def _components(plan: Plan, rank: int, size: int, models: list[nn.Module]) -> Tr
 
 @dataclass(frozen=True, kw_only=True)
 class At:
-    """The ``number``-th call of a rank, or its ``number``-th of a kind."""
+    """The ``number``-th call of a rank, or its ``number``-th of a kind, or of that kind on such a path."""
 
     number: int
     kind: str | None = None
     rank: int = 0
+    path: str = ""
 
-    def matches(self, call: Call) -> bool:
-        if call.rank != self.rank or self.kind not in (None, call.kind):
+    def matches(self, call: Call, seen: Counter[At]) -> bool:
+        """Whether it is this call; ``seen`` counts those on such a path."""
+        if call.rank != self.rank or self.kind not in (None, call.kind) or self.path not in call.path:
             return False
-        return (call.number if self.kind is None else call.of_kind) == self.number
+        seen[self] += 1
+        counted = call.number if self.kind is None else call.of_kind
+        return (seen[self] if self.path else counted) == self.number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +295,6 @@ class Cell:
         self.violations: list[str] = []
         self.models: list[nn.Module] = []
         self.damaged: dict[str, bytes] = {}
-        self.visitors = 0
 
     # what is checked at every call
 
@@ -347,6 +351,7 @@ class Cell:
         owns = [False]
         agreement = _Agreement(given.size)
         power: list[int] = []
+        seen: Counter[At] = Counter()
         ending: list[Crashes] = []
 
         def crash(fault: Crashes) -> None:
@@ -363,12 +368,12 @@ class Cell:
             for fault in given.faults:
                 if isinstance(fault, Fails):
                     key = fault, call.kind, call.path
-                    if fault.at.matches(call):
+                    if fault.at.matches(call, seen):
                         failing[key] = fault.times
                     if failing.get(key, 0) > 0:
                         failing[key] -= 1
                         raise OSError(fault.error, os.strerror(fault.error), call.path)
-                elif fault.at.matches(call):
+                elif fault.at.matches(call, seen):
                     if isinstance(fault, Stops):
                         signals[call.rank]._handle(signal.SIGTERM, None)
                     elif isinstance(fault, Crashes):
@@ -380,6 +385,7 @@ class Cell:
                         if isinstance(fault, Visited):
                             self._visit()
                         else:
+                            owns[0] = False
                             self._take_over()
             if call.kind in _REMOVES:
                 with self.disk.outside():
@@ -426,6 +432,8 @@ class Cell:
             self.disk.end(job)
         if power:
             self.disk.cut_power(Random(power[0]))
+            if (lock := self.root / "owner.json").exists():
+                os.utime(lock, (time() - 1000,) * 2)  # it took a while to come up again
         return results
 
     def _visit(self) -> None:
@@ -435,7 +443,6 @@ class Cell:
         state = torch.random.get_rng_state()
         (result,) = self.attempt(Attempt(), world=self._world)
         torch.random.set_rng_state(state)
-        self.visitors += 1
         self._require(isinstance(result, ConfigError | JobRejectedError) and "is another run's" in str(result), f"a visitor: {result!r}")
         with self.disk.outside():
             self._require(tree(self.root) == before, "a visitor changed the folder")
@@ -560,11 +567,15 @@ def undisturbed(plan: Plan, size: int) -> Result:
 _TEMPORARY = re.compile(r"(^|/)\.|\.tmp$|owner\.json$|\.aside$")
 
 
-def simulate(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """Runs a cell to its end, and raises Violation where something did not hold. Returns what happened, for counting."""
+def simulate(plan: Plan, attempts: Sequence[Attempt]) -> str:
+    """Runs a cell to its end: ``done``, or ``refused`` where what was lost had to be restored first.
+
+    Raises:
+        Violation: something did not hold.
+    """
     with open_cell(plan) as cell:
         sizes, damaged, saved = [], cell.damaged, False
-        seen: dict[str, Any] = {"ended": "done"}
+        ended = "done"
         for given in attempts:
             sizes.append(given.size)
             cell.attempt(given)
@@ -580,7 +591,7 @@ def simulate(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
             raise Violation("a checkpoint was saved, and the run begins at zero")
         if isinstance(first, BaseException):
             _check_refusal(cell, first, before, damaged)
-            seen["ended"] = "refused"
+            ended = "refused"
             for name, content in damaged.items():
                 (cell.root / name).parent.mkdir(parents=True, exist_ok=True)
                 (cell.root / name).write_bytes(content)
@@ -589,8 +600,7 @@ def simulate(plan: Plan, attempts: Sequence[Attempt]) -> dict[str, Any]:
             if isinstance(first, BaseException):
                 raise Violation(f"with the files restored, the run still ends with {first!r}") from first
         _check_end(cell, sizes, size, damaged)
-        seen["visitors"] = cell.visitors
-        return seen
+        return ended
 
 
 def _settle(cell: Cell) -> None:
