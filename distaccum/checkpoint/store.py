@@ -117,7 +117,9 @@ class CheckpointStore:
         except ABSENT:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
-            _set_aside(file, "damaged", "which checkpoint is the best is not known, and the next evaluation begins anew")
+            _set_aside(
+                file, "damaged", "which checkpoint is the best is not known, and the next evaluation begins anew"
+            )
             return None
         return found
 

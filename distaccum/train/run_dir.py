@@ -23,7 +23,15 @@ from distaccum.train.owner import Owner
 _log = logging.getLogger(__name__)
 
 # What a process that died in the middle of writing leaves.
-_LEFT = (".*.json.*", ".*.jsonl.*", "checkpoints/.latest.*", "checkpoints/.*.json.*", ".writable*", ".owner-*", ".shared-*")
+_LEFT = (
+    ".*.json.*",
+    ".*.jsonl.*",
+    "checkpoints/.latest.*",
+    "checkpoints/.*.json.*",
+    ".writable*",
+    ".owner-*",
+    ".shared-*",
+)
 _RESERVED = 4096  # bytes of a status, kept for a full disk
 
 

@@ -225,6 +225,10 @@ class Attempt:
 # What a run leaves
 
 
+class Violation(AssertionError):
+    """Something that has to hold did not."""
+
+
 def tree(root: Path) -> dict[str, bytes]:
     """Every file below the folder by its name."""
     return {
@@ -263,7 +267,10 @@ def rows(root: Path) -> list[dict[str, Any]]:
         lines = (root / "metrics.jsonl").read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    return [{key: record[key] for key in _KEPT if key in record} for record in map(json.loads, lines)]
+    try:
+        return [{key: record[key] for key in _KEPT if key in record} for record in map(json.loads, lines)]
+    except (ValueError, TypeError) as error:
+        raise Violation(f"metrics.jsonl is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -273,10 +280,6 @@ class Result:
     weights: dict[str, Tensor]
     rows: list[dict[str, Any]]
     stored: bytes  # the last checkpoint's model
-
-
-class Violation(AssertionError):
-    """Something that has to hold did not."""
 
 
 # A cell
@@ -294,7 +297,8 @@ class Cell:
         self.said: list[str] = []
         self.violations: list[str] = []
         self.models: list[nn.Module] = []
-        self.damaged: dict[str, bytes] = {}
+        self.damaged: dict[str, bytes] = {}  # what such a file held before
+        self.spoilt: dict[str, bytes | None] = {}  # and after
 
     # what is checked at every call
 
@@ -327,9 +331,14 @@ class Cell:
                 self._may_go(number, f"{name} is removed")
 
     def _may_go(self, number: int, what: str) -> None:
-        newer = [step for step in steps(self.checkpoints) if step > number and intact(self.checkpoints / f"step-{step}")]
+        newer = [
+            step for step in steps(self.checkpoints) if step > number and intact(self.checkpoints / f"step-{step}")
+        ]
         keep = self.plan.keep
         self._require(0 < keep <= len(newer), f"{what} while only {newer} are whole after it (keep={keep})")
+
+    def _whole(self, step: int) -> bool:
+        return intact(self.checkpoints / f"step-{step}")
 
     def _at_end(self) -> bool:
         if "metrics.jsonl" not in self.damaged and not any(row["step"] == self.plan.steps for row in rows(self.root)):
@@ -342,13 +351,16 @@ class Cell:
 
     # attempts
 
-    def attempt(self, given: Attempt, *, host: str = "a", world: World | None = None) -> list[RunResult | BaseException]:
+    def attempt(
+        self, given: Attempt, *, host: str = "a", world: World | None = None
+    ) -> list[RunResult | BaseException]:
         """What each rank gave or raised; in this thread where it is to be the only rank of an open ``world``."""
         job = Job(size=given.size, host=host)
         self.disk.start(job)
         signals = [StopSignals() for _ in range(given.size)]
         failing: dict[tuple[Fails, str, str], int] = {}
-        owns = [False]
+        owns, must_fail = [False], [False]
+        newest, shown = max(filter(self._whole, steps(self.checkpoints)), default=None), self.screen.tell()
         agreement = _Agreement(given.size)
         power: list[int] = []
         seen: Counter[At] = Counter()
@@ -386,6 +398,8 @@ class Cell:
                             self._visit()
                         else:
                             owns[0] = False
+                            with self.disk.outside():
+                                must_fail[0] = not intact(self.checkpoints / f"step-{self.plan.steps}")
                             self._take_over()
             if call.kind in _REMOVES:
                 with self.disk.outside():
@@ -430,6 +444,13 @@ class Cell:
                     results = [error]
         finally:
             self.disk.end(job)
+        slept = any(isinstance(fault, Sleeps) for fault in given.faults)
+        resumed = re.search(r"resuming \S+/step-(\d+) ", self.screen.getvalue()[shown:].replace("\n", " "))
+        if resumed and world is None and not slept:
+            self._require(int(resumed[1]) == newest, f"resumed from step {resumed[1]} while step {newest} is whole")
+        if must_fail[0]:
+            failed = isinstance(results[0], BaseException)
+            self._require(failed, "a process that slept while another took over trained to its end")
         if power:
             self.disk.cut_power(Random(power[0]))
             if (lock := self.root / "owner.json").exists():
@@ -443,7 +464,10 @@ class Cell:
         state = torch.random.get_rng_state()
         (result,) = self.attempt(Attempt(), world=self._world)
         torch.random.set_rng_state(state)
-        self._require(isinstance(result, ConfigError | JobRejectedError) and "is another run's" in str(result), f"a visitor: {result!r}")
+        self._require(
+            isinstance(result, ConfigError | JobRejectedError) and "is another run's" in str(result),
+            f"a visitor: {result!r}",
+        )
         with self.disk.outside():
             self._require(tree(self.root) == before, "a visitor changed the folder")
 
@@ -462,13 +486,28 @@ class Cell:
         if given.how != "lose" and names:
             names = [names[given.file % len(names)]]
         for name in names:
-            self.damaged.setdefault(name, (self.root / name).read_bytes())
-            self._damage(self.root / name, given)
+            path = self.root / name
+            held = path.read_bytes()
+            if self.spoilt.get(name) != held:  # not by an earlier damage
+                self.damaged[name] = held
+            self._damage(path, given)
+            self.spoilt[name] = path.read_bytes() if path.exists() else None
         if given.how == "lose":
             for folder in sorted(self.checkpoints.rglob("*/"), reverse=True) + [self.checkpoints]:
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()
         self.disk.adopt()
+
+    def restore(self) -> None:
+        """Gives the files that are still damaged what they held."""
+        for name, content in self.damaged.items():
+            path = self.root / name
+            if (path.read_bytes() if path.exists() else None) == self.spoilt[name]:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+        self.disk.adopt()
+        # A run that has gone back in between has moved records away that belong to what is restored.
+        self.damaged.setdefault("metrics.jsonl", b"")
 
     def _damage(self, path: Path, given: Damages) -> None:
         content = path.read_bytes()
@@ -580,7 +619,7 @@ def simulate(plan: Plan, attempts: Sequence[Attempt]) -> str:
             sizes.append(given.size)
             cell.attempt(given)
             _settle(cell)
-            saved = saved or json.loads(tree(cell.root).get("history.json", b"{}")).get("saved") is not None
+            saved = saved or _has_saved(cell.root)
             for damage in given.damages:
                 cell.damage(damage)
         size = attempts[-1].size if attempts else 1
@@ -592,15 +631,19 @@ def simulate(plan: Plan, attempts: Sequence[Attempt]) -> str:
         if isinstance(first, BaseException):
             _check_refusal(cell, first, before, damaged)
             ended = "refused"
-            for name, content in damaged.items():
-                (cell.root / name).parent.mkdir(parents=True, exist_ok=True)
-                (cell.root / name).write_bytes(content)
+            cell.restore()
             (first, *_) = cell.attempt(Attempt(size=size))
             _settle(cell)
             if isinstance(first, BaseException):
                 raise Violation(f"with the files restored, the run still ends with {first!r}") from first
         _check_end(cell, sizes, size, damaged)
         return ended
+
+
+def _has_saved(root: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return json.loads((root / "history.json").read_bytes())["saved"] is not None
+    return False
 
 
 def _settle(cell: Cell) -> None:
@@ -659,7 +702,12 @@ def _check_best(cell: Cell, rows: list[dict[str, Any]], damaged: Mapping[str, by
 
 
 def _check_rows(
-    cell: Cell, expected: list[dict[str, Any]], found: list[dict[str, Any]], damaged: Mapping[str, bytes], *, exact: bool
+    cell: Cell,
+    expected: list[dict[str, Any]],
+    found: list[dict[str, Any]],
+    damaged: Mapping[str, bytes],
+    *,
+    exact: bool,
 ) -> None:
     steps_found = [row["step"] for row in found]
     if "metrics.jsonl" in damaged:

@@ -199,7 +199,9 @@ class Disk:
             self._nodes = {os.stat(self.root).st_ino: self._top}
             self._write(self.root, self._top, holds)
 
-    def _survivors(self, folder: _Node, random: Random, now: dict[int, bytes], seen: dict[int, bytes]) -> dict[str, Any]:
+    def _survivors(
+        self, folder: _Node, random: Random, now: dict[int, bytes], seen: dict[int, bytes]
+    ) -> dict[str, Any]:
         """Names with bytes or, for a folder, such a dict."""
         names = dict(folder.names)
         for change in folder.pending[: random.randint(0, len(folder.pending))]:
@@ -271,7 +273,14 @@ class Disk:
             yield
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        counted = {"stat": "stat", "lstat": "stat", "scandir": "list", "listdir": "list", "utime": "utime", "truncate": "truncate"}
+        counted = {
+            "stat": "stat",
+            "lstat": "stat",
+            "scandir": "list",
+            "listdir": "list",
+            "utime": "utime",
+            "truncate": "truncate",
+        }
         return {
             **{name: partial(self._counted, kind, name) for name, kind in counted.items()},
             **{name: partial(self._write_fd, name) for name in ("write", "pwrite")},
