@@ -133,13 +133,15 @@ class CheckpointStore:
         return sorted((path for path in found if _STEP.fullmatch(path.name)), key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        for path in self._steps():
-            if _number(path) >= _number(final):
-                _clear(path)
-                self._whole.discard(path.name)
+        newer = [path for path in self._steps() if _number(path) > _number(final)]
+        if os.path.lexists(final):
+            _clear(final)
         temporary.rename(final)
         sync(self.root)
         self._whole.add(final.name)
+        for path in newer:  # once there is another one to go on from
+            _clear(path)
+            self._whole.discard(path.name)
         write_text(self.root / _LATEST, final.name + "\n")
 
     def _prune(self) -> None:
@@ -158,7 +160,7 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether a checkpoint is one to rely on: one of an earlier process is verified, once; a damaged one renamed."""
+        """Whether a checkpoint is one to rely on; one of an earlier process is verified, once, and renamed if damaged."""
         if path.name not in self._whole:
             try:
                 verify(path)

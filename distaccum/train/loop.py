@@ -191,7 +191,8 @@ class Loop:
         self._unlogged = (window, outcome)
         self._call(lambda callback: callback.on_update(self, outcome))
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
-        if evaluates or step % trainer.log_every == 0:
+        # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
+        if evaluates or step % trainer.log_every == 0 or step >= self._components.total_steps:
             self._log(window, outcome, progress, evaluates=evaluates)
             self._unlogged = None
         best = evaluates and self._is_best()

@@ -129,7 +129,7 @@ class Disk:
     def start(self, job: Job) -> None:
         """Gives a job's ranks process numbers that no process has had."""
         job.first_pid, self._started = self._started, self._started + job.size
-        self._alive |= {pid: job.host for pid in range(job.first_pid, self._started)}
+        self._alive |= dict.fromkeys(range(job.first_pid, self._started), job.host)
 
     def end(self, job: Job) -> None:
         """Its processes are gone."""

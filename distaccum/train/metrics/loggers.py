@@ -111,6 +111,6 @@ def _place(line: bytes) -> tuple[float, int]:
     """The window and the step of a line; an infinite window for a line that is no record."""
     try:
         record = json.loads(line)
-        return int(record["window"]), int(record["step"])
+        return int(record["window"]), int(record.get("step", 0))
     except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf, 0
