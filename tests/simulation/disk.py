@@ -1,8 +1,8 @@
 """A folder in which every system call can fail, be the last one, or be lost with the machine's memory.
 
-Within :meth:`Disk.installed` the functions of ``os`` and ``open`` count what each simulated process does below the folder,
-and a :class:`Job` may act before or after a call. What is written really lies in the folder; beside it the disk keeps what
-a machine that loses power would find there. The model is that of ALICE (Pillai et al., OSDI 2014), with ordered names:
+Within :meth:`Disk.installed` the functions of ``os`` and ``open`` count what each simulated process does below the
+folder, and a :class:`Job` may act before or after a call. What is written really lies in the folder; beside it the disk
+keeps what a machine that loses power would find there. The model is that of ALICE (Pillai et al., OSDI 2014), with ordered names:
 
 - ``fsync`` of a file makes its content durable, and not its name; ``fsync`` of a folder its names;
 - of the names that a folder was given or lost since, any number of the first survive; a rename is one of these changes;
@@ -59,8 +59,8 @@ class Call:
 class Job:
     """Processes that are started together on a host; ``before`` and ``after`` see each call of theirs.
 
-    ``before`` may raise an OSError in the call's place, or return the share of a write that is still done; the process is then
-    ended by ``after``, which is to raise CrashedError.
+    ``before`` may raise an OSError in the call's place, or return the share of a write that is still done; the process
+    is then ended by ``after``, which is to raise CrashedError.
     """
 
     size: int
@@ -399,7 +399,7 @@ class Disk:
                 self._note(_parent(after), {_name(after): node})
 
     def _keep(self, path: str, node: _Node) -> None:
-        """Notes what a file held that loses its last name, since that may come back; its number may be another's then."""
+        """Notes what a file held that loses its last name, as that may come back; its number may be another's then."""
         found = self._real["lstat"](path)
         if not node.is_folder and found.st_nlink == 1:
             with self._open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Thousands of small runs under faults: whole in the end and equal to the undisturbed run, or an error that says what is lost."""
+"""Thousands of small runs under faults: in the end equal to the undisturbed run, or an error that says what is lost."""
 
 from __future__ import annotations
 

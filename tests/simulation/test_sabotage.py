@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import files, store
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import CheckpointError
@@ -28,7 +29,7 @@ from tests.simulation.cells import (
     Fault,
     Plan,
     Sleeps,
-    Violation,
+    ViolationError,
     Visited,
     simulate,
 )
@@ -154,8 +155,6 @@ def _another_position(patch: pytest.MonkeyPatch) -> None:
             1e-6
         )
 
-    from distaccum.accumulation.accumulator import Accumulator
-
     real = Accumulator.restore
     patch.setattr(Accumulator, "restore", restore)
 
@@ -210,13 +209,16 @@ SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = 
 }
 
 
+def _simulate(cells: Cells) -> None:
+    for cell in cells:
+        simulate(*cell)
+
+
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sabotage, cells, _ = SABOTAGES[name]
-    for cell in cells:
-        simulate(*cell)  # nothing is wrong without it
+    _simulate(cells)  # nothing is wrong without it
     sabotage(monkeypatch)
     _, _, said = SABOTAGES[name]
-    with pytest.raises(Violation, match=said):
-        for cell in cells:
-            simulate(*cell)
+    with pytest.raises(ViolationError, match=said):
+        _simulate(cells)

@@ -228,11 +228,11 @@ def test_an_error_before_publishing_leaves_what_was_there(gloo_world: World, tmp
     """As where another run has taken the folder over in the meantime."""
 
     def fail() -> None:
-        raise OSError
+        raise OSError("taken over")
 
     store = CheckpointStore(tmp_path, keep=1)
     store.save(2, gloo_world, _write)
-    with pytest.raises(OSError, match=""):
+    with pytest.raises(OSError, match="taken over"):
         store.save(1, gloo_world, _write, before_publishing=fail)
     assert store.newest_valid() == tmp_path / "step-2"
     assert not (tmp_path / "step-1").exists()
