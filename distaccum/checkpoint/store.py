@@ -160,7 +160,7 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether a checkpoint can be relied on; one of an earlier process is verified, once, and renamed if damaged."""
+        """Whether a checkpoint can be relied on; one of an earlier process is verified once, and renamed if damaged."""
         if path.name not in self._whole:
             try:
                 verify(path)

@@ -167,7 +167,7 @@ class Fails:
 
 @dataclass(frozen=True, kw_only=True)
 class Crashes:
-    """All processes end before a call or after it; of a write, ``share`` is done. With ``power`` the machine goes down."""
+    """All processes end before a call, or after it; of a write ``share`` is done. ``power``: the machine goes down."""
 
     at: At
     after: bool = False

@@ -2,7 +2,8 @@
 
 Within :meth:`Disk.installed` the functions of ``os`` and ``open`` count what each simulated process does below the
 folder, and a :class:`Job` may act before or after a call. What is written really lies in the folder; beside it the disk
-keeps what a machine that loses power would find there. The model is that of ALICE (Pillai et al., OSDI 2014), with ordered names:
+keeps what a machine that loses power would find there. The model is that of ALICE (Pillai et al., OSDI 2014), with
+ordered names:
 
 - ``fsync`` of a file makes its content durable, and not its name; ``fsync`` of a folder its names;
 - of the names that a folder was given or lost since, any number of the first survive; a rename is one of these changes;
