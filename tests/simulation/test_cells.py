@@ -136,6 +136,10 @@ FOUND: dict[str, tuple[Plan, list[Attempt]]] = {
         SMALL,
         [Attempt(faults=(Sleeps(at=At(number=2, kind="stat", path=".failure")),))],
     ),
+    "a process that slept before it rewinds moves no record of another": (
+        Plan(steps=5, save_every=1, keep=1, log_every=3),
+        [Attempt(faults=(Sleeps(at=At(number=6, kind="create")),))],
+    ),
     "lost records are told": (SMALL, [_saved(Damages(name="metrics.jsonl", how="delete"))]),
     "a damaged history is none": (
         SMALL,
