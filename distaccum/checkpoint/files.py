@@ -64,11 +64,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """:func:`write_bytes` for a text."""
-    write_bytes(path, text.encode())
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes ``content`` to a temporary neighbour, syncs it and renames it over ``path``.
 
@@ -89,6 +84,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         sync(path.parent)
 
     retried(write, of=path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` for a text."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: object) -> None:

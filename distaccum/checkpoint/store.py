@@ -26,6 +26,7 @@ _LATEST, _BEST = "latest", "best.json"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
 _READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$|deepspeed/")
+_IN_THE_WAY = "it was in the way of a checkpoint of this run"
 _TRY_AGAIN = "that is no damage, and nothing was changed. Mend the file system, and start again"
 
 
@@ -43,11 +44,20 @@ class CheckpointStore:
 
     def __init__(self, root: Path, *, keep: int) -> None:
         self.root, self._keep = root, keep
+        self._whole: set[str] = set()  # sealed or verified by this process
 
-    def save(self, step: int, world: World, write: Callable[[Path], None]) -> Path:
+    def save(
+        self,
+        step: int,
+        world: World,
+        write: Callable[[Path], None],
+        *,
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> Path:
         """Every rank calls ``write`` with the same folder; it becomes ``step-N`` once all have written.
 
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
+        Rank 0 calls ``before_publishing`` when all is written, and an error there leaves the store as it was.
         """
         final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
         try:
@@ -59,10 +69,12 @@ class CheckpointStore:
             world.barrier()
             if world.is_main:
                 _seal(temporary)
+                before_publishing()
                 self._publish(temporary, final)
                 self._prune()
         except OSError as error:
-            error.filename = error.filename or str(temporary)  # what is full, where a call names no file
+            if error.errno is not None:
+                error.filename = error.filename or str(temporary)  # what is full, where a call names no file
             raise
         world.barrier()
         return final
@@ -82,20 +94,43 @@ class CheckpointStore:
                 _log.warning("passing over a damaged checkpoint: %s", error)
             else:
                 _log.info("verified %s", path)
+                self._whole.add(path.name)
                 return path
         return None
 
     def mark_best(self, path: Path, *, metric: str, value: float) -> None:
-        """Keeps a checkpoint of this store beside the newest ones, in place of the one before; rank 0 calls it."""
-        write_json(self.root / _BEST, {"checkpoint": path.name, "metric": metric, "value": value})
+        """Keeps a checkpoint of this store beside the newest ones, in place of the one before; rank 0 calls it.
 
-    def best(self) -> dict[str, Any] | None:
-        """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone."""
+        Called before ``path`` is published: until then, the one before is the best.
+        """
+        before = self.best()
+        if before is not None and before["checkpoint"] == path.name:
+            before = before.get("before")
+        if before is not None:
+            before = {name: value for name, value in before.items() if name != "before"}
+        write_json(self.root / _BEST, {"checkpoint": path.name, "metric": metric, "value": value, "before": before})
+
+    def best(self, *, only_reads: bool = False) -> dict[str, Any] | None:
+        """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone.
+
+        A damaged record is set aside, unless this ``only_reads``, and the log says so.
+        """
+        file = self.root / _BEST
         try:
-            found: dict[str, Any] = json.loads(retried((self.root / _BEST).read_bytes, of=self.root / _BEST))
-            return found if (self.root / found["checkpoint"]).is_dir() else None
-        except (*ABSENT, ValueError, RecursionError, KeyError, TypeError):
+            found: dict[str, Any] | None = json.loads(retried(file.read_bytes, of=file))
+            while found is not None and not (self.root / found["checkpoint"]).is_dir():
+                found = found.get("before")
+        except ABSENT:
             return None
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            if only_reads:
+                _log.warning("%s is damaged", file)
+                return None
+            _set_aside(
+                file, "damaged", "which checkpoint is the best is not known, and the next evaluation begins anew"
+            )
+            return None
+        return found
 
     def steps(self) -> list[Path]:
         """Everything that is named like a checkpoint, oldest first.
@@ -110,26 +145,54 @@ class CheckpointStore:
         return sorted((path for path in found if _STEP.fullmatch(path.name)), key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        for path in self.steps():
-            if _number(path) >= _number(final):
-                _clear(path)
+        newer = [path for path in self.steps() if _number(path) > _number(final)]
+        if os.path.lexists(final):
+            _clear(final)
         temporary.rename(final)
         sync(self.root)
+        self._whole.add(final.name)
+        for path in newer:  # once there is another one to go on from
+            _clear(path)
+            self._whole.discard(path.name)
         write_text(self.root / _LATEST, final.name + "\n")
 
     def _prune(self) -> None:
-        """Removes the oldest, under another name: one that is half removed is no damaged one."""
+        """Removes what is older than the newest whole ones, under another name: one half removed is no damaged one."""
+        if not self._keep:
+            return
         try:
-            folders = [path for path in self.steps() if path.is_dir() and not path.is_symlink()]
             best = self.best() or {}
-            for path in folders[: -self._keep] if self._keep else []:
-                if path.name != best.get("checkpoint"):
-                    removed = path.with_name(f".removing-{path.name}")
-                    shutil.rmtree(removed, ignore_errors=True)
-                    path.rename(removed)
-                    shutil.rmtree(removed)
+            folders = [path for path in self.steps() if path.is_dir() and not path.is_symlink()]
+            kept = sum(1 for path in folders[-self._keep :] if self._is_whole(path))
+            old = [path for path in folders[: -self._keep] if path.name != best.get("checkpoint")]
+            if kept < self._keep or not old:
+                return
+            removed = [_rename_to_remove(path) for path in old]
+            sync(self.root)
+            for path in removed:
+                shutil.rmtree(path)
         except (OSError, UnreadableError) as error:
             _log.warning("an older checkpoint cannot be removed, and stays for now (%s)", error)
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a checkpoint can be relied on; one of an earlier process is verified once, and renamed if damaged."""
+        if path.name not in self._whole:
+            try:
+                verify(path)
+            except UnreadableError as error:
+                _log.warning("no older checkpoint is removed: %s", error)
+                return False
+            except CheckpointError:
+                _set_aside(path, "damaged", "an older one is kept in its place")
+                return False
+            self._whole.add(path.name)
+        return True
+
+
+def _rename_to_remove(path: Path) -> Path:
+    removed = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(removed, ignore_errors=True)
+    return path.rename(removed)
 
 
 def _number(path: Path) -> int:
@@ -141,18 +204,18 @@ def _clear(path: Path) -> None:
     try:
         verify(path)
     except UnreadableError:
-        _set_aside(path, "aside")
+        _set_aside(path, "aside", _IN_THE_WAY)
     except CheckpointError:
-        _set_aside(path, "damaged")
+        _set_aside(path, "damaged", _IN_THE_WAY)
     else:
-        _set_aside(path, "aside")
+        _set_aside(path, "aside", _IN_THE_WAY)
 
 
-def _set_aside(path: Path, why: str) -> None:
-    names = (path.with_name(f"{why}-{path.name}{f'-{i}' if i else ''}") for i in count())
-    aside = next(name for name in names if not os.path.lexists(name))
+def _set_aside(path: Path, name: str, why: str) -> None:
+    names = (path.with_name(f"{name}-{path.name}{f'-{i}' if i else ''}") for i in count())
+    aside = next(free for free in names if not os.path.lexists(free))
     path.rename(aside)
-    _log.warning("%s is %s now: it was in the way of a checkpoint of this run", path, aside.name)
+    _log.warning("%s is %s now: %s", path, aside.name, why)
 
 
 def verify(path: Path) -> None:

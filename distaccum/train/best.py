@@ -23,7 +23,7 @@ class BestCheckpoint:
     """
 
     def __init__(self, config: CheckpointConfig, store: CheckpointStore, world: World) -> None:
-        self._config, self._store, self._is_main = config, store, world.is_main
+        self._config, self._store = config, store
         self._value = math.nan
         if config.best is not None:
             kept = json.loads(world.broadcast_str(json.dumps(store.best() if world.is_main else None)))
@@ -47,8 +47,14 @@ class BestCheckpoint:
         return value < (math.inf if math.isnan(self._value) else sign * self._value)
 
     def mark(self, path: Path, evaluation: Mapping[str, float]) -> None:
-        """Keeps ``path``, which is of the weights that were evaluated; the one before is pruned like any other."""
+        """Keeps ``path``, which is of the weights that were evaluated; the one before is pruned like any other.
+
+        Rank 0 calls it before ``path`` is there, so that a run which dies then does not forget that it was the best.
+        """
+        assert self._config.best is not None
+        self._store.mark_best(path, metric=self._config.best, value=evaluation[self._config.best])
+
+    def note(self, evaluation: Mapping[str, float]) -> None:
+        """From here on a better one has to be better than this; every rank calls it."""
         assert self._config.best is not None
         self._value = evaluation[self._config.best]
-        if self._is_main:
-            self._store.mark_best(path, metric=self._config.best, value=self._value)

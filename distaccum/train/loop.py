@@ -191,7 +191,8 @@ class Loop:
         self._unlogged = (window, outcome)
         self._call(lambda callback: callback.on_update(self, outcome))
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
-        if evaluates or step % trainer.log_every == 0:
+        # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
+        if evaluates or step % trainer.log_every == 0 or step >= self._components.total_steps:
             self._log(window, outcome, progress, evaluates=evaluates)
             self._unlogged = None
         best = evaluates and self._is_best()
@@ -230,6 +231,8 @@ class Loop:
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
         if evaluates:
             record |= self._evaluate()
+        if self._world.is_main:
+            self._run_dir.require_owned()
         for logger in self._loggers:
             logger.log(record)
         self._write_status()
@@ -243,6 +246,8 @@ class Loop:
         self._world.activity.phase = Phase.SAVE
         self._accumulator.replicas.check()
         self._accumulator.use_evaluation_weights()
+        for logger in self._loggers:
+            logger.sync()
         run = checkpoint.RunState(
             progress=self.progress,
             position=self._loader.position,
@@ -257,9 +262,10 @@ class Loop:
             self.progress.step,
             self._world,
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
+            before_publishing=partial(self._before_publishing, best=best),
         )
         if best and self._evaluation is not None:
-            self._best.mark(path, self._evaluation[1])
+            self._best.note(self._evaluation[1])
         self._saved_step = self.progress.step
         if self._world.is_main:
             self._run_dir.note_saved(self._saved_step)
@@ -325,7 +331,14 @@ class Loop:
         if self._saved_step != self.progress.step:
             self._save(best=best)
         elif best and self._evaluation is not None:
-            self._best.mark(self._store.root / f"step-{self._saved_step}", self._evaluation[1])
+            if self._world.is_main:
+                self._before_publishing(best=best)
+            self._best.note(self._evaluation[1])
+
+    def _before_publishing(self, *, best: bool) -> None:
+        self._run_dir.require_owned()
+        if best and self._evaluation is not None:
+            self._best.mark(self._store.root / f"step-{self.progress.step}", self._evaluation[1])
 
     def _write_status(self) -> None:
         if self._world.is_main:

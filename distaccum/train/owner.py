@@ -187,12 +187,18 @@ class Owner:
             self._path.unlink()
 
     def require(self) -> None:
-        """Raises OwnershipLostError if another run has taken the folder over; one read of a small file."""
+        """Raises OwnershipLostError if another run has taken the folder over; one read of a small file.
+
+        One that has ended since has taken the lock away with it.
+        """
         try:
             holder = _parse(self._path)
         except ValueError:
-            holder = None
-        if holder is not None and holder.token != self.holder.token:
+            return
+        if holder is None:
+            problem = f"{self._path} is gone: another run has taken the folder over and ended, or somebody removed it"
+            raise OwnershipLostError(f"{problem}. This process writes nothing more there, and ends")
+        if holder.token != self.holder.token:
             problem = f"{self._path.parent} was taken over by {holder.who}: this process gave no sign of life before"
             raise OwnershipLostError(f"{problem}. It writes nothing more there, and ends")
 

@@ -206,6 +206,15 @@ class Restore:
         own = self._components.config.resume == "auto"
         return run.wandb_id if own else wandb_id, self._note(self._saved, continued=continued)
 
+    @property
+    def logged_step(self) -> int:
+        """The last step of this run's own past that has a record; 0 where it has none."""
+        if self._saved is None or self._components.config.resume != "auto":
+            return 0
+        run = self._saved.run
+        every = int(run.config.get("trainer", {}).get("log_every", 0))
+        return run.progress.step // every * every if every else 0
+
     def _init_weights(self, engine: Engine) -> str:
         if self._init_from is None:
             return ""

@@ -259,7 +259,8 @@ def train(
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
         loggers: list[Logger] = []
         if console is not None:
-            rewind_jsonl(run_dir.metrics, accumulator.progress.window)
+            run_dir.require_owned()
+            rewind_jsonl(run_dir.metrics, accumulator.progress.window, logged=restore.logged_step)
             engine = accumulator.engine
             plan = components.plan.as_dict() | {
                 "total_steps": components.total_steps,

@@ -24,7 +24,7 @@ from distaccum.train.owner import Owner
 _log = logging.getLogger(__name__)
 
 _RESERVED = 4096  # bytes of a status, kept for a full disk
-_LEFT = (".*.json.*", ".metrics.jsonl.*", ".latest.*", ".writable*", ".owner-*", ".shared-*")  # of dead processes
+_LEFT = (".*.json.*", ".*.jsonl.*", ".latest.*", ".writable*", ".owner-*", ".shared-*")  # of dead processes
 
 
 class State(StrEnum):
@@ -142,14 +142,14 @@ class RunDir:
 
     def begin(self) -> None:
         """Notes in ``history.json`` that a run has begun here, where nobody has yet."""
-        if self._read_history() is None:
+        if not self._read_history():
             write_json(self._history, {"begun": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}", "saved": None})
 
     def note_saved(self, step: int) -> None:
         """Notes in ``history.json`` that a whole checkpoint of this step is, or was, here."""
         history = self._read_history() or {}
         if history.get("saved") != step:
-            write_json(self._history, {**history, "saved": step})
+            write_json(self._history, {"begun": history.get("begun"), "saved": step})
 
     def saved_step(self) -> int | None:
         """The step of the last checkpoint that was ever saved here; None if there has been none, or nobody knows."""
@@ -167,10 +167,11 @@ class RunDir:
         there = sorted(path.name for path in listed(self.checkpoints, "*step-*") if not path.name.startswith("."))
         history, saved = self._read_history(), self.saved_step()
         logged = _logged(self.metrics)
-        if saved is None and not there and (history is not None or not logged):
+        if saved is None and not there and (history or (history is None and not logged)):
             return
         found = f"{len(there)} damaged ({', '.join(there)})" if there else "the folder checkpoints is empty or gone"
         before = f"was saved at step {saved}" if saved is not None else f"has {logged} records in metrics.jsonl"
+        before += " and a damaged history.json" if history == {} else ""
         problem = f"{self.path} has no checkpoint to resume from: {found}, and the run {before}"
         remedy = (
             "Nothing is changed. Restore the folder checkpoints; or name a checkpoint elsewhere with resume=PATH and "
@@ -193,11 +194,14 @@ class RunDir:
         return note
 
     def _read_history(self) -> dict[str, Any] | None:
+        """The content of ``history.json``: None without one, empty where it is damaged."""
         try:
             history = json.loads(retried(self._history.read_bytes, of=self._history))
-        except (*ABSENT, ValueError, RecursionError):
+        except ABSENT:
             return None
-        return history if isinstance(history, dict) else None
+        except (ValueError, RecursionError):
+            return {}
+        return history if isinstance(history, dict) and history.keys() >= {"begun", "saved"} else {}
 
     def forget_failure(self) -> None:
         """Removes the mark of an earlier failure, before a run starts."""

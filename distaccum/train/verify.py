@@ -72,7 +72,7 @@ def _checkpoint(folder: Path) -> Finding:
 
 
 def _best(store: CheckpointStore) -> Iterator[Finding]:
-    best = store.best()
+    best = store.best(only_reads=True)
     if best is not None:
         yield Finding("best.json", f"{best['checkpoint']}: {best.get('metric')} {best.get('value')}")
 

@@ -26,6 +26,9 @@ class Logger:
     def log(self, record: Record) -> None:
         """Writes one record; its own failures never end the training."""
 
+    def sync(self) -> None:
+        """Called before a checkpoint is saved, which what was logged has to survive as well."""
+
     def alert(self, title: str, text: str) -> None:
         """Notifies the user of something that needs attention."""
 
@@ -66,41 +69,59 @@ class JsonlLogger(Logger):
                 os.truncate(self._path, before)
             raise
 
+    def sync(self) -> None:
+        """Forces what was logged to the disk: a machine that goes down keeps the records of what it has saved."""
+        os.fsync(self._file.fileno())
+
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
 
 
-def rewind_jsonl(path: Path, window: int) -> None:
+def rewind_jsonl(path: Path, window: int, *, logged: int = 0) -> None:
     """Moves the lines past ``window`` to ``metrics.superseded.jsonl``, before a run resumes.
 
     The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost. Lines that are no
-    records, such as one that was cut short or has a damaged byte, go there as well, and the log says so.
+    records, such as one that was cut short or has a damaged byte, go there as well, and the log says so; so it does
+    where the records end before the step ``logged``, the last that had one when the checkpoint was saved.
     """
-    try:
-        lines = retried(path.read_bytes, of=path).splitlines(keepends=True)
-    except FileNotFoundError:
-        return
     kept: list[bytes] = []
     superseded: list[bytes] = []
     damaged: list[int] = []
+    last = last_step = 0
+    try:
+        lines = retried(path.read_bytes, of=path).splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
     for number, line in enumerate(lines, 1):
-        at = _window(line)
-        (kept if at <= window else superseded).append(line)
-        if at == math.inf:
+        at, step = _place(line)
+        if at == math.inf or (at <= last and line.endswith(b"\n")):
             damaged.append(number)
+        if last < at <= window:
+            kept.append(line)
+            last, last_step = int(at), step
+        else:
+            superseded.append(line)
     if superseded:
         with path.with_name("metrics.superseded.jsonl").open("ab") as file:
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in superseded)
+            file.flush()
+            os.fsync(file.fileno())
         write_bytes(path, b"".join(kept))
     if damaged:
         text = "%s: line %s is damaged, and was moved as it is to metrics.superseded.jsonl"
         _log.warning(text, path, shorten(damaged))
+    if last_step < logged:
+        _log.warning("%s: the records from step %d to step %d are lost", path, last_step + 1, logged)
 
 
-def _window(line: bytes) -> float:
-    """The window of a line; infinity for a line that is no record."""
+def _place(line: bytes) -> tuple[float, int]:
+    """The window and the step of a line; an infinite window for a line that is no record."""
     try:
-        return int(json.loads(line)["window"])
+        record = json.loads(line)
+        return int(record["window"]), int(record.get("step", 0))
     except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
-        return math.inf
+        return math.inf, 0

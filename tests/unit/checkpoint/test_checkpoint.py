@@ -207,3 +207,46 @@ def test_what_nothing_reads_may_lie_in_a_checkpoint(gloo_world: World, tmp_path:
     assert store.newest_valid() == second
     (second / "deepspeed").mkdir()
     assert store.newest_valid() == first
+
+
+def _write(folder: Path) -> None:
+    (folder / "state.json").write_text("{}")
+
+
+def test_an_older_one_stays_while_a_kept_one_is_damaged(gloo_world: World, tmp_path: Path) -> None:
+    """Of three to keep, one that was damaged before this process began counted, and the oldest whole one went."""
+    for step in (1, 2, 3):
+        CheckpointStore(tmp_path, keep=3).save(step, gloo_world, _write)
+    (tmp_path / "step-2" / "state.json").write_text("[]")
+    store = CheckpointStore(tmp_path, keep=3)
+    assert store.newest_valid() == tmp_path / "step-3"
+    store.save(4, gloo_world, _write)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "damaged-step-2", "step-3", "step-4", "latest"}
+
+
+def test_an_error_before_publishing_leaves_what_was_there(gloo_world: World, tmp_path: Path) -> None:
+    """As where another run has taken the folder over in the meantime."""
+
+    def fail() -> None:
+        raise OSError("taken over")
+
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(2, gloo_world, _write)
+    with pytest.raises(OSError, match="taken over"):
+        store.save(1, gloo_world, _write, before_publishing=fail)
+    assert store.newest_valid() == tmp_path / "step-2"
+    assert not (tmp_path / "step-1").exists()
+
+
+def test_the_best_is_known_whenever_a_run_dies(gloo_world: World, tmp_path: Path) -> None:
+    """It was noted after the checkpoint was there: one that died between the two was forgotten."""
+    store = CheckpointStore(tmp_path, keep=1)
+    for step, value in ((1, 3.0), (2, 2.0)):
+        store.mark_best(tmp_path / f"step-{step}", metric="loss", value=value)
+        before = store.best()
+        assert (None if before is None else before["value"]) == (None if step == 1 else 3.0)
+        store.save(step, gloo_world, _write)
+        assert (store.best() or {})["value"] == value
+    (tmp_path / "best.json").write_text("[")
+    assert store.best() is None
+    assert (tmp_path / "damaged-best.json").read_text() == "["

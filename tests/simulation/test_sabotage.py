@@ -1,0 +1,224 @@
+"""What the simulation holds a run to can fail: each way to break the product is noticed in one of a few cells."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.checkpoint import files, store
+from distaccum.checkpoint.store import CheckpointStore
+from distaccum.errors import CheckpointError
+from distaccum.train import run
+from distaccum.train.loop import Loop
+from distaccum.train.metrics import loggers
+from distaccum.train.metrics.loggers import JsonlLogger
+from distaccum.train.owner import Owner
+from distaccum.train.run_dir import RunDir, State
+from tests.simulation.cells import (
+    At,
+    Attempt,
+    Crashes,
+    Damages,
+    Fails,
+    Fault,
+    Plan,
+    Sleeps,
+    ViolationError,
+    Visited,
+    simulate,
+)
+
+pytestmark = pytest.mark.slow
+PLAN = Plan(steps=6, save_every=2, keep=2)
+Cells = list[tuple[Plan, list[Attempt]]]
+
+
+def _cells(*faults: Fault, plan: Plan = PLAN, damages: tuple[Damages, ...] = ()) -> Cells:
+    """A cell for each fault."""
+    return [(plan, [Attempt(faults=(fault,), damages=damages)]) for fault in faults]
+
+
+def _saved(number: int, **options: Any) -> Cells:
+    """Killed after so many checkpoints, with damage after that."""
+    at = At(number=number + 1, kind="rename", path="history.json")
+    return _cells(Crashes(at=at, after=True), **options)
+
+
+def _power(path: str, *numbers: int) -> Cells:
+    return _cells(
+        *(Crashes(at=At(number=number, kind="rename", path=path), after=True, power=number) for number in numbers)
+    )
+
+
+def _no_sync(patch: pytest.MonkeyPatch) -> None:
+    for module in (files, store):
+        patch.setattr(module, "sync", lambda _: None)
+
+
+def _removes_what_is_damaged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store, "_set_aside", lambda path, *_: shutil.rmtree(path) if path.is_dir() else path.unlink())
+
+
+def _latest_first(patch: pytest.MonkeyPatch) -> None:
+    def publish(self: CheckpointStore, temporary: Path, final: Path) -> None:
+        files.write_text(self.root / "latest", final.name + "\n")
+        real(self, temporary, final)
+
+    real = CheckpointStore._publish
+    patch.setattr(CheckpointStore, "_publish", publish)
+
+
+def _never_seals(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store, "_seal", lambda _: None)
+
+
+def _keeps_one_less(patch: pytest.MonkeyPatch) -> None:
+    def prune(self: CheckpointStore) -> None:
+        self._keep -= 1
+        real(self)
+        self._keep += 1
+
+    real = CheckpointStore._prune
+    patch.setattr(CheckpointStore, "_prune", prune)
+
+
+def _trusts_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CheckpointStore, "_is_whole", lambda *_: True)
+
+
+def _removes_in_place(patch: pytest.MonkeyPatch) -> None:
+    def prune(self: CheckpointStore) -> None:
+        for path in self._steps()[: -self._keep]:
+            shutil.rmtree(path)
+
+    patch.setattr(CheckpointStore, "_prune", prune)
+
+
+def _asks_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Owner, "require", lambda _: None)
+
+
+def _takes_over_from_the_living(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Owner, "_why_dead", lambda *_: "is gone")
+
+
+def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
+    def verify(path: Path) -> None:
+        try:
+            real(path)
+        except CheckpointError as error:
+            raise CheckpointError(str(error)) from None
+
+    real = store.verify
+    patch.setattr(store, "verify", verify)
+    patch.setattr(store, "retried", lambda read: read())
+
+
+def _done_too_early(patch: pytest.MonkeyPatch) -> None:
+    def write(self: Loop) -> None:
+        if self._world.is_main and self.progress.step:
+            self._run_dir.write_status(State.DONE, step=self.progress.step)
+
+    patch.setattr(Loop, "_write_status", write)
+
+
+def _never_rewinds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run, "rewind_jsonl", lambda *_, **__: None)
+
+
+def _says_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loggers._log, "warning", lambda *_: None)
+
+
+def _begins_at_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunDir, "require_no_history", lambda _: None)
+
+
+def _leaves_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunDir, "_clear", lambda _: None)
+
+
+def _records_in_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(JsonlLogger, "sync", lambda _: None)
+
+
+def _another_position(patch: pytest.MonkeyPatch) -> None:
+    def restore(self: Any, progress: Any, position: Any, data: Any) -> None:
+        real(self, progress, position, data)
+        torch.nn.Module.get_parameter(self.model, "module.bias" if hasattr(self.model, "module") else "bias").data.add_(
+            1e-6
+        )
+
+    real = Accumulator.restore
+    patch.setattr(Accumulator, "restore", restore)
+
+
+FLIP = Damages(name="step-4/model")
+SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = {
+    "no sync before a rename": (_no_sync, _power("history.json", *range(2, 5)) + _power("latest", 2, 3), "."),
+    "removes what is damaged": (_removes_what_is_damaged, _saved(2, damages=(FLIP,)), "is removed in its place"),
+    "latest before the checkpoint": (_latest_first, [(PLAN, [])], "latest names step-2, which is not whole"),
+    "checkpoints are not sealed": (_never_seals, [(PLAN, [])], "latest names step-2, which is not whole"),
+    "keeps one less": (_keeps_one_less, [(PLAN, [])], r"step-2 is removed while only \[4\] are whole"),
+    "counts damaged ones as kept": (
+        _trusts_what_is_there,
+        _saved(3, plan=Plan(steps=8, save_every=2, keep=3), damages=(FLIP,)),
+        "step-2 is removed while only",
+    ),
+    "removes a checkpoint in its place": (_removes_in_place, [(PLAN, [])], "is removed in its place"),
+    "a sleeper writes": (
+        _asks_nobody,
+        _cells(Sleeps(at=At(number=2, kind="stat", path=".failure"))),
+        "a process that slept",
+    ),
+    "takes over from the living": (
+        _takes_over_from_the_living,
+        _cells(Visited(at=At(number=2, kind="stat", path=".failure"))),
+        "a visitor",
+    ),
+    "an error is damage": (
+        _errors_are_damage,
+        [(PLAN, [*_saved(2)[0][1], Attempt(faults=(Fails(at=At(number=1, kind="open", path="step-4/model")),))])],
+        "resumed from step 2 while step 4 is whole",
+    ),
+    "done before the end": (_done_too_early, [(PLAN, [])], "done before the end"),
+    "records come twice": (
+        _never_rewinds,
+        _cells(Crashes(at=At(number=6, kind="rename", path="status.json"), after=True)),
+        "rows of steps",
+    ),
+    "lost records are not told": (
+        _says_nothing,
+        _saved(2, damages=(Damages(name="metrics.jsonl", how="delete"),)),
+        "nobody says so",
+    ),
+    "begins at zero": (_begins_at_zero, _saved(2, damages=(Damages(name="step-", how="lose"),)), "begins at zero"),
+    "leaves what the dead left": (
+        _leaves_all,
+        _cells(Crashes(at=At(number=1, kind="rename", path="plan.json"))),
+        "left behind|File exists",
+    ),
+    "records in memory": (_records_in_memory, _power("history.json", *range(2, 5)), "rows of steps|before the end"),
+    "a bit more after a resume": (_another_position, _saved(1), "differs|the row of"),
+}
+
+
+def _simulate(cells: Cells) -> None:
+    for cell in cells:
+        simulate(*cell)
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_it_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sabotage, cells, _ = SABOTAGES[name]
+    _simulate(cells)  # nothing is wrong without it
+    sabotage(monkeypatch)
+    _, _, said = SABOTAGES[name]
+    with pytest.raises(ViolationError, match=said):
+        _simulate(cells)
