@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _LATEST, _BEST = "latest", "best.json"
+_REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
 _READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$|deepspeed/")
@@ -43,10 +44,11 @@ class CheckpointStore:
     def __init__(self, root: Path, *, keep: int) -> None:
         self.root, self._keep = root, keep
 
-    def save(self, step: int, world: World, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, world: World, write: Callable[[Path], None], *, again: bool = False) -> Path:
         """Every rank calls ``write`` with the same folder; it becomes ``step-N`` once all have written.
 
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
+        With ``again`` the ``step-N`` that is there was read by this run, and is replaced once the new one is complete.
         """
         final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
         if world.is_main:
@@ -57,10 +59,24 @@ class CheckpointStore:
         world.barrier()
         if world.is_main:
             _seal(temporary)
+            before = self.root / f"{_REPLACED}step-{step}"
+            if again and final.is_dir():
+                shutil.rmtree(before, ignore_errors=True)
+                final.rename(before)
             self._publish(temporary, final)
+            shutil.rmtree(before, ignore_errors=True)
             self._prune()
         world.barrier()
         return final
+
+    def recover(self) -> None:
+        """Puts back a checkpoint that a process which died was about to replace; before a run goes on, on rank 0."""
+        for path in self.root.glob(f"{_REPLACED}step-*"):
+            final = path.with_name(path.name.removeprefix(_REPLACED))
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(final)
 
     def newest_valid(self) -> Path | None:
         """The newest checkpoint that verifies; the log warns of damaged ones, which are passed over.
