@@ -1,7 +1,7 @@
 """Run by torchrun on 2 ranks: runs whose gradients spike in some windows, beside one fp64 process on whole batches.
 
-``spikes.py RESULT FOLDER ENGINE CASE...``: a JSON file to write, a folder for the runs, the engine as JSON, and names of
-:data:`CASES`; with ``resumed: `` before one it is stopped and resumed as well.
+``spikes.py RESULT FOLDER ENGINE CASE...``: a JSON file to write, a folder for the runs, the engine as JSON, and names
+of :data:`CASES`; with ``resumed: `` before one it is stopped and resumed as well.
 """
 
 from __future__ import annotations
@@ -24,20 +24,8 @@ from distaccum.data.plan.shuffle import Shuffle
 
 GLOBAL_SIZE, WINDOWS, FEATURES, RATE, CLIP = 8, 60, 4, 0.02, 1.0
 ZSCORE, REMEMBERED, EVERY, UPDATES = 8.0, 16, 5, 30
-EXACT = (
-    "loss_scale",
-    "spikes",
-    "step",
-    "window",
-    "applied",
-    "skipped",
-    "nonfinite",
-    "samples",
-    "tokens",
-    "loss",
-    "grad_norm",
-    "lr",
-)
+COUNTS = ("step", "window", "applied", "skipped", "nonfinite", "samples", "tokens", "spikes")
+EXACT = (*COUNTS, "loss", "grad_norm", "lr", "loss_scale")
 FP16 = {"name": "fp16", "scaler": {"initial_scale_power": 4, "growth_interval": 9}}
 CASES: dict[str, dict[str, Any]] = {
     "skip": {"on_spike": "skip", "poisoned": (20, 28)},
