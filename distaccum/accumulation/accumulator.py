@@ -533,10 +533,10 @@ class Accumulator:
         if that is where the engine gathers them. The states of random number generators are not in it. What the model
         draws in micro-steps does not need them: it depends on the seed and the micro-batch alone.
 
-        A collective, in which the ranks' weights are compared.
+        A collective, in which the ranks' weights and optimizer state are compared.
 
         Raises:
-            VerificationError: the ranks' weights differ; on all of them.
+            VerificationError: they differ; on all ranks.
             MisuseError: in the middle of a window, as accumulated gradients are not saved; or after :meth:`abandon` on
                 a stream, whose items are taken.
             NonFiniteError: as :meth:`windows`.
@@ -547,6 +547,7 @@ class Accumulator:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
         self._lockstep.check_replicas("state_dict()")
+        self.replicas.check_state()
         self.tracker.raise_if_nonfinite(together=self.world.size > 1)  # all ranks are here
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)

@@ -59,7 +59,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`, before the first update."""
+        """Restores :meth:`state_dict`, before the first update or at a rollback."""
 
 
 def watches_updates(callback: Callback) -> bool:

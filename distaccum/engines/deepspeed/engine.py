@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from math import inf, nan
+from math import nan, sqrt
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -312,7 +313,7 @@ class DeepSpeedEngine(Engine):
         self._refuse(faults=bool(faults), used=used)
         applied = False
         finite = total**0.5 / factor <= torch.finfo(torch.float32).max  # NaN is not less
-        spikes = finite and self.norm_bound < inf and float(norm) >= self.norm_bound
+        spikes = finite and float(np.float32(sqrt(total) / factor)) >= self.norm_bound  # the same number as norm
         if finite and not spikes:
             self._edited.take_in()
             self._gradients.divide(factor)
