@@ -4,8 +4,8 @@ The norm of the global gradient is judged, not the loss: every rank has the same
 can be skipped at no collective, and it jumps in the window that would do the harm, where the loss shows it one later.
 
 Source of the rule: OLMo-core's ``SkipStepOptimizer`` (6 deviations over the last 128 steps, from half of them on; it
-judges the loss as well) and ZClip (A. Kumar et al., 2025), where a spike enters the statistics cut to the bound, so that a
-lasting rise is followed.
+judges the loss as well) and ZClip (A. Kumar et al., 2025), where a spike enters the statistics cut to the bound, so
+that a lasting rise is followed.
 """
 
 from __future__ import annotations
