@@ -40,7 +40,7 @@ class ConsoleLogger(Logger):
         if record["skipped"]:
             line += f"  skipped {record['skipped']}"
         if not record["applied"]:
-            spikes = math.isfinite(record["grad_norm"])
+            spikes = "spikes" in record and math.isfinite(record["grad_norm"])
             line += f"  SKIPPED: the gradient {'norm spikes' if spikes else 'is NaN or infinite'}"
         evaluated = "".join(
             f"  {name.removeprefix('eval_').replace('_', ' ')} {value:.4f}"
