@@ -8,6 +8,7 @@
     ├── DataError         (ValueError)      the data gives nothing to train on, or not what the plan was made for
     │   └── PeerError                       another rank could not load its part of a window: its error, in words
     ├── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
+    ├── SpikeError        (ArithmeticError) gradients spike again and again
     ├── ResourceError     (RuntimeError)    memory is over
     ├── VerificationError (RuntimeError)    a run's proof of itself fails: its gradient, its loss, or ranks that differ
     └── MisuseError       (RuntimeError)    a loop does what would train wrongly: the message says what to write instead
@@ -56,6 +57,10 @@ class PeerError(DataError):
 
 class NonFiniteError(DistaccumError, ArithmeticError):
     """The reduced gradient of a window holds NaN or infinity."""
+
+
+class SpikeError(DistaccumError, ArithmeticError):
+    """Gradient norms spike in too many windows in a row, or after each rollback to the same checkpoint."""
 
 
 class ResourceError(DistaccumError, RuntimeError):

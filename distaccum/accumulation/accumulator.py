@@ -23,6 +23,7 @@ from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.settings_agreement import SettingsAgreement
+from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.stragglers import Stragglers
 from distaccum.accumulation.strangers import Strangers
@@ -39,7 +40,7 @@ from distaccum.config.checks import (
 )
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import GlobalCounter
+from distaccum.data.counter import GlobalCounter, Rider
 from distaccum.data.cursor import DataCursor
 from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
@@ -52,7 +53,7 @@ from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.state import whole_state
-from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError
+from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import Loss, from_mean
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
@@ -92,6 +93,10 @@ class Accumulator:
         clip_value: instead, largest absolute value of its elements.
         nonfinite: what a NaN or infinite gradient does: ``stop`` or ``skip``. In fp16 the loss scale falls first.
         max_skips: windows skipped in a row, at the lowest loss scale, that stop the run in any case.
+        on_spike: what a window does whose gradient norm stands out from those before: nothing (``off``), ``warn``, or
+            ``skip`` its step.
+        spike_zscore: by how many standard deviations above their mean.
+        spike_window: of how many windows before; half as many are enough to begin.
         engine: owner of the wrapped parameters, by name or with settings.
         precision: the precision policy, by name or with settings.
         seed: for the order of samples, and for the random numbers that the model draws in micro-steps, as for dropout.
@@ -123,6 +128,9 @@ class Accumulator:
         clip_value: float | None = None,
         nonfinite: str = "stop",
         max_skips: int = 10,
+        on_spike: str = "off",
+        spike_zscore: float = 6.0,
+        spike_window: int = 100,
         engine: str | EngineConfig = "ddp",
         precision: str | PrecisionConfig = "fp32",
         seed: int = 0,
@@ -146,6 +154,7 @@ class Accumulator:
         require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
         require_verify("verify", verify)
         require_choice("on_divergence", on_divergence, ON_DIVERGENCE)
+        spikes = Spikes.of(on_spike, zscore=spike_zscore, window=spike_window)
         engine, precision = engine_config(engine), PrecisionConfig.of(precision)
         given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
         sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
@@ -187,6 +196,7 @@ class Accumulator:
             skips=nonfinite == "skip",
             max_skips=max_skips,
             meet=self._counter.sum_together,
+            spikes=spikes,
         )
         loader_of = partial(as_loader, world=self.world, seed=seed, together=True, **sizes)
         self._global_batch = GlobalBatch(sizes)
@@ -205,9 +215,13 @@ class Accumulator:
         self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
-        agreement = SettingsAgreement(self.engine, self.world, self.tracker.next_factors)
         self.stragglers = Stragglers(self.world, forward_communicates=self.engine.forward_communicates)
-        self._counter.riders = (self._lockstep, agreement, self.stragglers, self.replicas)
+        self._counter.riders = (
+            self._lockstep,
+            SettingsAgreement(self.engine, self.world, self.tracker.next_factors),
+            self.stragglers,
+            self.replicas,
+        )
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
         self._abandoned = self._closed = False
@@ -231,6 +245,11 @@ class Accumulator:
     def last(self) -> Outcome | None:
         """The outcome of the last window; None before the first."""
         return self.tracker.last
+
+    @property
+    def spikes(self) -> Spikes | None:
+        """What judges the gradient norms; None with ``on_spike="off"``."""
+        return self.tracker.spikes
 
     @property
     def verified(self) -> str:
@@ -313,6 +332,7 @@ class Accumulator:
             MisuseError: a window was left before its last micro-batch was run, or another loop has begun meanwhile.
             DataError: no window of the epoch counts anything.
             NonFiniteError: too many gradients were NaN or infinite; raised on every rank, the weights are untouched.
+            SpikeError: too many windows in a row were skipped for their gradient norms; on every rank.
         """
         self._expect_no_window("windows()")
         if self.stopping:
@@ -513,10 +533,10 @@ class Accumulator:
         if that is where the engine gathers them. The states of random number generators are not in it. What the model
         draws in micro-steps does not need them: it depends on the seed and the micro-batch alone.
 
-        A collective, in which the ranks' weights are compared.
+        A collective, in which the ranks' weights and optimizer state are compared.
 
         Raises:
-            VerificationError: the ranks' weights differ; on all of them.
+            VerificationError: they differ; on all ranks.
             MisuseError: in the middle of a window, as accumulated gradients are not saved; or after :meth:`abandon` on
                 a stream, whose items are taken.
             NonFiniteError: as :meth:`windows`.
@@ -527,6 +547,7 @@ class Accumulator:
             remedy = "run it first: the next acc.windows() begins with it"
             refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
         self._lockstep.check_replicas("state_dict()")
+        self.replicas.check_state()
         self.tracker.raise_if_nonfinite(together=self.world.size > 1)  # all ranks are here
         self._evaluation_weights.eval()
         state = whole_state(self.engine, self.world)
@@ -536,6 +557,7 @@ class Accumulator:
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "batch": self._global_batch.state(),
+            "spikes": self.spikes.state_dict() if self.spikes is not None else {},
             **cursor,
         }
 
@@ -553,15 +575,30 @@ class Accumulator:
             scheduler.load_state_dict(saved)
         self._items_per_sample = state["per_sample"]
         self._global_batch.restore(state.get("batch"))
-        self.restore(Progress(**state["progress"]), state["position"], state["data"])
+        self.restore(Progress(**state["progress"]), state["position"], state["data"], state.get("spikes", {}))
 
-    def restore(self, progress: Progress, position: Mapping[str, Any], data: Any) -> None:
-        """Sets the progress and where the next :meth:`windows` begins, and forgets a :meth:`stop`."""
-        self.tracker.restore(progress)
+    def restore(
+        self, progress: Progress, position: Mapping[str, Any], data: Any, spikes: Mapping[str, Any] | None = None
+    ) -> None:
+        """Sets the progress, where the next :meth:`windows` begins, and what spikes are judged by.
+
+        A :meth:`stop` is forgotten.
+        """
         self._cursor.restore(position, data)
         self._counter.clear_stop()
+        if self.spikes is not None:
+            self.spikes.load_state_dict(spikes or {})
+        self.go_on_from(progress)
+
+    def go_on_from(self, progress: Progress) -> None:
+        """Sets the progress after other weights were loaded, in the middle of an epoch: its data go on."""
+        self.tracker.restore(progress)
         self._verifier.restart()
         self.replicas.restart()
+
+    def add_rider(self, rider: Rider) -> None:
+        """Has numbers travel with the count of every window; before the first one, on all ranks."""
+        self._counter.riders = (*self._counter.riders, rider)
 
     @staticmethod
     def _no_window(what: str) -> NoReturn:
@@ -613,6 +650,7 @@ class Accumulator:
             self.tracker.begin_step()
         except (
             NonFiniteError,
+            SpikeError,
             MisuseError,
         ):  # raised for the window before: this one made no step, and can be run again
             self._drop()

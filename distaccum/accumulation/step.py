@@ -43,7 +43,7 @@ class Outcome:
     @property
     def finite(self) -> bool:
         """Whether the gradient was neither NaN nor infinite."""
-        return self.step is None or self.step.applied
+        return self.step is None or self.step.finite
 
     @property
     def loss_scale(self) -> float:

@@ -12,6 +12,7 @@ from typing import Protocol
 from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
+from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.untrained import UntrainedParameters
 from distaccum.data.counter import GlobalCounter
@@ -20,7 +21,7 @@ from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import trained
-from distaccum.errors import MisuseError, NonFiniteError, shorten
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.losses.base import Loss
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class ProgressTracker:
             can still fall.
         max_skips: windows skipped in a row, at the lowest loss scale, that end the run in any case.
         meet: called on all ranks, with what for, before they tell each other why a gradient was not finite.
+        spikes: judges the norms of the gradients; None: nobody does. ``max_skips`` of them in a row end the run, too.
     """
 
     def __init__(
@@ -62,8 +64,11 @@ class ProgressTracker:
         skips: bool,
         max_skips: int,
         meet: Callable[[str], object] = lambda _: None,
+        spikes: Spikes | None = None,
     ) -> None:
         self._engine, self._world, self._meet = engine, world, meet
+        self.spikes, self._most_spikes = spikes, max_skips
+        self._too_many_spikes = ""
         self._schedule, self._schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
         self._progress = self._known_progress = Progress()
@@ -94,6 +99,7 @@ class ProgressTracker:
     def restore(self, progress: Progress) -> None:
         """Continues from saved progress."""
         self._unresolved = self._fatal = self._own_fault = None
+        self._too_many_spikes = ""
         self._progress = self._known_progress = progress
         activity = self._world.activity
         activity.window = activity.first = progress.window
@@ -130,9 +136,11 @@ class ProgressTracker:
         """Resolves the step before, and sets the learning rate of the one that follows.
 
         Raises:
-            NonFiniteError, MisuseError: as :meth:`raise_if_nonfinite`.
+            NonFiniteError, SpikeError, MisuseError: as :meth:`raise_if_nonfinite`.
         """
         self.raise_if_nonfinite()
+        if self.spikes is not None and self.spikes.skips:
+            self._engine.norm_bound = self.spikes.bound
         if self._schedule is not None:
             factor = self._schedule(self._progress.step)
             if not 0 <= factor < inf:
@@ -170,6 +178,8 @@ class ProgressTracker:
         self._world.activity.step = self._progress.step
         for scheduler in self._schedulers if applied else ():
             scheduler.step()
+        if self.spikes is not None and outcome.step is not None and self.spikes.note(outcome.step.norm):
+            self._tell_of_spike(self.spikes)
         self._own_fault = None if finite or outcome.step is None else outcome.step.complaint
         lowest = self._engine.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
@@ -179,18 +189,33 @@ class ProgressTracker:
         if self._skips_in_a_row >= self._max_skips:
             self._fatal = last
 
+    def _tell_of_spike(self, spikes: Spikes) -> None:
+        """Once for windows in a row that spike; those that are skipped may not be too many."""
+        what = f"window {self._progress.window} spikes: {spikes.last}"
+        if self._world.is_main and spikes.in_a_row == 1:
+            _log.warning("%s; it %s", what, "makes no step" if spikes.skips else "is trained on (on_spike=warn)")
+        if spikes.skips and spikes.in_a_row >= self._most_spikes:
+            self._too_many_spikes = (
+                f"{what}. It is the last of {spikes.in_a_row} in a row that were skipped. Weights and optimizer state "
+                f"are those of step {self._progress.step}. Look at the data, lower the learning rate, resume from an "
+                "earlier checkpoint, or raise spike_zscore or max_skips"
+            )
+
     def raise_if_nonfinite(self, *, together: bool = True) -> None:
-        """Resolves the last step, and raises if too many gradients in a row were NaN or infinite.
+        """Resolves the last step, and raises if too many gradients in a row were NaN or infinite, or spiked.
 
         Args:
             together: all ranks call this, so that the message can tell of all of them: a collective where it raises.
                 Otherwise it tells what this rank knows.
 
         Raises:
-            NonFiniteError: on every rank, and once.
+            NonFiniteError, SpikeError: on every rank, and once.
             MisuseError: some rank could not compute its gradient; on every rank.
         """
         self.resolve_last_step()
+        if self._too_many_spikes:
+            explanation, self._too_many_spikes = self._too_many_spikes, ""
+            raise SpikeError(explanation)
         if self._own_fault is not None:
             own = [self._own_fault] if self._own_fault else []
             if together:

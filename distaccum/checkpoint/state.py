@@ -57,7 +57,8 @@ class RunState:
 
     ``position`` holds the plan's numbers that give ``progress.window`` its meaning: a run can only resume from a
     checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
-    ``facts`` tell another model or other data than the configuration does; empty in older checkpoints.
+    ``facts`` tell another model or other data than the configuration does, and ``spikes`` is what gradient norms are
+    judged by; both are empty in older checkpoints.
     """
 
     progress: Progress
@@ -67,6 +68,7 @@ class RunState:
     callbacks: Mapping[str, Mapping[str, Any]]
     optimizer_format: str = BY_PARAMETER
     facts: Mapping[str, Any] = field(default_factory=dict)
+    spikes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
@@ -136,6 +138,7 @@ def read(folder: Path) -> SavedState:
             callbacks=record["callbacks"],
             optimizer_format=record.get("optimizer_format", BY_PARAMETER),
             facts=record.get("facts", {}),
+            spikes=record.get("spikes", {}),
         ),
         world_size=record["world_size"],
         scaler=record["scaler"] or {},

@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _LATEST, _BEST = "latest", "best.json"
+_REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
 _READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$|deepspeed/")
@@ -52,11 +53,13 @@ class CheckpointStore:
         world: World,
         write: Callable[[Path], None],
         *,
+        again: bool = False,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> Path:
         """Every rank calls ``write`` with the same folder; it becomes ``step-N`` once all have written.
 
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
+        With ``again`` the ``step-N`` that is there was read by this run, and is replaced once the new one is complete.
         Rank 0 calls ``before_publishing`` when all is written, and an error there leaves the store as it was.
         """
         final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
@@ -70,7 +73,12 @@ class CheckpointStore:
             if world.is_main:
                 _seal(temporary)
                 before_publishing()
+                before = self.root / f"{_REPLACED}step-{step}"
+                if again and final.is_dir():
+                    shutil.rmtree(before, ignore_errors=True)
+                    final.rename(before)
                 self._publish(temporary, final)
+                shutil.rmtree(before, ignore_errors=True)
                 self._prune()
         except OSError as error:
             if error.errno is not None:
@@ -78,6 +86,15 @@ class CheckpointStore:
             raise
         world.barrier()
         return final
+
+    def recover(self) -> None:
+        """Puts back a checkpoint that a process which died was about to replace; before a run goes on, on rank 0."""
+        for path in listed(self.root, f"{_REPLACED}step-*"):
+            final = path.with_name(path.name.removeprefix(_REPLACED))
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(final)
 
     def newest_valid(self) -> Path | None:
         """The newest checkpoint that verifies; the log warns of damaged ones, which are passed over.

@@ -12,6 +12,8 @@ from distaccum.errors import ConfigError
 
 NONFINITE = ("stop", "skip")
 ON_DIVERGENCE = ("stop", "warn")
+ON_SPIKE = ("off", "warn", "skip")
+ROLLBACK = "rollback"  # of the Trainer alone
 VERIFY = ("first", "never")
 
 

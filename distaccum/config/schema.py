@@ -18,6 +18,8 @@ from omegaconf import errors as oc
 from distaccum.config.checks import (
     NONFINITE,
     ON_DIVERGENCE,
+    ON_SPIKE,
+    ROLLBACK,
     require,
     require_choice,
     require_count,
@@ -100,8 +102,10 @@ class TrainerConfig:
     micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
     infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
     scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
-    the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights differ
-    ``stop`` the run or ``warn``. ``hang_timeout``: without progress on any rank for so long, the run
+    the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights or optimizer
+    state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations above the
+    mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to the last
+    checkpoint. ``hang_timeout``: without progress on any rank for so long, the run
     ends and names the ranks that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None:
     never. ``group_timeout``: after it the process group itself gives up.
     """
@@ -117,13 +121,18 @@ class TrainerConfig:
     max_skips: int = 10
     verify: Any = "first"
     on_divergence: str = "stop"
+    on_spike: Any = "off"
+    spike_zscore: float = 6.0
+    spike_window: int = 100
     hang_timeout: Any = "auto"
     group_timeout: Any = "30m"
 
     def __post_init__(self) -> None:
         limit = (int, NoneType)
-        counts = dict.fromkeys(("log_every", "eval_every", "num_workers", "prefetch", "max_skips"), int)
-        require_types("trainer", self, max_steps=limit, max_epochs=limit, **counts)
+        names = ("log_every", "eval_every", "num_workers", "prefetch", "max_skips", "spike_window")
+        require_types(
+            "trainer", self, max_steps=limit, max_epochs=limit, spike_zscore=float, **dict.fromkeys(names, int)
+        )
         require_count("trainer.max_steps", self.max_steps, least=1)
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
@@ -136,6 +145,11 @@ class TrainerConfig:
         require_count("trainer.max_skips", self.max_skips, least=1)
         require_verify("trainer.verify", self.verify)
         require_choice("trainer.on_divergence", self.on_divergence, ON_DIVERGENCE)
+        if self.on_spike is False:  # what YAML makes of a plain off
+            object.__setattr__(self, "on_spike", "off")
+        require_choice("trainer.on_spike", self.on_spike, (*ON_SPIKE, ROLLBACK))
+        require_positive("trainer.spike_zscore", self.spike_zscore)
+        require_count("trainer.spike_window", self.spike_window, least=2)
         longest = seconds_of("trainer.group_timeout", self.group_timeout)
         if self.hang_timeout not in (None, "auto"):
             fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest
@@ -149,22 +163,32 @@ class TrainerConfig:
 class CheckpointConfig:
     """``every``: updates between two checkpoints (0: none). ``keep``: the newest checkpoints to keep (0: all).
 
+    ``every_minutes``: one more so long after the last save, by rank 0's clock (null: none).
+
     ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
     ``best_mode``: ``min`` or ``max``.
     """
 
     every: int = 50
+    every_minutes: Optional[float] = None  # noqa: UP045
     keep: int = 2
     best: Optional[str] = None  # noqa: UP045
     best_mode: str = "min"
 
     def __post_init__(self) -> None:
-        require_types("checkpoint", self, every=int, keep=int, best=(str, NoneType))
+        number = (float, NoneType)
+        require_types("checkpoint", self, every=int, every_minutes=number, keep=int, best=(str, NoneType))
+        require_positive("checkpoint.every_minutes", self.every_minutes)
         require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
-        saves = self.best is None or self.every != 0
+        saves = self.best is None or self.saves
         require(saves, "checkpoint.best", self.best, "and checkpoint.every=0 saves nothing", "Give a number of updates")
         require_count("checkpoint.every", self.every, off="0 to save none")
         require_count("checkpoint.keep", self.keep, off="0 to keep all")
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.every != 0 or self.every_minutes is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +244,10 @@ class RunConfig:
             value = getattr(self, key)
             holds = isinstance(value, kind) and not isinstance(value, bool)
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
+        rolls_back = self.trainer.on_spike == ROLLBACK
+        problem = "and checkpoint.every=0 saves nothing to roll back to"
+        saves = not rolls_back or self.checkpoint.saves
+        require(saves, "trainer.on_spike", self.trainer.on_spike, problem, "Give a number of updates, or use skip")
         require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()

@@ -32,9 +32,9 @@ class StepOutput:
     """What one step found and did; the same on every rank, but for :meth:`nonfinite` where gradients are sharded.
 
     Args:
-        grad_norm: the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device; NaN or
-            infinite where the step was skipped.
-        decision: ``[applied, loss_scale]``, on its way to the host.
+        grad_norm: the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device; where the
+            step was skipped, NaN or infinite, or from :attr:`Engine.norm_bound` on.
+        decision: ``[applied, loss_scale, grad_norm]``, on its way to the host.
         names: of the parameters with a gradient on this rank.
         norms: the norm of each of these gradients, on the device.
         underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None where it was
@@ -62,6 +62,17 @@ class StepOutput:
     def applied(self) -> bool:
         """Whether the optimizers stepped; waits until the device has decided."""
         return bool(self.decision.read()[0])
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradient was neither NaN nor infinite; waits as :attr:`applied` does."""
+        applied, _, norm = self.decision.read()
+        return applied > 0 or math.isfinite(norm)
+
+    @property
+    def norm(self) -> float:
+        """:attr:`grad_norm` on the host; waits as :attr:`applied` does."""
+        return float(self.decision.read()[2])
 
     @property
     def loss_scale(self) -> float:
@@ -123,6 +134,8 @@ class Engine(ABC):
     steps_parts: bool = False
     """Whether an optimizer's step on a rank moves a part of the parameters only, or copies of them."""
     state_layout: StateLayout = StateLayout.FULL
+    norm_bound: float = math.inf
+    """No optimizer steps where the gradient's norm is not below this; a number of fp32, the same on every rank."""
     ownership: Ownership | None = None
     """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
     meet: Callable[[], object] | None = None
@@ -217,6 +230,13 @@ class Engine(ABC):
     def replicated(self) -> Mapping[str, Tensor]:
         """The weights that every rank holds whole, and the same bit by bit, by name."""
         return {} if self.forward_communicates else dict(self.unwrapped_model.named_parameters())
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """What a save compares beside :meth:`replicated`: which ranks hold the same (a number of theirs), and what.
+
+        That is what the optimizers keep on more ranks than one, by names for people. By default nothing.
+        """
+        return 0, {}
 
     def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Between boundary and step: names, and this rank's part of the reduced gradient, whatever it is scaled by.
@@ -321,7 +341,7 @@ class Engine(ABC):
 
         One transaction over all ranks and optimizers, after the boundary. The gradient is what was accumulated over
         ``divisor``: the count, where it was not known before the backward. Where the gradient is NaN or infinite on any
-        rank, no optimizer steps on any rank.
+        rank, or its norm not below :attr:`norm_bound`, no optimizer steps on any rank.
         """
 
     def finishing(self) -> AbstractContextManager[None]:

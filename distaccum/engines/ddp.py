@@ -27,6 +27,7 @@ from distaccum.engines.ddp_model import DDPModel
 from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import clean, trained
+from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
@@ -299,7 +300,7 @@ class DDPEngine(Engine):
             self._optimizer_step.expect_known()  # here every rank sees what any would
             self._shards.take_in()
         with self.stepped_groups:
-            output = self._optimizer_step.step(divisor / self._sums_to, among=among)
+            output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
         if self._fault:
             output = replace(output, fault=self._fault)
         if self._shards is not None:
@@ -396,6 +397,10 @@ class DDPEngine(Engine):
     def state(self) -> EngineState:
         """Each rank gives the model, and the optimizer state that it holds."""
         return self._optimizer_step.state(model_state(self.unwrapped_model), owns=lambda _: True)
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """See :class:`Engine`; of zero1 nothing, as one rank has a parameter's."""
+        return 0, {} if self._shards is not None else by_entry(self._optimizers, self._named)
 
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""

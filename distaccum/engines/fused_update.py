@@ -87,8 +87,10 @@ class FusedUpdate:
             raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
         return held
 
-    def step(self, divisor: float = 1.0) -> StepOutput:
+    def step(self, divisor: float = 1.0, norm_bound: float = math.inf) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, clipped; then moves the loss scale.
+
+        No optimizer steps where the norm is not below ``norm_bound``.
 
         A fused step reads nothing back, except a parameter's first: with ``found_inf`` set, a kernel would
         leave the momentum uninitialised. The host has to leave out an unfused step.
@@ -110,12 +112,14 @@ class FusedUpdate:
         scaler = self._options.scaler
         scale: float | Tensor | None = scaler.current * divisor if scaler else None if divisor == 1.0 else divisor
         norm = norm if scale is None else norm / scale
-        applied = (norm < math.inf).to(norm.dtype)  # NaN is not less
+        applied = finite = (norm < math.inf).to(norm.dtype)  # NaN is not less
+        if norm_bound < math.inf:
+            applied = (norm < norm_bound).to(norm.dtype)
         self._apply(held, self._clipped(gradients, norm, scale), applied)
         loss_scale = scaler.current.to(applied.dtype) if scaler else torch.ones_like(applied)
-        decision = HostCopy(torch.stack((applied, loss_scale)))
+        decision = HostCopy(torch.stack((applied, loss_scale, norm)))
         if scaler:
-            scaler.advance(1.0 - applied)
+            scaler.advance(1.0 - finite)
         return StepOutput(grad_norm=norm, decision=decision, names=list(with_gradient), norms=norms)
 
     def _apply(self, held: set[int], remaining: Tensor | None, applied: Tensor) -> None:

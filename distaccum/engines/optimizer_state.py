@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,6 +61,23 @@ def collect(
             elif owns(n):
                 values[f"{_PREFIX}{name}.{key}"] = value
     return tensors, values
+
+
+def by_entry(optimizers: Iterable[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors and numbers that this rank's optimizers keep, as ``exp_avg of NAME``; shards where they are sharded."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(optimizers):
+        for place, (parameter, entries) in enumerate(optimizer.state.items()):
+            if not isinstance(parameter, Tensor):
+                continue
+            name = names.get(id(parameter), f"tensor {place} of optimizer {number}")
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    found[f"{key} of {name}"] = value
+                elif isinstance(value, bool | int | float):
+                    found[f"{key} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
+    return found
 
 
 def load(

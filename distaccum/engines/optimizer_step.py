@@ -54,10 +54,12 @@ class OptimizerStep:
         self._guard = StepGuard(optimizers, modules, window_open)
         self._settings = settings
 
-    def step(self, divisor: float, *, among: AbstractContextManager[None] | None = None) -> StepOutput:
+    def step(
+        self, divisor: float, norm_bound: float, *, among: AbstractContextManager[None] | None = None
+    ) -> StepOutput:
         """Steps on the gradients over ``divisor`` and the loss scale, within ``among``; they are not zeroed yet."""
         with self._guard, among or nullcontext():
-            output = self._update.step(divisor)
+            output = self._update.step(divisor, norm_bound)
         self._attempts += 1
         if not (self._underflow_every and self._attempts % self._underflow_every == 0):
             return output

@@ -43,7 +43,7 @@ class Callback:
         """Called after an applied update. With this or :meth:`on_skip` the host waits for each window."""
 
     def on_skip(self, run: Run, outcome: Outcome) -> None:
-        """Called after a window that was not applied, since its gradient was NaN or infinite."""
+        """Called after a window that was not applied, since its gradient was NaN or infinite, or spiked."""
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         """Called after an evaluation; the results are the same on every rank."""
@@ -59,7 +59,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`, before the first update."""
+        """Restores :meth:`state_dict`, before the first update or at a rollback."""
 
 
 def watches_updates(callback: Callback) -> bool:

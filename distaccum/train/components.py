@@ -194,7 +194,7 @@ def build_components(
         seed=config.seed,
         planned=planned,
     )
-    if config.checkpoint.every:
+    if config.checkpoint.saves:
         weights.check_storable(model)
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))

@@ -15,10 +15,11 @@ from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.config.checks import ROLLBACK
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.errors import MisuseError, NonFiniteError
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError
 from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
@@ -26,7 +27,9 @@ from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import evaluate
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
+from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.save_clock import SaveClock
 from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
@@ -79,6 +82,11 @@ class Loop:
         self._enter_phase = enter_phase
         self._best = BestCheckpoint(components.config.checkpoint, store, accumulator.world)
         self._world = accumulator.world
+        minutes = components.config.checkpoint.every_minutes
+        self._clock = None if minutes is None else SaveClock(60 * minutes, decides=self._world.is_main)
+        if self._clock is not None:
+            accumulator.add_rider(self._clock)
+        self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress)
         self._evaluation: tuple[int, dict[str, float]] | None = None
@@ -86,7 +94,9 @@ class Loop:
         self._saved_step = self.progress.step if components.config.resume == "auto" else 0
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
-        self._watched = any(map(watches_updates, components.callbacks))
+        if self._saved_step:
+            accumulator.replicas.saved = store.root / f"step-{self._saved_step}"
+        self._watched = self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
         self._reason = ""
         self._preempted_by = ""
@@ -121,6 +131,9 @@ class Loop:
 
         Raises:
             NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
+            SpikeError: too many windows in a row were skipped for their gradient norms, or the run was rolled back too
+                often; on every rank.
+            VerificationError: the ranks' weights or optimizer state differ, or a gradient is wrong; on every rank.
             DataError: an epoch gives nothing to train on.
         """
         self._write_status()
@@ -137,7 +150,7 @@ class Loop:
                     if self.at_end:
                         break
             self._tracker.raise_if_nonfinite()
-        except NonFiniteError:
+        except (NonFiniteError, SpikeError):
             self._look_at_last(self._tracker.known_progress)  # what ends the run stands in the log
             raise
         return self._finish()
@@ -156,6 +169,10 @@ class Loop:
         if self._watched or self._is_due(self._tracker.max_possible_step):
             self._tracker.resolve_last_step()
             self._look_at_last(self._tracker.known_progress)
+        if self._clock is not None and self._clock.due:
+            self._look_at_last(self.progress)
+            if self.progress.step != self._saved_step:
+                self._save()
         if self._reason:
             self._accumulator.stop()
         if self._time_limit.is_near and not self._preempted_by:
@@ -177,6 +194,22 @@ class Loop:
             return
         self._log(window, outcome, progress, evaluates=False)
         self._call(lambda callback: callback.on_skip(self, outcome))
+        if self._rolls_back and outcome.finite:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        spikes = self._accumulator.spikes
+        assert spikes is not None
+        self._enter_phase(f"rolling back from step {self.progress.step}")
+        self._world.activity.phase = Phase.SAVE
+        window = self.progress.window
+        folder = roll_back(self._accumulator, spikes, self._store, self._components)
+        if folder is not None:
+            self._evaluation = self._unlogged = None
+            if self._world.is_main:
+                self._run_dir.note_rolled_back(self.progress.step, window)
+            self._save(again=True)  # whoever resumes goes on with the same data
+        self._enter_phase(TRAINING)
 
     def _watch_loss_scale(self, outcome: Outcome) -> None:
         lowest, before = self._accumulator.engine.min_loss_scale, self._loss_scale
@@ -229,6 +262,8 @@ class Loop:
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = float(self._components.optimizers[0].param_groups[0]["lr"])
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
+        if self._accumulator.spikes is not None:
+            record |= self._accumulator.spikes.metrics
         if evaluates:
             record |= self._evaluate()
         if self._world.is_main:
@@ -240,14 +275,16 @@ class Loop:
     def _is_best(self) -> bool:
         return self._evaluation is not None and self._best.improves(self._evaluation[1])
 
-    def _save(self, *, best: bool = False) -> None:
+    def _save(self, *, best: bool = False, again: bool = False) -> None:
         self._run_dir.require_owned()
         self._enter_phase(f"saving step {self.progress.step}")
         self._world.activity.phase = Phase.SAVE
         self._accumulator.replicas.check()
+        self._accumulator.replicas.check_state()
         self._accumulator.use_evaluation_weights()
         for logger in self._loggers:
             logger.sync()
+        spikes = self._accumulator.spikes
         run = checkpoint.RunState(
             progress=self.progress,
             position=self._loader.position,
@@ -256,17 +293,21 @@ class Loop:
             callbacks=callback_states(self._components.callbacks),
             optimizer_format=self._components.config.optimizer_format(self._world.size),
             facts=self._components.facts if self._world.is_main else {},
+            spikes={} if spikes is None else spikes.state_dict(),
         )
         engine, data = self._accumulator.engine, self._loader.state()
         path = self._store.save(
             self.progress.step,
             self._world,
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
+            again=again,
             before_publishing=partial(self._before_publishing, best=best),
         )
         if best and self._evaluation is not None:
             self._best.note(self._evaluation[1])
-        self._saved_step = self.progress.step
+        self._saved_step, self._accumulator.replicas.saved = self.progress.step, path
+        if self._clock is not None:
+            self._clock.saved()
         if self._world.is_main:
             self._run_dir.note_saved(self._saved_step)
         self._world.activity.phase = Phase.BETWEEN
@@ -326,7 +367,7 @@ class Loop:
         self.stop_reason = "; ".join(reasons)
 
     def _save_last(self, *, best: bool = False) -> None:
-        if not self._components.config.checkpoint.every:
+        if not self._components.config.checkpoint.saves:
             return
         if self._saved_step != self.progress.step:
             self._save(best=best)

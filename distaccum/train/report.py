@@ -65,7 +65,7 @@ def print_summary(
     """Prints how the run ended, and for text what simple models reach on the same split."""
     if state is State.PREEMPTED:
         saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto resumes it"
-        if not components.config.checkpoint.every:
+        if not components.config.checkpoint.saves:
             saved = "checkpoint.every=0, so nothing is saved"
         elif not progress.step:
             saved = "nothing to save yet; the same command with resume=auto begins"

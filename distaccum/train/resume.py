@@ -60,6 +60,7 @@ def find_checkpoint(
             gives the saved state its meaning.
     """
     if config.resume == "auto":
+        store.recover()
         path = store.newest_valid()
         if path is None:
             run_dir.require_no_history()
@@ -198,7 +199,7 @@ class Restore:
             with_optimizer=self._with_optimizer,
             with_model=self._with_optimizer or self._on_meta,
         )
-        accumulator.restore(run.progress, run.position, data)
+        accumulator.restore(run.progress, run.position, data, run.spikes)
         for name, callback in named(self._components.callbacks).items():
             if name in run.callbacks:
                 callback.load_state_dict(run.callbacks[name])

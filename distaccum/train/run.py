@@ -28,6 +28,7 @@ import torch
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
@@ -238,7 +239,7 @@ def train(
     """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
-    if components.config.checkpoint.every:
+    if components.config.checkpoint.saves:
         check_shared(run_dir.path, world)
     restore = Restore(saved, components, world)
     restore.before_wrap()
@@ -318,6 +319,9 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
         max_skips=config.trainer.max_skips,
         verify=config.trainer.verify,
         on_divergence=config.trainer.on_divergence,
+        on_spike="skip" if config.trainer.on_spike == ROLLBACK else config.trainer.on_spike,
+        spike_zscore=config.trainer.spike_zscore,
+        spike_window=config.trainer.spike_window,
         prepared=components.engine,
         seed=config.seed,
         prefetch=config.trainer.prefetch,

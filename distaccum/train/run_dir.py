@@ -151,6 +151,12 @@ class RunDir:
         if history.get("saved") != step:
             write_json(self._history, {"begun": history.get("begun"), "saved": step})
 
+    def note_rolled_back(self, step: int, window: int) -> None:
+        """Notes in ``history.json`` that the updates from ``step`` to ``window``, an attempt, were given up."""
+        history = self._read_history() or {}
+        before = history.get("rolled_back", [])
+        write_json(self._history, {**history, "rolled_back": [*before, {"to_step": step, "after_window": window}]})
+
     def saved_step(self) -> int | None:
         """The step of the last checkpoint that was ever saved here; None if there has been none, or nobody knows."""
         return (self._read_history() or {}).get("saved")

@@ -53,7 +53,8 @@ class OptimizerWatch:
         self._coefficient = 1.0 if clip_norm is None else min(1.0, clip_norm / (expected.norm + 1e-6))
         self._measures = {**measures, "(clip coefficient)": self._coefficient}
         self._called = False
-        self._spoiled = False  # the engine has made a finite gradient NaN, and says why
+        # The engine has made a finite gradient NaN, and says why; or it may leave out the step of too large a one.
+        self._spoiled = expected.norm * (1 + expected.tolerance) + expected.allowed >= engine.norm_bound
         self._hooked = False  # a foreign hook has changed the gradient
         self._squares: dict[int, float] = {}  # by optimizer, before foreign hooks
         self._found, self._seen = 0.0, 0  # of the engine's copies, in the optimizers so far

@@ -7,9 +7,9 @@ elements change alike, as a bias of zeros that becomes one of ones.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil, log2
 
 import torch
@@ -27,6 +27,7 @@ _MOST_SLOTS = 64
 # A parameter costs at least this many operators in a micro-step's forward and backward, its checksum costs one.
 _LEAST_OPERATORS = 4
 _SHARE = 0.01  # of a window's operators, at most
+_STATE = "the optimizers' state is no longer"
 _FIXED_OPERATORS = 4  # that combine the checksums of all parameters
 
 
@@ -48,6 +49,8 @@ class Replicas:
         """Windows between two checksums; known with the first window's count."""
         self._engine, self._world, self._stops = engine, world, stops
         self._delay = 1 if world.device.type == "cuda" else 0  # windows
+        self.saved: object = None
+        """The last checkpoint that was compared before it was saved, for the messages; None: there is none."""
         self._slots = min(world.size, _MOST_SLOTS)
         self._mask = 2 ** (_BITS - ceil(log2(ceil(world.size / self._slots)))) - 1
         self._views: dict[str, tuple[tuple[int, ...], Tensor]] = {}
@@ -65,7 +68,7 @@ class Replicas:
             str, float
         ] = {}  # by loss: the counts that windows were divided by, since the last exchange
         self._counted: dict[str, float] = {}
-        self._warned = False
+        self._warned = self._warned_of_state = False
 
     # --- what rides in a count, see GlobalCounter
 
@@ -148,6 +151,30 @@ class Replicas:
         self._divided, self._counted = {}, {}
         self._compare(self._windows, self._world.all_reduce_host(slots))
 
+    def check_state(self) -> None:
+        """Compares what the optimizers keep on several ranks, before it is saved; a collective that reads the device.
+
+        Raises:
+            VerificationError: the ranks differ; raised on all of them.
+        """
+        if self._world.size == 1 or self._warned_of_state:
+            return
+        group, tensors = self._engine.replicated_state()
+        own = _sums_by_name(tensors)
+        everyone = self._world.all_gather_object((group, hashlib.sha256(repr(sorted(own.items())).encode()).digest()))
+        ranks = {group: [rank for rank, (each, _) in enumerate(everyone) if each == group] for group, _ in everyone}
+        differing = [held for held in ranks.values() if len({everyone[rank] for rank in held}) > 1]
+        if not differing:
+            return
+        sums = self._world.all_gather_object(own)
+        when = f"at the save after window {self._windows} of this process"
+        message = self._told({rank: sums[rank] for rank in differing[0]}, _STATE, when)
+        if self._stops:
+            raise VerificationError(message)
+        self._warned_of_state = True
+        if self._world.is_main:
+            _log.warning("%s", message)
+
     def _compare(self, window: int, sums: list[float]) -> None:
         """Of the checksums of the ranks that share a slot, which are all the same number where no rank differs."""
         means = {total / len(range(slot, self._world.size, self._slots)) for slot, total in enumerate(sums)}
@@ -163,25 +190,31 @@ class Replicas:
     def _explanation(self, window: int) -> str:
         """Which ranks, and which tensors; a collective."""
         own = {name: int(_sum_of_bits(tensor)) for name, tensor in self._engine.replicated().items()}
-        everyone = self._world.all_gather_object(own)
-        names = [name for name in own if len({each[name] for each in everyone}) > 1]
-        kinds = Counter(tuple(each[name] for name in names) for each in everyone)
-        most, size = kinds.most_common(1)[0]
-        odd = [rank for rank, each in enumerate(everyone) if tuple(each[name] for name in names) != most]
-        if 2 * size > self._world.size:
+        everyone = dict(enumerate(self._world.all_gather_object(own)))
+        return self._told(everyone, "the weights are no longer", f"after window {window} of this process")
+
+    def _told(self, everyone: Mapping[int, Mapping[str, int]], what: str, when: str) -> str:
+        """In words, which of the ranks differ, by the sums of their tensors, and in which."""
+        known = list(dict.fromkeys(name for each in everyone.values() for name in each))
+        names = [name for name in known if len({each.get(name) for each in everyone.values()}) > 1]
+        groups: dict[tuple[int | None, ...], list[int]] = {}
+        for rank, each in everyone.items():
+            groups.setdefault(tuple(each.get(name) for name in names), []).append(rank)
+        size = max(map(len, groups.values()))
+        most = next(ranks for ranks in groups.values() if len(ranks) == size)
+        odd = [rank for rank in everyone if rank not in most]
+        if 2 * size > len(everyone):
             who = f"{'rank' if len(odd) == 1 else 'ranks'} {shorten(odd)} {'differs' if len(odd) == 1 else 'differ'}"
-            who += " from the other ranks" if len(odd) < self._world.size - 1 or size > 1 else " from rank 0"
+            who += " from the other ranks" if len(odd) < len(everyone) - 1 or size > 1 else f" from rank {most[0]}"
         else:
-            groups: dict[tuple[int, ...], list[int]] = {}
-            for rank, each in enumerate(everyone):
-                groups.setdefault(tuple(each[name] for name in names), []).append(rank)
             who = "ranks differ: " + " against ".join(shorten(ranks) for ranks in groups.values())
-        what = shorten(names) if names else "what has changed since"
+        where = shorten(names) if names else "what has changed since"
+        last = "the last checkpoint" if self.saved is None else f"{self.saved}, the last checkpoint"
         return (
-            f"the weights are no longer the same on every rank after window {window} of this process: {who}, in {what} "
-            f"({len(names)} of {len(own)} tensors). Something changed them past the engine on some ranks only: an "
+            f"{what} the same on every rank {when}: {who}, in {where} "
+            f"({len(names)} of {len(known)} tensors). Something changed them past the engine on some ranks only: an "
             "in-place edit, a step or an EMA on one rank, other data in a load, or a defect of the hardware. Resume "
-            "from the last checkpoint; trainer.on_divergence=warn goes on"
+            f"from {last}; trainer.on_divergence=warn goes on"
         )
 
     # --- the checksum
@@ -239,3 +272,13 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     return _as_integers(tensor).sum()
+
+
+@torch.no_grad()
+def _sums_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The sum of each tensor's bits; one read for each device."""
+    found: dict[str, int] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        names = [name for name, tensor in tensors.items() if tensor.device == device]
+        found |= dict(zip(names, torch.stack([_sum_of_bits(tensors[name]) for name in names]).tolist(), strict=True))
+    return found

@@ -47,7 +47,7 @@ MUTANTS = (
             ),
             (
                 "accumulation/open_window.py",
-                "counts = self._known_counts(count) if self.counts else self._provisional_counts(count)",
+                "counts = self._known_counts(count) if known else self._provisional_counts(count)",
                 (
                     "counts = {n: c * len(self) * self._engine.gradient_divide_factor"
                     " for n, c in self._current.counts.items()}"

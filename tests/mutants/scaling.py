@@ -25,7 +25,7 @@ MUTANTS = (
                     "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())\n"
                 ),
             ),
-            ("engines/fused_update.py", "            scaler.advance(1.0 - applied)", "            pass"),
+            ("engines/fused_update.py", "            scaler.advance(1.0 - finite)", "            pass"),
         ),
     ),
     Mutant(
@@ -56,7 +56,7 @@ MUTANTS = (
                 "engines/fused_update.py",
                 "        self._apply(",
                 (
-                    "        applied = torch.full_like(norm, float(self.__dict__.pop('own', True)))\n"
+                    "        applied = finite = torch.full_like(norm, float(self.__dict__.pop('own', True)))\n"
                     "        self._apply("
                 ),
             ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import nan, sqrt
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +28,7 @@ from distaccum.engines.group_settings import OTHER_SETTINGS, differ, fingerprint
 from distaccum.engines.guard import StepGuard
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import clean, trained
+from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -309,7 +312,9 @@ class DeepSpeedEngine(Engine):
             faults = 1.0
         self._refuse(faults=bool(faults), used=used)
         applied = False
-        if total**0.5 / factor <= torch.finfo(torch.float32).max:  # NaN is not less
+        finite = total**0.5 / factor <= torch.finfo(torch.float32).max  # NaN is not less
+        spikes = finite and float(np.float32(sqrt(total) / factor)) >= self.norm_bound  # the same number as norm
+        if finite and not spikes:
             self._edited.take_in()
             self._gradients.divide(factor)
             with self._lock, self._groups:
@@ -318,9 +323,10 @@ class DeepSpeedEngine(Engine):
             applied = bool(self._engine.was_step_applied())
         self.zero_gradients()
         on_device = torch.tensor(float(applied), device=self.device)
-        decision = HostCopy(torch.stack((on_device, scale)))
+        known = norm if applied or spikes else torch.full_like(norm, nan)  # also where DeepSpeed itself has not stepped
+        decision = HostCopy(torch.stack((on_device, scale, known)))
         if self._scaler:
-            self._scaler.advance(1.0 - on_device)
+            self._scaler.advance(torch.zeros_like(on_device) if spikes else 1.0 - on_device)
         return StepOutput(grad_norm=norm, decision=decision, names=names, norms=norms)
 
     def _refuse(self, *, faults: bool, used: Sequence[float]) -> None:
@@ -442,6 +448,14 @@ class DeepSpeedEngine(Engine):
         self._settings.restore(state.optimizer_values)
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """See :class:`Engine`: all at stage 0; at the others each rank keeps a part."""
+        if self._stage:
+            return 0, {}
+        copies = internals.fp32_copies(self._engine.optimizer)
+        named = dict(zip(self._names, self._trained, strict=True))
+        return 0, by_entry(self._optimizers, {name: copies.get(id(p), p) for name, p in named.items()})
 
     def _about(self) -> dict[str, Any]:
         return {"world_size": self._world.size, "stage": self._stage, "precision": self._policy.name}

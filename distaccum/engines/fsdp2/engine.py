@@ -41,6 +41,7 @@ from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import is_meta, trained
+from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -531,7 +532,8 @@ class FSDP2Engine(Engine):
             raise _no_gradient(self._parameters)
         self._late_faults = self._shard_watch.spoil()
         self._compares_order = True
-        output = replace(self._optimizer_step.step(divisor), fault=self._fault, late_faults=self._late_faults)
+        output = self._optimizer_step.step(divisor, self.norm_bound)
+        output = replace(output, fault=self._fault, late_faults=self._late_faults)
         for parameter in self._parameters.values():
             parameter.grad = None
         self._shard_watch.forget()
@@ -575,6 +577,14 @@ class FSDP2Engine(Engine):
         self._reads.remove()
         self._optimizer_step.release()
         apply_precision(self._model, PrecisionPolicy.of(PrecisionConfig()), self.device)
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """See :class:`Engine`: what is not sharded; with replicas the shards as well, those of the weights included."""
+        kept = by_entry(self._optimizers, self._parameters)
+        if not self._replicated:
+            return 0, {name: tensor for name, tensor in kept.items() if not is_sharded(tensor)}
+        own = {**kept, **{f"the shard of {name}": p.detach() for name, p in self._parameters.items()}}
+        return self._mesh["shard"].get_local_rank(), {name: to_local(tensor) for name, tensor in own.items()}
 
     def state(self) -> EngineState:
         """Gathers tensor by tensor; one rank keeps each, on the host."""

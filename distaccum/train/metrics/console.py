@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -38,7 +40,8 @@ class ConsoleLogger(Logger):
         if record["skipped"]:
             line += f"  skipped {record['skipped']}"
         if not record["applied"]:
-            line += "  SKIPPED: the gradient is NaN or infinite"
+            spikes = "spikes" in record and math.isfinite(record["grad_norm"])
+            line += f"  SKIPPED: the gradient {'norm spikes' if spikes else 'is NaN or infinite'}"
         evaluated = "".join(
             f"  {name.removeprefix('eval_').replace('_', ' ')} {value:.4f}"
             for name, value in record.items()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,3 +93,13 @@ def test_a_line_says_what_became_of_the_loss_scale() -> None:
     logger = ConsoleLogger(10, Console(file=out, width=300))
     logger.log(RECORD | {"loss_scale": 65536.0, "underflow_share": 0.0123, "skipped": 2, "applied": False})
     assert "loss scale 65536  underflow 1.23%  skipped 2  SKIPPED: the gradient is NaN or infinite" in out.getvalue()
+
+
+def test_a_line_tells_a_spike_from_a_gradient_that_is_not_finite() -> None:
+    out = io.StringIO()
+    logger = ConsoleLogger(10, Console(file=out, width=300))
+    for norm in (40.0, math.nan):
+        logger.log(RECORD | {"grad_norm": norm, "spikes": 1, "skipped": 1, "applied": False})
+    first, second = out.getvalue().splitlines()
+    assert "SKIPPED: the gradient norm spikes" in first
+    assert "SKIPPED: the gradient is NaN or infinite" in second

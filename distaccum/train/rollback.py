@@ -1,0 +1,80 @@
+"""Takes a run back to its last checkpoint where a window's gradient norm spikes; the data go on after that window.
+
+Source: A. Chowdhery et al., "PaLM" (2022), section 5.1: restart from a checkpoint before the spike, and leave out the
+batches that were seen before and during it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.spikes import Spikes
+from distaccum.checkpoint import state as checkpoint
+from distaccum.checkpoint.store import CheckpointStore
+from distaccum.errors import SpikeError
+from distaccum.train.callbacks import named
+from distaccum.train.components import TrainingComponents
+
+_log = logging.getLogger(__name__)
+
+MOST = 3  # rollbacks to one checkpoint
+
+
+def roll_back(
+    accumulator: Accumulator, spikes: Spikes, store: CheckpointStore, components: TrainingComponents
+) -> Path | None:
+    """Loads the newest checkpoint of ``store`` after a window that made no step; a collective between two windows.
+
+    Weights, optimizer state, loss scale, random numbers, callbacks, statistics and ``step`` are the checkpoint's. The
+    data, and what counts attempts, samples and tokens, go on: updates that are undone count as skipped.
+
+    Returns:
+        The checkpoint, which is to be saved anew, so that whoever resumes goes on with the same data; None where there
+        is none yet, and nothing was done.
+
+    Raises:
+        SpikeError: it was loaded so often before; on every rank.
+        CheckpointError: it cannot be loaded.
+    """
+    world, progress = accumulator.world, accumulator.progress
+    newest = store.newest_valid() if world.is_main else None
+    folder = world.broadcast_str(str(newest) if newest else "")
+    if not folder:
+        if world.is_main:
+            _log.warning("trainer.on_spike=rollback: there is no checkpoint yet, so the window is skipped only")
+        return None
+    saved = checkpoint.read(Path(folder))
+    step = saved.run.progress.step
+    times = spikes.roll_back(step, saved.run.spikes)
+    if times > MOST:
+        raise SpikeError(
+            f"window {progress.window} spikes, and the run has been rolled back to step {step} {MOST} times already, "
+            f"each time to go on with other data. Resume from an earlier checkpoint than {folder}, lower the learning "
+            "rate, or raise trainer.spike_zscore"
+        )
+    accumulator.use_evaluation_weights()
+    checkpoint.restore(saved, accumulator.engine, world)
+    accumulator.go_on_from(undone(progress, step))
+    for name, callback in named(components.callbacks).items():
+        if name in saved.run.callbacks:
+            callback.load_state_dict(saved.run.callbacks[name])
+    if world.is_main:
+        _log.warning(
+            "rolled back from step %d to %s; training goes on with the data after window %d (%d of %d times to this "
+            "checkpoint)",
+            progress.step,
+            folder,
+            progress.window,
+            times,
+            MOST,
+        )
+    return saved.folder
+
+
+def undone(progress: Progress, step: int) -> Progress:
+    """The progress where the updates after ``step`` do not count: their windows are skipped ones."""
+    return replace(progress, step=step, skipped=progress.skipped + progress.step - step)
