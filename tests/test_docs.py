@@ -82,6 +82,8 @@ ELSEWHERE = {
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
+    "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
     "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
@@ -382,6 +384,14 @@ def _anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.slow
+def test_the_table_of_faults_is_what_the_tests_say() -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.support.faults", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, f"run python -m tests.support.faults\n{made.stdout[-1000:]}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
