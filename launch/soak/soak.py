@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -300,19 +301,20 @@ class _Play:
     def _after(self, entry: Entry, outcome: Outcome, began: float) -> None:
         self._faults += 1
         entry.did, entry.handled, entry.exit_code = outcome.did, outcome.handled, outcome.code
+        if outcome.ended and self._attempt is not None:
+            self._look(self._attempt)
         self._to_say += outcome.next_says
         if not outcome.ended:
             entry.training_after_s = round(monotonic() - began, 1)
             self._soak.note(entry)
             return
         entry.down_s = round(monotonic() - began, 1)
-        if self._attempt is not None:
-            self._look(self._attempt)
         self._attempt = None
         self._run.world = outcome.world or self._run.world
         self._open.append((entry, began))
 
     def _look(self, attempt: Attempt) -> None:
+        self._to_say = [words for words in self._to_say if words not in attempt.err]  # it need not have trained
         if attempt.step() > 0:
             self._run.worlds.add(attempt.world)
             self._logged = attempt.step()
@@ -361,7 +363,8 @@ class _Play:
         for attempt in self._run.attempts:
             attempt.kill()
         if self._run.folder.exists():
-            shutil.copytree(self._run.folder, self._soak.out / "failed", dirs_exist_ok=True)
+            with suppress(shutil.Error):  # of files that W&B has just removed
+                shutil.copytree(self._run.folder, self._soak.out / "failed", dirs_exist_ok=True)
 
 
 def summary(entries: list[Entry], compared: list[Compared], minutes: float) -> str:
