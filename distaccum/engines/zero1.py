@@ -100,6 +100,8 @@ class ZeRO1:
         something else: then its own state is all there is.
         """
         error = sys.exc_info()[1]
+        if isinstance(error, DistaccumError):  # which may put one of these in words
+            error = error.__cause__
         alone = isinstance(error, RuntimeError) and not isinstance(error, DistaccumError)
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new

@@ -399,7 +399,7 @@ class Cell:
                         else:
                             owns[0], self.slept = False, True
                             with self.disk.outside():
-                                must_fail[0] = not intact(self.checkpoints / f"step-{self.plan.steps}")
+                                must_fail[0] = not self._has_left()
                             self._take_over()
             if call.kind in _REMOVES:
                 with self.disk.outside():
@@ -471,6 +471,12 @@ class Cell:
         )
         with self.disk.outside():
             self._require(tree(self.root) == before, "a visitor changed the folder")
+
+    def _has_left(self) -> bool:
+        """Whether the run has nothing left to write: it has trained to its end, or has saved and left for another."""
+        status = self.root / "status.json"
+        preempted = status.exists() and json.loads(status.read_bytes())["state"] == "preempted"
+        return preempted or intact(self.checkpoints / f"step-{self.plan.steps}")
 
     def _take_over(self) -> None:
         lock = self.root / "owner.json"

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tests.simulation.cells import At, Attempt, Crashes, Damages, Fails, Plan, Sleeps, Stops, Visited, simulate
 from tests.simulation.disk import CHANGES, READS
 
+# A process that dies closes no file.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EINTR)
 
 
