@@ -41,14 +41,18 @@ class Kind:
 LOADERS, WANDB, WORLDS = "loaders", "wandb", "worlds"
 _LOADERS = ("trainer.num_workers=1",)
 _WANDB = ("metrics=wandb",)
+_SGD = (
+    "optim=sgd",
+    "optim.lr=0.1",
+)  # Adam turns the rounding of small gradients, which world sizes differ by, into steps
 COURSES = {
     course.name: course
     for course in (
         Course(name="ddp", overrides=("engine=ddp", *_LOADERS, *_WANDB), has=frozenset({LOADERS, WANDB})),
-        Course(name="worlds", overrides=("engine=ddp",), has=frozenset({WORLDS}), worlds=(2, 1, 3)),
+        Course(name="worlds", overrides=("engine=ddp", *_SGD), has=frozenset({WORLDS}), worlds=(2, 1, 3)),
         Course(name="zero1", overrides=("engine=zero1", *_LOADERS), has=frozenset({LOADERS})),
         Course(name="fsdp2", overrides=("engine=fsdp2", "model.dropout=0.1", *_WANDB), has=frozenset({WANDB})),
-        Course(name="fsdp2-worlds", overrides=("engine=fsdp2",), has=frozenset({WORLDS}), worlds=(2, 1, 3)),
+        Course(name="fsdp2-worlds", overrides=("engine=fsdp2", *_SGD), has=frozenset({WORLDS}), worlds=(2, 1, 3)),
         Course(name="stream", overrides=("engine=ddp", "data._target_=launch.soak.stream.documentation")),
     )
 }
