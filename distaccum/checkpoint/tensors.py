@@ -175,6 +175,9 @@ def _mode_of_a_new(file: Path) -> int:
     try:
         with probe.open("xb") as opened:
             return stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+    except OSError as error:
+        error.filename = str(file)
+        raise
     finally:
         probe.unlink(missing_ok=True)
 
