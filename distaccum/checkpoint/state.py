@@ -57,8 +57,8 @@ class RunState:
 
     ``position`` holds the plan's numbers that give ``progress.window`` its meaning: a run can only resume from a
     checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
-    ``facts`` tell another model or other data than the configuration does, and ``spikes`` is what gradient norms are
-    judged by; both are empty in older checkpoints.
+    ``facts`` tell another model or other data than the configuration does, ``spikes`` is what gradient norms are
+    judged by, and ``logged`` has the window and the step of the last record; all are empty in older checkpoints.
     """
 
     progress: Progress
@@ -69,6 +69,7 @@ class RunState:
     optimizer_format: str = BY_PARAMETER
     facts: Mapping[str, Any] = field(default_factory=dict)
     spikes: Mapping[str, Any] = field(default_factory=dict)
+    logged: Mapping[str, int] = field(default_factory=dict)
 
 
 def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
@@ -139,6 +140,7 @@ def read(folder: Path) -> SavedState:
             optimizer_format=record.get("optimizer_format", BY_PARAMETER),
             facts=record.get("facts", {}),
             spikes=record.get("spikes", {}),
+            logged=record.get("logged", {}),
         ),
         world_size=record["world_size"],
         scaler=record["scaler"] or {},
@@ -148,8 +150,10 @@ def read(folder: Path) -> SavedState:
 
 def _check_types(folder: Path, record: Mapping[str, Any]) -> None:
     wrong = [name for name, kinds in _TYPES.items() if name not in record or not isinstance(record[name], kinds)]
-    later = {"optimizer_format": str, "facts": dict}  # older formats have none
+    later = {"optimizer_format": str, "facts": dict, "spikes": dict, "logged": dict}  # older formats have none
     wrong += [name for name, kind in later.items() if not isinstance(record.get(name, kind()), kind)]
+    if not wrong and not all(isinstance(n, int) for n in record.get("logged", {}).values()):
+        wrong = ["logged"]
     numbers = {one.name for one in fields(Progress)}
     if not wrong and not all(name in numbers and isinstance(n, int | float) for name, n in record["clocks"].items()):
         wrong = ["clocks"]

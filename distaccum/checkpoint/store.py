@@ -90,11 +90,16 @@ class CheckpointStore:
     def recover(self) -> None:
         """Puts back a checkpoint that a process which died was about to replace; before a run goes on, on rank 0."""
         for path in listed(self.root, f"{_REPLACED}step-*"):
-            final = path.with_name(path.name.removeprefix(_REPLACED))
-            if final.exists():
+            if path.with_name(path.name.removeprefix(_REPLACED)).exists():
                 shutil.rmtree(path)
-            else:
-                path.rename(final)
+        for path, final in self.to_recover():
+            path.rename(final)
+
+    def to_recover(self) -> list[tuple[Path, Path]]:
+        """What :meth:`recover` would put back, and where; reads only."""
+        found = listed(self.root, f"{_REPLACED}step-*")
+        pairs = ((path, path.with_name(path.name.removeprefix(_REPLACED))) for path in found)
+        return [(path, final) for path, final in pairs if not final.exists()]
 
     def newest_valid(self) -> Path | None:
         """The newest checkpoint that verifies; the log warns of damaged ones, which are passed over.

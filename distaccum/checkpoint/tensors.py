@@ -6,9 +6,11 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -155,6 +157,7 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
+    mode = _mode_of_a_new(file)
     try:
         save_file(tensors, file, metadata=metadata)
     except SafetensorError as error:
@@ -162,6 +165,21 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | Non
         if number:
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
         raise OSError(f"{file} cannot be written ({error})") from error
+    with suppress(OSError):  # a file system without modes
+        file.chmod(mode)  # safetensors 0.8 lets nobody but the owner read
+
+
+def _mode_of_a_new(file: Path) -> int:
+    """The mode that a new file gets next to ``file``, by the umask and the folder's rules."""
+    probe = file.with_name(f".{file.name}.{token_hex(8)}")
+    try:
+        with probe.open("xb") as opened:
+            return stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+    except OSError as error:
+        error.filename = str(file)
+        raise
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _storable(

@@ -24,6 +24,7 @@ _ONE_PRESS_S = 0.3  # wrappers pass on a Ctrl-C that the whole process group has
 _PATIENCE_S = 1.0  # before a person is told that Ctrl-C was understood
 _NO_SIGNAL = 0
 _INTERRUPTED = 128 + signal.SIGINT  # the exit code
+_ignored: set[signal.Signals] = set()  # by an earlier block of this process, not by nohup
 
 
 class StopSignals:
@@ -84,7 +85,10 @@ class StopSignals:
         A handler would not do: Python drops its handlers while it ends, and the signal would kill it.
         """
         for number in self._before:
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGINT and self.received else signal.SIG_IGN)
+            left = number == signal.SIGINT and self.received
+            signal.signal(number, signal.SIG_DFL if left else signal.SIG_IGN)
+            if not left:
+                _ignored.add(number)
         self._before.clear()
 
     @contextmanager
@@ -143,7 +147,7 @@ class StopSignals:
 def _is_free(number: signal.Signals) -> bool:
     """Whether the program leaves a signal to us."""
     handler = signal.getsignal(number)
-    if number in FROM_THE_TERMINAL and handler is signal.SIG_IGN:
+    if number in FROM_THE_TERMINAL and handler is signal.SIG_IGN and number not in _ignored:
         return False
     return not callable(handler) or handler is signal.default_int_handler
 

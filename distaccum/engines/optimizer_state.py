@@ -30,7 +30,8 @@ def collect(
         parameters: by name, in the same order on every rank.
         owns: whether this rank gives the n-th parameter's state, of those it holds a part of.
 
-    Lists and dicts of whole tensors and plain values are kept as bytes.
+    Lists and dicts of whole tensors and plain values are kept as bytes, and so is a whole tensor of a sharded parameter
+    that has another shape: a load cuts what is not.
 
     Raises:
         MisuseError: an optimizer keeps something that cannot be read without code, or lists of shards.
@@ -50,7 +51,7 @@ def collect(
             values[f"{_OWN}{i}.{key}"] = value
     for n, (name, parameter) in enumerate(parameters.items()):
         for key, value in kept.get(id(parameter), {}).items():
-            if not isinstance(value, Tensor | bool | int | float | str | None):
+            if not isinstance(value, Tensor | bool | int | float | str | None) or _is_whole(value, parameter):
                 if owns(n):
                     tensors[f"{_PREFIX}{name}.{key}"] = _encoded(name, key, value)
                     values[f"{_PREFIX}{name}.{key}"] = _AS_BYTES
@@ -138,6 +139,11 @@ def _encoded(name: str, key: str, value: Any) -> Tensor:
     except CheckpointError as error:
         problem = f"the optimizer keeps a {kind} ({key}) of {name}: only tensors, numbers and containers of them"
         raise MisuseError(f"{problem} are saved") from error
+
+
+def _is_whole(value: Any, parameter: Tensor) -> bool:
+    other = isinstance(value, Tensor) and value.ndim > 0 and value.shape != parameter.shape
+    return other and is_sharded(parameter) and not is_sharded(value)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import inf
 from time import monotonic, sleep
 from typing import Any
 
@@ -138,7 +139,8 @@ class JobCoordinator:
                 said = f"{late} is not ready to train {waited:.0f} s after rank {self._environment.rank} was"
                 if waited > within_s:
                     raise PeerError(f"{said} (trainer.hang_timeout)", "while this rank waited for it")
-                _log.warning("%s; after %.0f s the run ends (trainer.hang_timeout)", said, within_s)
+                ends = f"after {within_s:.0f} s the run ends" if within_s < inf else "the run waits for it"
+                _log.warning("%s; %s (trainer.hang_timeout)", said, ends)
                 word_s *= 2
             sleep(_POLL_S)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Loop:
         loggers: take the records; empty on all ranks but 0.
         wandb_id: kept in every checkpoint.
         time_limit: says when the run has to save.
+        logged: window and step of the last record of the run's own past.
         enter_phase: told what this rank does, for those who find it dead.
     """
 
@@ -69,6 +70,7 @@ class Loop:
         loggers: Sequence[Logger],
         wandb_id: str,
         time_limit: TimeLimit,
+        logged: Mapping[str, int] | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._components = components
@@ -78,6 +80,7 @@ class Loop:
         self._store = store
         self._loggers = loggers
         self._wandb_id = wandb_id
+        self._logged = dict(logged or {})
         self._time_limit = time_limit
         self._enter_phase = enter_phase
         self._best = BestCheckpoint(components.config.checkpoint, store, accumulator.world)
@@ -270,6 +273,7 @@ class Loop:
             self._run_dir.require_owned()
         for logger in self._loggers:
             logger.log(record)
+        self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
 
     def _is_best(self) -> bool:
@@ -294,6 +298,7 @@ class Loop:
             optimizer_format=self._components.config.optimizer_format(self._world.size),
             facts=self._components.facts if self._world.is_main else {},
             spikes={} if spikes is None else spikes.state_dict(),
+            logged=self._logged,
         )
         engine, data = self._accumulator.engine, self._loader.state()
         path = self._store.save(

@@ -208,13 +208,10 @@ class Restore:
         return run.wandb_id if own else wandb_id, self._note(self._saved, continued=continued)
 
     @property
-    def logged_step(self) -> int:
-        """The last step of this run's own past that has a record; 0 where it has none."""
-        if self._saved is None or self._components.config.resume != "auto":
-            return 0
-        run = self._saved.run
-        every = int(run.config.get("trainer", {}).get("log_every", 0))
-        return run.progress.step // every * every if every else 0
+    def logged(self) -> Mapping[str, int]:
+        """Window and step of the last record of this run's own past; empty where it has none, or none is known."""
+        own = self._saved is not None and self._components.config.resume == "auto"
+        return self._saved.run.logged if self._saved is not None and own else {}
 
     def _init_weights(self, engine: Engine) -> str:
         if self._init_from is None:

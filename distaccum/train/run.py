@@ -261,7 +261,7 @@ def train(
         loggers: list[Logger] = []
         if console is not None:
             run_dir.require_owned()
-            rewind_jsonl(run_dir.metrics, accumulator.progress.window, logged=restore.logged_step)
+            rewind_jsonl(run_dir.metrics, accumulator.progress.window, logged=restore.logged)
             engine = accumulator.engine
             plan = components.plan.as_dict() | {
                 "total_steps": components.total_steps,
@@ -284,6 +284,7 @@ def train(
             enter_phase=enter_phase,
             loggers=loggers,
             wandb_id=wandb_id,
+            logged=restore.logged,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,

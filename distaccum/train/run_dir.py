@@ -149,7 +149,7 @@ class RunDir:
         """Notes in ``history.json`` that a whole checkpoint of this step is, or was, here."""
         history = self._read_history() or {}
         if history.get("saved") != step:
-            write_json(self._history, {"begun": history.get("begun"), "saved": step})
+            write_json(self._history, {"begun": None, **history, "saved": step})
 
     def note_rolled_back(self, step: int, window: int) -> None:
         """Notes in ``history.json`` that the updates from ``step`` to ``window``, an attempt, were given up."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic
 from typing import Any
 
@@ -147,7 +148,7 @@ class Trainer:
             die_with_parent()
         result = run(
             lambda: self._components,
-            RunDir(Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}")),
+            RunDir(Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-{token_hex(2)}")),
             self._environment,
             began=self._began,
         )

@@ -37,8 +37,11 @@ def inspect(path: Path) -> list[Finding]:
     """Every checkpoint, the log, the status, the lock, what lies about, and what ``resume=auto`` would do."""
     run_dir = RunDir(path)
     store = CheckpointStore(run_dir.checkpoints, keep=0)
-    steps = [_checkpoint(folder) for folder in store.steps()]
-    found = [Finding(folder.name, "set aside") for folder in listed(run_dir.checkpoints, "*-step-*")]
+    aside = {final: path for path, final in store.to_recover()}  # of a run that died in a rollback's save
+    folders = sorted([*store.steps(), *aside], key=lambda path: int(path.name.removeprefix("step-")))
+    steps = [_checkpoint(aside.get(folder, folder), folder.name) for folder in folders]
+    lies = [path for path in listed(run_dir.checkpoints, "*-step-*") if path not in aside.values()]
+    found = [Finding(folder.name, "set aside") for folder in lies]
     found = [one if not one.name.startswith(".") else Finding(one.name, _BEGUN) for one in found]
     found += [*_best(store), *_metrics(run_dir.metrics), *_status(path / "status.json"), *_owner(path)]
     return [*steps, *found, _resume(run_dir, steps)]
@@ -58,17 +61,17 @@ def _resume(run_dir: RunDir, steps: Sequence[Finding]) -> Finding:
     return Finding("resume=auto", "begins at zero: no checkpoint was ever saved here")
 
 
-def _checkpoint(folder: Path) -> Finding:
+def _checkpoint(folder: Path, name: str) -> Finding:
     try:
         verify(folder)
         saved = state.read(folder)
     except CheckpointError as error:
         what = _UNREADABLE if isinstance(error, UnreadableError) else "DAMAGED"
-        return Finding(folder.name, f"{what}: {str(error).removeprefix(f'{folder}: ')}", whole=False)
+        return Finding(name, f"{what}: {str(error).removeprefix(f'{folder}: ')}", whole=False)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     run = saved.run
     by = f"{run.config.get('engine', {}).get('name', 'an engine')} on {saved.world_size} ranks"
-    return Finding(folder.name, f"whole: window {run.progress.window}, {size / 2**20:.1f} MiB, saved by {by}")
+    return Finding(name, f"whole: window {run.progress.window}, {size / 2**20:.1f} MiB, saved by {by}")
 
 
 def _best(store: CheckpointStore) -> Iterator[Finding]:

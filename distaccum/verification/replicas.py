@@ -210,11 +210,12 @@ class Replicas:
             who = "ranks differ: " + " against ".join(shorten(ranks) for ranks in groups.values())
         where = shorten(names) if names else "what has changed since"
         last = "the last checkpoint" if self.saved is None else f"{self.saved}, the last checkpoint"
+        own = " an optimizer that keeps what it computes from its own shard," if what == _STATE else ""
         return (
             f"{what} the same on every rank {when}: {who}, in {where} "
             f"({len(names)} of {len(known)} tensors). Something changed them past the engine on some ranks only: an "
-            "in-place edit, a step or an EMA on one rank, other data in a load, or a defect of the hardware. Resume "
-            f"from {last}; trainer.on_divergence=warn goes on"
+            f"in-place edit, a step or an EMA on one rank, other data in a load,{own} or a defect of the hardware. "
+            f"Resume from {last}; trainer.on_divergence=warn goes on"
         )
 
     # --- the checksum

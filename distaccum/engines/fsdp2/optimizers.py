@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.dtensor import shard_like
+from distaccum.engines.dtensor import is_sharded, shard_like, to_local
 from distaccum.engines.rules import differs_on_shards
 from distaccum.errors import ConfigError
 
@@ -56,6 +56,8 @@ def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: 
 def _try(optimizer: Optimizer, world: World) -> str:
     """What a step on zeros raises on some rank, for one parameter of each group and shape; "" where it raises nothing.
 
+    Nor may it keep shards of another shape than its parameter: a checkpoint could be saved, and never be loaded.
+
     A rule may turn tall matrices round, and a rank may have an empty shard.
     """
     trial: Any = copy(optimizer)
@@ -71,4 +73,14 @@ def _try(optimizer: Optimizer, world: World) -> str:
     except Exception as error:  # each optimizer has its own
         raised = str(error).splitlines()[0] if str(error) else type(error).__name__
         return world.all_gather_names([raised])[0]
-    return next(iter(world.all_gather_names([])), "")
+    other = [problem for p, values in trial.state.items() for problem in _lost(p, values)]
+    return next(iter(world.all_gather_names(other[:1])), "")
+
+
+def _lost(parameter: Any, values: Mapping[str, Any]) -> Iterator[str]:
+    """What is a shard, and of another shape than the parameter's: that of one rank, or cut in a way nobody notes."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not value.ndim or value.shape == parameter.shape:
+            continue
+        if is_sharded(value) or (value.numel() > 1 and value.shape == to_local(parameter).shape):
+            yield f"it keeps {name} of {tuple(value.shape)} for {tuple(parameter.shape)}, which no checkpoint holds"

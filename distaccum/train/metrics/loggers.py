@@ -81,12 +81,12 @@ class JsonlLogger(Logger):
             self._file.close()
 
 
-def rewind_jsonl(path: Path, window: int, *, logged: int = 0) -> None:
+def rewind_jsonl(path: Path, window: int, *, logged: Mapping[str, int] | None = None) -> None:
     """Moves the lines past ``window`` to ``metrics.superseded.jsonl``, before a run resumes.
 
     The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost. Lines that are no
     records, such as one that was cut short or has a damaged byte, go there as well, and the log says so; so it does
-    where the records end before the step ``logged``, the last that had one when the checkpoint was saved.
+    where the records end before ``logged``, window and step of the last one when the checkpoint was saved.
     """
     kept: list[bytes] = []
     superseded: list[bytes] = []
@@ -114,8 +114,9 @@ def rewind_jsonl(path: Path, window: int, *, logged: int = 0) -> None:
     if damaged:
         text = "%s: line %s is damaged, and was moved as it is to metrics.superseded.jsonl"
         _log.warning(text, path, shorten(damaged))
-    if last_step < logged:
-        _log.warning("%s: the records from step %d to step %d are lost", path, last_step + 1, logged)
+    if logged and last < logged.get("window", 0):
+        text = "%s: the records after step %d are lost, up to step %d (window %d)"
+        _log.warning(text, path, last_step, logged.get("step", 0), logged["window"])
 
 
 def _place(line: bytes) -> tuple[float, int]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import re
@@ -91,6 +92,19 @@ def test_each_rank_finds_where_its_data_stood(gloo_world: World, tmp_path: Path)
     assert found == first
     assert state.restore(state.read(tmp_path), engine, ranks[1]) == (True, {"taken": 9})
     assert state.restore(state.read(tmp_path), engine, gloo_world) == (False, None)  # of another world size
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_its_files_may_be_read_by_whom_the_umask_says(gloo_world: World, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        path = _save(CheckpointStore(tmp_path, keep=0), _engine(gloo_world), gloo_world, 2)
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {
+        name: oct(0o666 & ~umask)
+        for name in ("manifest.json", "model.safetensors", "optimizer.safetensors", "random-0.json", "state.json")
+    }
 
 
 class Trap:

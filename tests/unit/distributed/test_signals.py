@@ -11,12 +11,14 @@ from threading import Thread
 
 import pytest
 
+from distaccum.distributed import signals as the_signals
 from distaccum.distributed.processes import DIED, trouble_of
 from distaccum.distributed.signals import STOP_SIGNALS, StopSignals
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> object:
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(the_signals, "_ignored", set())
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -49,6 +51,14 @@ def test_the_first_ctrl_c_is_noted_and_after_the_block_it_does_what_it_did(ends:
             signals.ignore()
     assert signal.getsignal(signal.SIGINT) is (signal.SIG_DFL if ends else signal.default_int_handler)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_what_a_block_left_ignored_the_next_one_catches() -> None:
+    for _ in range(2):
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received == "SIGHUP"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def _told(signals: StopSignals) -> str:

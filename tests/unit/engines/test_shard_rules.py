@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from distaccum.config.engine import engine_config
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
+from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError
 from tests.support.threads import run_ranks
 
@@ -65,6 +66,30 @@ class Largest(Rule):
         return p.grad.to_local().abs().max().item()
 
 
+class KeepsRows(Rule):
+    """Keeps shards of one number a row."""
+
+    def factor(self, p: Any) -> Any:
+        self.state[p]["rows"] = p.grad.abs().mean(dim=-1) if p.ndim > 1 else p.grad.abs()
+        return 1.0
+
+
+class KeepsShares(Rule):
+    """Keeps this rank's share as if it were the whole."""
+
+    def factor(self, p: Any) -> Any:
+        self.state[p]["average"] = p.grad.to_local().clone()
+        return 1.0
+
+
+class KeepsWhole(Rule):
+    """Keeps the same on every rank, of another shape."""
+
+    def factor(self, p: Any) -> Any:
+        self.state[p]["step"] = self.state[p].get("step", torch.zeros(1)) + 1
+        return 1.0
+
+
 def _wrapped(kind: Any) -> list[Any]:
     def run(world: World) -> str:
         torch.manual_seed(0)
@@ -76,17 +101,46 @@ def _wrapped(kind: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [Rule, Lars, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adagrad]
+    "kind", [Rule, Lars, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adagrad, KeepsWhole]
 )
 def test_what_works_on_shards_is_accepted(kind: Any) -> None:
     assert _wrapped(kind) == ["accepted"] * 2
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [(LarsByItem, "other numbers"), (OwnNorm, "other numbers"), (Largest, "numel")]
+    ("kind", "words"),
+    [
+        (LarsByItem, "other numbers"),
+        (OwnNorm, "other numbers"),
+        (Largest, "numel"),
+        (KeepsRows, "it keeps rows of"),
+        (KeepsShares, "it keeps average of"),
+    ],
 )
 def test_what_reads_a_share_is_refused_on_every_rank(kind: Any, words: str) -> None:
     for raised in _wrapped(kind):
         assert isinstance(raised, ConfigError)
         assert "its rule does not work on shards" in str(raised)
         assert words in str(raised)
+
+
+def test_what_is_whole_on_every_rank_is_saved_and_loaded_whole() -> None:
+    def run(world: World) -> list[float]:
+        torch.manual_seed(0)
+        found = []
+        saved = None
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+            optimizer = KeepsWhole(model.parameters())
+            engine = create_engine(model, optimizer, world, engine=engine_config("fsdp2"))
+            if saved is not None:
+                engine.load_state(saved)
+            engine.begin_window(1)
+            with engine.micro_step(sync=True):
+                engine.backward(engine.model(torch.ones(2, 4)).square().sum())
+            engine.step()
+            saved = whole_state(engine, world)
+            found.append(float(optimizer.state[next(iter(optimizer.state))]["step"]))
+        return found
+
+    assert run_ranks(2, run) == [[1.0, 2.0]] * 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import pytest
 from torch.distributed import HashStore
@@ -52,3 +54,18 @@ def test_one_that_does_not_come_is_named(
         assert text.startswith(f"rank {late} (process {os.getpid()} on ")
         assert ") is not ready to train 0 s after rank " in text or ") is not ready to train 1 s after rank " in text
     assert any("after 0 s the run ends (trainer.hang_timeout)" in record.getMessage() for record in caplog.records)
+
+
+def test_one_that_is_late_is_awaited_where_nothing_limits_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordination, "_FIRST_WORD_S", 0.1)
+    ranks = _ranks(2)
+
+    def agree(rank: int) -> None:
+        sleep(0.4 * rank)
+        ranks[rank].agree(JOB, None, within_s=math.inf)
+
+    with caplog.at_level(logging.WARNING, "distaccum"), ThreadPoolExecutor(2) as pool:
+        list(pool.map(agree, range(2)))
+    assert "is not ready to train 0 s after rank 0 was; the run waits for it (trainer.hang_timeout)" in caplog.text

@@ -136,3 +136,13 @@ def test_a_link_where_a_temporary_file_could_be_leads_nowhere(tmp_path: Path) ->
     rewind_jsonl(run_dir.metrics, 1)
     assert (run_dir.state(), run_dir.metrics.read_text()) == (State.RUNNING, '{"window": 1}\n')
     assert canary.read_text() == "somebody's"
+
+
+def test_rollbacks_stay_in_the_history(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.begin()
+    run_dir.note_saved(5)
+    run_dir.note_rolled_back(5, 8)
+    run_dir.note_saved(10)
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert (history["saved"], history["rolled_back"]) == (10, [{"to_step": 5, "after_window": 8}])

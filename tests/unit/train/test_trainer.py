@@ -445,3 +445,39 @@ def test_a_checkpoint_to_resume_may_be_a_path(gloo_world: World, tmp_path: Path)
     Trainer(*arguments, config=_config(), max_steps=4, resume=first, run_dir=tmp_path / "two").fit()
     state = json.loads((tmp_path / "two" / "checkpoints" / "step-4" / "state.json").read_text())
     assert state["config"]["resume"] == str(first)
+
+
+class LeavesAfter(Callback):
+    """Preempts the run after an update."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == self.step:
+            run.preempt("as a signal does")
+
+
+def test_no_records_are_called_lost_that_the_run_never_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fit(folder: str, log_every: int, last: int, **keywords: Any) -> None:
+        config = _config(log_every=log_every, eval_every=0, max_steps=100)
+        callbacks = [LeavesAfter(last)]
+        keywords |= {"run_dir": tmp_path / folder, "config": config, "callbacks": callbacks}
+        Trainer(_model(), CrossEntropy(), SOURCE, **keywords).fit()
+
+    fit("first", 10, 12)
+    fit("other", 10, 14, resume=tmp_path / "first" / "checkpoints" / "step-12")
+    fit("other", 10, 18, resume="auto")  # whose records begin at step 20
+    fit("first", 4, 15, resume="auto")  # step 12 was no multiple of 10
+    fit("first", 12, 25, resume="auto")
+    assert "are lost" not in caplog.text
+    (tmp_path / "first" / "metrics.jsonl").write_text("")
+    fit("first", 12, 26, resume="auto")
+    assert "the records after step 0 are lost, up to step 24 (window 24)" in caplog.text
+
+
+def test_two_runs_that_begin_at_once_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        Trainer(_model(), CrossEntropy(), SOURCE, config=_config(max_steps=1, eval_every=0)).fit()
+    assert len(list((tmp_path / "runs").iterdir())) == 2

@@ -56,6 +56,20 @@ def test_a_whole_run(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert lines[4].endswith("continues step-10")
 
 
+def test_one_that_a_rollback_was_replacing_when_the_run_died(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = run / "checkpoints"
+    shutil.rmtree(checkpoints / "step-9")
+    (checkpoints / "step-10").rename(checkpoints / ".replaced-step-10")
+    code, lines = _said(run, monkeypatch, capsys)
+    assert code == 0
+    assert lines[0].startswith("step-10 ")
+    assert "whole: window 10" in lines[0]
+    assert lines[-1].endswith("continues step-10")
+    assert [path.name for path in checkpoints.glob("*step-*")] == [".replaced-step-10"]
+
+
 def test_a_damaged_one(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / "step-10" / "model.safetensors").write_bytes(b"torn")
     (run / "checkpoints" / "damaged-step-7").mkdir()
