@@ -10,11 +10,13 @@ from contextlib import suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from time import monotonic, sleep
 
 from distaccum.errors import DataError
 
 _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
 _MIB = 2**20
+_ENDS_WITHIN_S = 2.0
 _KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
 
 
@@ -31,7 +33,9 @@ def explain(problem: Exception, processes: Sequence[BaseProcess], what: str) -> 
         processes: what :func:`children` gave when they were started.
         what: was being loaded.
     """
-    dead = [process for process in processes if process.exitcode]
+    deadline = monotonic() + (_ENDS_WITHIN_S if isinstance(problem, EOFError | ConnectionError) else 0)
+    while not (dead := [process for process in processes if process.exitcode]) and monotonic() < deadline:
+        sleep(0.01)  # its connection closes before its end is known
     if not dead:
         return problem
     codes = sorted({process.exitcode for process in dead if process.exitcode is not None})

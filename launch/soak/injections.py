@@ -101,7 +101,8 @@ def _stop(fault: Fault, run: Run, attempt: Attempt) -> Outcome:
     rank, pid = _a_rank(fault.random(), attempt)
     send(pid, signal.SIGSTOP)
     reason = rf"process {pid} .*is stopped \(SIGSTOP"
-    return _fails(f"SIGSTOP to rank {rank} (process {pid})", run, attempt, fault, reason, within_s=HANG_S + _SOON_S)
+    within_s = 10 * HANG_S + _SOON_S  # it may just have begun its first save, which may take ten times as long
+    return _fails(f"SIGSTOP to rank {rank} (process {pid})", run, attempt, fault, reason, within_s=within_s)
 
 
 # ------------------------------------------------------------------------------------------ signals

@@ -95,9 +95,14 @@ def test_one_error_at_any_read_costs_nothing(cells: Cells, number: int, stride: 
 )
 def test_errors_that_stay_end_the_run_and_lose_nothing(cells: Cells, says: Callable[[str], None]) -> None:
     whole, found = cells("resume", error=errno.EIO, times=ALWAYS, stride=17)
-    assert len(found) >= 10
+    failed = [cell for cell in found if cell["said"]]
+    assert len(failed) >= 10
     for cell in found:
-        says(cell["said"])
+        if cell["said"]:
+            says(cell["said"])
+        else:  # they came when all was done but looking at older checkpoints
+            assert cell["status"]["state"] == "done"
+            assert _kept(cell) == _kept(whole), cell
         assert _is_there(cell), cell
         assert cell["newest"] in ("step-2", "step-3"), cell
         assert _kept(cell["after"]) == _kept(whole), cell
