@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 
 import pytest
@@ -11,7 +13,7 @@ from distaccum.errors import DataError
 
 def _dies_later() -> None:
     time.sleep(0.3)
-    multiprocessing.current_process().kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("problem", [EOFError(), ConnectionResetError()])
