@@ -8,6 +8,7 @@ with whole matrices stays right.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,6 +24,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.flat_memory import put_back
 from distaccum.errors import DistaccumError
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes, torch's own on the CPU
 
 
@@ -96,13 +98,17 @@ class ZeRO1:
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective.
 
-        After an error of this rank alone (of its memory, of a loading process, of the backend) the other ranks do
-        something else: then its own state is all there is.
+        While an error is handled that this rank may have alone (of its disk, of a loading process, of the user's code),
+        the others do something else: then its own state is all there is, and the log says so.
         """
         error = sys.exc_info()[1]
-        if isinstance(error, DistaccumError):  # which may put one of these in words
+        if isinstance(error, DistaccumError):  # every rank has one, unless it puts another error in words
             error = error.__cause__
-        alone = isinstance(error, RuntimeError) and not isinstance(error, DistaccumError)
+        alone = error is not None and not isinstance(error, DistaccumError)
+        if alone:
+            _log.warning(
+                "closed while %s is handled: the optimizers have this rank's share of their state", repr(error)
+            )
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new
                 group["params"] = parameters

@@ -112,3 +112,30 @@ def test_a_job_that_is_requeued_again_and_again(tmp_path: Path, says: Callable[[
     assert codes == [1, 1, 1, 2, 2]
     says(finished.stderr)
     assert status(tmp_path)["state"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2", "deepspeed"])
+@pytest.mark.fault(
+    "an exception of one rank between two windows, as in a callback, on any engine",
+    group="processes",
+    does="`failed`, exit code 1, at once; giving up an engine waits for nobody",
+    says="the run failed: rank 0: OSError: the file of rank 0 is gone",
+)
+def test_an_error_of_one_rank_between_two_windows(tmp_path: Path, engine: str, says: Callable[[str], None]) -> None:
+    """zero1 gathered its optimizer's state on the way out, which the other rank's count answered."""
+    finished = run(
+        *SETTINGS,
+        "data._target_=tests.support.faulty_datasets.GoesWrong",
+        "+data.how=none",
+        "+callbacks.raises={_target_: tests.support.faulty_datasets.Raises}",
+        f"engine={engine}",
+        "trainer.hang_timeout=20s",
+        f"hydra.run.dir={tmp_path}",
+        world=2,
+        PYTHONPATH=str(ROOT),
+    )
+    assert finished.returncode == 1
+    assert status(tmp_path)["reason"] == "rank 0: OSError: the file of rank 0 is gone", finished.stderr
+    says(finished.stderr)
+    assert not (tmp_path / "hang").exists()

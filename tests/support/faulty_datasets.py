@@ -90,6 +90,17 @@ class GoesWrong:
         return torch.full((1, 8, 8), index / 64), torch.tensor(index % 10)
 
 
+class Raises(Callback):
+    """An error of one rank alone, between two windows."""
+
+    def __init__(self, rank: int = 0, step: int = 3) -> None:
+        self._rank, self._step = rank, step
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == self._step and dist.get_rank() == self._rank:
+            raise OSError("the file of rank 0 is gone")
+
+
 class Alone(Callback):
     """A collective of the user's own that one rank calls, and the others do not."""
 
