@@ -127,7 +127,7 @@ def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, say
 @pytest.mark.fault(
     "SIGTERM while a rank is stopped",
     group="signals",
-    does="`failed` within 25 s, whatever `trainer.hang_timeout` is",
+    does="`failed` within the 30 s that torchrun gives, whatever `trainer.hang_timeout` is",
     says="rank 1 (process ... on ...) is stopped (SIGSTOP, or Ctrl-Z); ... after SIGTERM",
 )
 def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(
@@ -140,7 +140,7 @@ def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(
     began = time.monotonic()
     os.kill(launcher, signal.SIGTERM)
     while status(run.run_dir)["state"] != "failed":
-        assert time.monotonic() - began < 25, run.log.read_text()
+        assert time.monotonic() - began < 30, run.log.read_text()  # after which torchrun kills
         time.sleep(0.1)
     assert f"process {second} on " in status(run.run_dir)["reason"]
     says(status(run.run_dir)["reason"])
