@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
+from distaccum.distributed.signals import die_with_parent
 from distaccum.train.startup import without_garbage_collection
 
 
@@ -11,6 +13,8 @@ def main() -> None:
     """Imports the main job, and runs it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
+    if "RANK" in os.environ:
+        die_with_parent()  # within the imports, too: a launcher that is gone by their end sends no signal
     with without_garbage_collection():
         from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
     cli.main()

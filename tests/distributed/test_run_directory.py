@@ -324,6 +324,32 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
     assert not (tmp_path / "run" / "status.json").exists()
 
 
+@pytest.mark.fault(
+    "kill -9 of the launcher while the ranks import",
+    group="processes",
+    does="the ranks end at once; the run directory is as it was",
+)
+@pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path) -> None:
+    """A process that asks for its parent's end only afterwards is not told of one that was before."""
+    process = _start([*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"])
+    deadline, ranks = time.monotonic() + 100, set[int]()
+    while len(ranks) < 2:
+        assert time.monotonic() < deadline
+        for pid in family(process.pid)[1:]:
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks |= {pid} if any(name.startswith(b"RANK=") for name in variables) else set()
+    time.sleep(0.5)  # until the interpreters run
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "run" / "status.json").exists()
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path: Path) -> None:
     """The launcher has waited for it before another rank looks, so that it alone knows the signal."""
