@@ -261,7 +261,12 @@ def train(
         loggers: list[Logger] = []
         if console is not None:
             run_dir.require_owned()
-            rewind_jsonl(run_dir.metrics, accumulator.progress.window, logged=restore.logged)
+            rewind_jsonl(
+                run_dir.metrics,
+                accumulator.progress.window,
+                logged=restore.logged,
+                before_writing=run_dir.require_owned,
+            )
             engine = accumulator.engine
             plan = components.plan.as_dict() | {
                 "total_steps": components.total_steps,

@@ -142,6 +142,13 @@ FOUND: dict[str, tuple[Plan, list[Attempt]]] = {
         Plan(steps=5, save_every=1, keep=1, log_every=3),
         [Attempt(faults=(Sleeps(at=At(number=6, kind="create")),))],
     ),
+    "a process that slept while it read the records moves none of another": (
+        Plan(steps=4, save_every=1, keep=0, micro=2),
+        [
+            Attempt(faults=(Crashes(at=At(number=31)),)),
+            Attempt(faults=(Sleeps(at=At(number=20, kind="open")),)),
+        ],
+    ),
     "lost records are told": (SMALL, [_saved(Damages(name="metrics.jsonl", how="delete"))]),
     "a damaged history is none": (
         SMALL,

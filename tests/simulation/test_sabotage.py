@@ -94,7 +94,7 @@ def _trusts_what_is_there(patch: pytest.MonkeyPatch) -> None:
 
 def _removes_in_place(patch: pytest.MonkeyPatch) -> None:
     def prune(self: CheckpointStore) -> None:
-        for path in self._steps()[: -self._keep]:
+        for path in self.steps()[: -self._keep]:
             shutil.rmtree(path)
 
     patch.setattr(CheckpointStore, "_prune", prune)
@@ -117,7 +117,7 @@ def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
 
     real = store.verify
     patch.setattr(store, "verify", verify)
-    patch.setattr(store, "retried", lambda read: read())
+    patch.setattr(store, "retried", lambda read, of=None: read())
 
 
 def _done_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def _records_in_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def _another_position(patch: pytest.MonkeyPatch) -> None:
-    def restore(self: Any, progress: Any, position: Any, data: Any) -> None:
-        real(self, progress, position, data)
+    def restore(self: Any, progress: Any, position: Any, data: Any, spikes: Any) -> None:
+        real(self, progress, position, data, spikes)
         torch.nn.Module.get_parameter(self.model, "module.bias" if hasattr(self.model, "module") else "bias").data.add_(
             1e-6
         )

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -81,12 +81,23 @@ class JsonlLogger(Logger):
             self._file.close()
 
 
-def rewind_jsonl(path: Path, window: int, *, logged: Mapping[str, int] | None = None) -> None:
+def _nothing() -> None:
+    pass
+
+
+def rewind_jsonl(
+    path: Path,
+    window: int,
+    *,
+    logged: Mapping[str, int] | None = None,
+    before_writing: Callable[[], None] = _nothing,
+) -> None:
     """Moves the lines past ``window`` to ``metrics.superseded.jsonl``, before a run resumes.
 
     The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost. Lines that are no
     records, such as one that was cut short or has a damaged byte, go there as well, and the log says so; so it does
-    where the records end before ``logged``, window and step of the last one when the checkpoint was saved.
+    where the records end before ``logged``, window and step of the last one when the checkpoint was saved. What
+    ``before_writing`` raises leaves the file as it was.
     """
     kept: list[bytes] = []
     superseded: list[bytes] = []
@@ -106,6 +117,7 @@ def rewind_jsonl(path: Path, window: int, *, logged: Mapping[str, int] | None = 
         else:
             superseded.append(line)
     if superseded:
+        before_writing()
         with path.with_name("metrics.superseded.jsonl").open("ab") as file:
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in superseded)
             file.flush()
