@@ -168,7 +168,7 @@ class MapWindowLoader(WindowLoader):
                     batches = self._start()
                 micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
-                error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}")
+                error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}", self._world)
             waited = perf_counter() - began
             counts, _ = counter.all_reduce(micro_batches, error=error)
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers

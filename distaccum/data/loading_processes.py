@@ -12,6 +12,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic, sleep
 
+from distaccum.distributed.memory import is_out_of_memory, out_of_memory
+from distaccum.distributed.world import World
 from distaccum.errors import DataError
 
 _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
@@ -25,17 +27,22 @@ def children() -> list[BaseProcess]:
     return active_children()
 
 
-def explain(problem: Exception, processes: Sequence[BaseProcess], what: str) -> Exception:
-    """The error that names the process that has died; ``problem`` itself where none has.
+def explain(problem: Exception, processes: Sequence[BaseProcess], what: str, world: World) -> Exception:
+    """The error that names the process that has died, or says that memory is over; else ``problem`` itself.
 
     Args:
         problem: from torch's ``DataLoader``.
         processes: what :func:`children` gave when they were started.
         what: was being loaded.
+        world: this rank.
     """
     deadline = monotonic() + (_ENDS_WITHIN_S if isinstance(problem, EOFError | ConnectionError) else 0)
     while not (dead := [process for process in processes if process.exitcode]) and monotonic() < deadline:
         sleep(0.01)  # its connection closes before its end is known
+    if not dead and is_out_of_memory(problem):  # here: the other ranks are told of it next
+        over = out_of_memory(problem, world)
+        over.__cause__ = problem
+        return over
     if not dead:
         return problem
     codes = sorted({process.exitcode for process in dead if process.exitcode is not None})

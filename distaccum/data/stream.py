@@ -169,7 +169,7 @@ class IterableWindowLoader(WindowLoader):
             micro_batches = [counter.micro_batch(batch) for batch, _, _ in batches]
             self._compare_workers(taken)
         except Exception as problem:  # every rank has to learn of it, or it waits for this one
-            error = loading_processes.explain(problem, self._processes, f"window {turn} of epoch {epoch}")
+            error = loading_processes.explain(problem, self._processes, f"window {turn} of epoch {epoch}", self._world)
         if not self._agreement.reached:
             facts = {"data": "a stream", **self.position, "epoch": epoch, "window": turn}
             gathered = self._agreement.on(facts, list(map(sketch, taken)), error)

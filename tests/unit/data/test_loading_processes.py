@@ -8,6 +8,7 @@ import time
 import pytest
 
 from distaccum.data import loading_processes
+from distaccum.distributed.world import World
 from distaccum.errors import DataError
 
 
@@ -17,10 +18,10 @@ def _dies_later() -> None:
 
 
 @pytest.mark.parametrize("problem", [EOFError(), ConnectionResetError()])
-def test_a_connection_ends_before_its_process_is_known_to(problem: Exception) -> None:
+def test_a_connection_ends_before_its_process_is_known_to(gloo_world: World, problem: Exception) -> None:
     process = multiprocessing.get_context("fork").Process(target=_dies_later)
     process.start()
-    error = loading_processes.explain(problem, [process], "window 3 of epoch 0")
+    error = loading_processes.explain(problem, [process], "window 3 of epoch 0", gloo_world)
     assert isinstance(error, DataError)
     expected = f"the loading process {process.pid} was killed by SIGKILL, as the kernel does when memory is over"
     assert str(error).startswith(expected)
@@ -28,7 +29,7 @@ def test_a_connection_ends_before_its_process_is_known_to(problem: Exception) ->
     process.join()
 
 
-def test_an_error_that_no_death_explains_is_told_at_once() -> None:
+def test_an_error_that_no_death_explains_is_told_at_once(gloo_world: World) -> None:
     problem, began = ValueError("a user's"), time.monotonic()
-    assert loading_processes.explain(problem, [], "a window") is problem
+    assert loading_processes.explain(problem, [], "a window", gloo_world) is problem
     assert time.monotonic() - began < 1
