@@ -458,6 +458,7 @@ class LeavesAfter(Callback):
             run.preempt("as a signal does")
 
 
+@pytest.mark.usefixtures("gloo_world")
 def test_no_records_are_called_lost_that_the_run_never_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fit(folder: str, log_every: int, last: int, **keywords: Any) -> None:
         config = _config(log_every=log_every, eval_every=0, max_steps=100)
@@ -476,6 +477,7 @@ def test_no_records_are_called_lost_that_the_run_never_made(tmp_path: Path, capl
     assert "the records after step 0 are lost, up to step 24 (window 24)" in caplog.text
 
 
+@pytest.mark.usefixtures("gloo_world")
 def test_two_runs_that_begin_at_once_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
