@@ -28,7 +28,7 @@ with without_garbage_collection():
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from distaccum.distributed.signals import FROM_THE_TERMINAL, die_with_parent, leave_terminal
+    from distaccum.distributed.signals import FROM_THE_TERMINAL, LAUNCHER, die_with_parent, leave_terminal
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.owner import read_holder
@@ -64,7 +64,7 @@ def main() -> None:
     options.append(f"--shutdown-timeout={environment.get('SHUTDOWN_TIMEOUT', '120')}")
     relay.has_workers = True
     with tempfile.TemporaryDirectory() as folder:
-        environment[RUN_NOTE] = str(Path(folder, "run"))
+        environment[RUN_NOTE], environment[LAUNCHER] = str(Path(folder, "run")), str(os.getpid())
         try:
             run.main([*options, str(TRAIN), *arguments])
         except ChildFailedError as error:

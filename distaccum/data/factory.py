@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from distaccum.data import loading_processes
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.loader import MapWindowLoader, WindowLoader
@@ -17,7 +18,6 @@ from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec, MapDataset, is_map_style
 from distaccum.data.stream import IterableWindowLoader
-from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 
@@ -110,7 +110,7 @@ def build_loader(
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
             stream = DataLoader(
-                cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=ignore_stop_signals
+                cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=loading_processes.begin
             )
         return IterableWindowLoader(
             stream,

@@ -26,7 +26,6 @@ from distaccum.data.sketch import Sketch, same, sketch
 from distaccum.data.spec import MapDataset, WorkerOptions
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState, keys_of
-from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 from distaccum.errors import DataError, MisuseError
 
@@ -249,14 +248,14 @@ class MapWindowLoader(WindowLoader):
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that leaves stop signals to the training process, and calls the user's."""
+    """A ``worker_init_fn`` that leaves to the training process what concerns it, and calls the user's."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self._users = users
 
     def __call__(self, worker: int) -> None:
         """In a loading process, before its first sample."""
-        ignore_stop_signals(worker)
+        loading_processes.begin(worker)
         if self._users is not None:
             self._users(worker)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic, sleep
+from types import TracebackType
 
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
+from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 
@@ -20,6 +23,26 @@ _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108
 _MIB = 2**20
 _ENDS_WITHIN_S = 2.0
 _KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
+
+
+def begin(_: int = 0) -> None:
+    """In a loading process, before its first sample (a ``worker_init_fn``): what concerns the training is left to it.
+
+    Stop signals are, see :func:`~distaccum.distributed.signals.ignore_stop_signals`; and a connection that ends because
+    the training process was killed is no error to be told, where torch prints twenty lines.
+    """
+    ignore_stop_signals()
+    training, tell = os.getppid(), sys.excepthook
+
+    def tell_what_is_new(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        deadline = monotonic() + (_ENDS_WITHIN_S if isinstance(error, EOFError | ConnectionError) else 0)
+        while os.getppid() == training:  # connections close before their process has ended
+            if monotonic() >= deadline:
+                tell(kind, error, traceback)
+                return
+            sleep(0.01)
+
+    sys.excepthook = tell_what_is_new
 
 
 def children() -> list[BaseProcess]:

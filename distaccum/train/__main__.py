@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
-from distaccum.distributed.signals import die_with_parent
+from distaccum.distributed.signals import LAUNCHER, die_with_parent
 from distaccum.train.startup import without_garbage_collection
 
 
@@ -15,6 +16,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
     if "RANK" in os.environ:
         die_with_parent()  # within the imports, too: a launcher that is gone by their end sends no signal
+        if os.environ.pop(LAUNCHER, "") not in ("", str(os.getppid())):
+            sys.exit(128 + signal.SIGTERM)  # and neither does one that was gone before that line
     with without_garbage_collection():
         from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
     cli.main()

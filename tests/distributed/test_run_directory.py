@@ -330,7 +330,8 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
     does="the ranks end at once; the run directory is as it was",
 )
 @pytest.mark.slow
-def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("already", [False, True])
+def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path, *, already: bool) -> None:
     """A process that asks for its parent's end only afterwards is not told of one that was before."""
     process = _start([*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"])
     deadline, ranks = time.monotonic() + 100, set[int]()
@@ -339,10 +340,16 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
         for pid in family(process.pid)[1:]:
             with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                ranks |= {pid} if any(name.startswith(b"RANK=") for name in variables) else set()
-    time.sleep(0.5)  # until the interpreters run
+                if pid not in ranks and any(name.startswith(b"RANK=") for name in variables):
+                    ranks.add(pid)
+                    os.kill(pid, signal.SIGCONT if already else signal.SIGSTOP)  # before its interpreter runs
+    time.sleep(0.5 if already else 0)
     process.kill()
-    process.communicate(timeout=60)
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    told = process.communicate(timeout=60)[1]
+    assert not told  # and no rank looks for it
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline

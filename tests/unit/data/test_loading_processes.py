@@ -3,6 +3,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -33,3 +35,37 @@ def test_an_error_that_no_death_explains_is_told_at_once(gloo_world: World) -> N
     problem, began = ValueError("a user's"), time.monotonic()
     assert loading_processes.explain(problem, [], "a window", gloo_world) is problem
     assert time.monotonic() - began < 1
+
+
+_KILLED_WHILE_A_BATCH_TRAVELS = """
+import os, signal
+from multiprocessing import resource_sharer
+from multiprocessing.connection import Client
+import torch
+from torch.utils.data import DataLoader
+from distaccum.data.loading_processes import begin
+from distaccum.data.loader import WorkerInit
+
+def dies(ident):
+    connection = Client(ident[0], authkey=resource_sharer.process.current_process().authkey)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+resource_sharer._resource_sharer.get_connection = dies
+for batch in DataLoader(torch.zeros(8, 2), num_workers=1, worker_init_fn=INIT):
+    pass
+"""
+
+
+@pytest.mark.parametrize("init", ["begin", "WorkerInit(None)"])
+def test_a_rank_that_is_killed_while_a_batch_travels_leaves_no_traceback_of_its_loading_processes(init: str) -> None:
+    code = _KILLED_WHILE_A_BATCH_TRAVELS.replace("INIT", init)
+    # Its standard error is open until the loading process has ended, too.
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGKILL, "", "")
+
+
+def test_a_connection_that_fails_while_the_training_lives_is_told() -> None:
+    code = _KILLED_WHILE_A_BATCH_TRAVELS.replace("INIT", "begin").replace("signal.SIGKILL", "0")
+    code = code.replace("os.kill(os.getpid(), 0)", "connection.close(); __import__('time').sleep(4); raise SystemExit")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "EOFError" in ended.stderr
