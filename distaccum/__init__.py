@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from distaccum.errors import DistaccumError as DistaccumError
     from distaccum.errors import MisuseError as MisuseError
     from distaccum.errors import NonFiniteError as NonFiniteError
+    from distaccum.errors import SpikeError as SpikeError
     from distaccum.errors import VerificationError as VerificationError
     from distaccum.losses.base import Loss as Loss
     from distaccum.losses.cross_entropy import CrossEntropy as CrossEntropy
@@ -78,6 +79,7 @@ _HOMES = {
     "RunConfig": "distaccum.config.schema",
     "ScalerConfig": "distaccum.config.precision",
     "SequenceClassification": "distaccum.losses.transformers",
+    "SpikeError": "distaccum.errors",
     "StopSignals": "distaccum.distributed.signals",
     "Trainer": "distaccum.train.trainer",
     "TrainerConfig": "distaccum.config.schema",

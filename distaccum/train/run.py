@@ -32,6 +32,7 @@ from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
@@ -255,6 +256,7 @@ def train(
         seed=config.seed,
     )
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
+    generators = RNGState.capture(world.device)
     console = _console() if world.is_main else None
     with ExitStack() as closing:
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
@@ -296,6 +298,7 @@ def train(
                 parameters=components.parameters,
             ),
         )
+        generators.restore()  # modules that were imported for the header and the loggers may have drawn
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
         for logger in loggers if loop.preempted else ():
