@@ -80,24 +80,27 @@ class Compiled:
         self.recompiles = 0
         """Graphs that this rank has compiled in its windows, from the third one on."""
         self._tells, self._dynamic = tells, config.dynamic
-        self._windows, self._first = 0, 0  # graphs of the first windows
+        self.graphs = 0
+        """Graphs that this rank has compiled in its windows."""
+        self._windows = 0
         self._counters = _counters()
-        self._before, self._breaks_before = self._graphs(), self._breaks()
+        self._before, self._breaks_before = self._made(), self._breaks()
         self._forwards = [CompiledForward(module, config) for module in modules]
 
     def window_began(self) -> None:
         """Called before a window's first micro-step."""
-        self._before = self._graphs()
+        self._before = self._made()
 
     def window_ended(self) -> None:
         """Called after its step."""
-        new = max(0, self._graphs() - self._before)
+        new = max(0, self._made() - self._before)
         self._windows += 1
         if self._windows <= _WARM_UP:
-            self._first += new
+            self.graphs += new
             if self._windows == _WARM_UP and self._tells:
                 self._tell_first()
         elif new:
+            self.graphs += new
             few, self.recompiles = self.recompiles < _MANY, self.recompiles + new
             if few and self.recompiles >= _MANY and self._tells:
                 self._tell_many()
@@ -105,8 +108,8 @@ class Compiled:
     def _tell_first(self) -> None:
         broken = {reason: n - self._breaks_before.get(reason, 0) for reason, n in self._breaks().items()}
         reasons = [reason.splitlines()[0] for reason, n in broken.items() if n > 0]
-        _log.info("compiled %d graphs of %d parts in the first windows", self._first, len(self._forwards))
-        if not self._first:
+        _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._forwards))
+        if not self.graphs:
             _log.warning("compile is on, and nothing was compiled: torch runs this model's forward as it is")
         elif reasons:
             remedy = "TORCH_LOGS=graph_breaks shows where, compile.fullgraph=true makes it an error"
@@ -122,7 +125,7 @@ class Compiled:
             remedy,
         )
 
-    def _graphs(self) -> int:
+    def _made(self) -> int:
         return int(self._counters["stats"]["unique_graphs"])
 
     def _breaks(self) -> dict[str, int]:
@@ -237,9 +240,16 @@ def _check_compiler(device: torch.device) -> None:
 
 def _check_cache(cache: str) -> None:
     there = os.environ.get(_CACHE)
-    if there is not None and Path(there).absolute() != Path(cache).absolute():
-        problem = f"and {_CACHE} is {there} in this process"
-        raise ConfigError("compile.cache", cache, problem, "Leave out one of the two; torch sets it at its first use")
+    if there is not None and Path(there).absolute() not in (Path(cache).absolute(), _default_cache()):
+        raise ConfigError("compile.cache", cache, f"and {_CACHE} is {there}", "Leave out one of the two")
+
+
+def _default_cache() -> Path | None:
+    """What torch sets by itself."""
+    from torch._inductor.runtime import cache_dir_utils  # noqa: PLC0415  seconds to import
+
+    find = getattr(cache_dir_utils, "default_cache_dir", None)
+    return None if find is None else Path(find())
 
 
 def _keep_in(cache: str) -> None:
