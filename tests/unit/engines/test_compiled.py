@@ -235,6 +235,22 @@ def test_what_is_compiled_later_is_counted_and_told_once(
     assert _accumulator(gloo_world, Net()).engine.recompiles is None
 
 
+def test_the_model_is_not_cut_at_the_ends_of_buckets(gloo_world: World) -> None:
+    """Torch's DDPOptimizer does so for each micro-step, and takes no checkpoint."""
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(compiler_fn=counting, name="counting")
+    named = CompileConfig(name="model", backend="counting", fullgraph=True)
+    acc = _accumulator(gloo_world, Net(), verify="never", engine=DDPConfig(bucket_cap_mb=1e-5), compile=named)
+    for window in acc.windows(DATA):
+        acc.step(window, Loss())
+    assert len(graphs) == 1
+
+
 class Broken(Net):
     """Asks the device in its forward."""
 
