@@ -1,7 +1,7 @@
 """Compiled forwards: ``torch.compile`` inside of what an engine wraps, of the model or of each of its blocks.
 
-A module's ``forward`` is compiled, and not its ``__call__``: the hooks on it, an engine's among them, stay outside of the
-graph, and names in checkpoints are the model's own. What is communicated between two blocks is never traced.
+A module's ``forward`` is compiled, and not its ``__call__``: the hooks on it, an engine's among them, stay outside of
+the graph, and names in checkpoints are the model's own. What is communicated between two blocks is never traced.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.config.compile import INDUCTOR, CompileConfig
+from distaccum.config.engine import DeepSpeedConfig, EngineConfig
 from distaccum.errors import ConfigError, shorten
 
 _log = logging.getLogger(__name__)
@@ -161,14 +162,23 @@ def innermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if not any(module in every for module in block.modules() if module is not block)]
 
 
-def check(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, *, engine: Any, device: Any) -> None:
+def check(
+    model: nn.Module,
+    parts: Sequence[nn.Module],
+    config: CompileConfig,
+    *,
+    engine: EngineConfig,
+    casts: bool,
+    device: torch.device | None,
+) -> None:
     """Checks what is to be compiled, before there is a process group.
 
     Args:
         model: not wrapped yet.
-        blocks: of it, where these are compiled.
+        parts: of it, that are to be compiled.
         config: not ``none``.
         engine: its settings.
+        casts: whether the model computes in 16 bits.
         device: to compile for; None where it is not this machine's.
 
     Raises:
@@ -178,7 +188,10 @@ def check(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, 
     if already:
         problem = f"and {shorten(already)} is compiled already"
         raise ConfigError("compile", config.name, problem, "Leave out one of the two: compile=, or torch.compile")
-    if getattr(engine, "stage", 0) == _SHARDS_PARAMETERS:
+    if isinstance(engine, DeepSpeedConfig) and casts:
+        problem = "on DeepSpeed in 16 bits, whose gradients accumulate in another format than the weights have"
+        raise ConfigError("compile", config.name, problem, "Use precision=fp32 or tf32, or another engine")
+    if isinstance(engine, DeepSpeedConfig) and engine.stage == _SHARDS_PARAMETERS:
         problem = "on DeepSpeed at engine.stage=3, which gathers the weights of each module within the forward"
         raise ConfigError("compile", config.name, problem, "Use engine.stage=0, 1 or 2, or engine=fsdp2")
     if engine.name == "fsdp2" and config.name == "model":
@@ -187,7 +200,7 @@ def check(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, 
     if engine.name == "fsdp2" and config.blocks:
         problem = "on engine=fsdp2, where the blocks that are sharded are compiled"
         raise ConfigError("compile.blocks", config.blocks, problem, "Name them as engine.blocks")
-    if config.name == "blocks" and not blocks:
+    if not parts:
         problem = f"and {type(model).__name__} has no blocks that could be told (the elements of a ModuleList)"
         key = "engine.blocks" if engine.name == "fsdp2" else "compile.blocks"
         raise ConfigError("compile", config.name, problem, f"Name them as {key}, or use compile=model")

@@ -239,8 +239,14 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
         raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
     if context.compile.compiles:
         parts = _parts_to_compile(model, context)
-        device = None if context.planned else context.device
-        compiled.check(model, parts, context.compile, engine=context.engine, device=device)
+        compiled.check(
+            model,
+            parts,
+            context.compile,
+            engine=context.engine,
+            casts=context.policy.casts,
+            device=None if context.planned else context.device,
+        )
     generated = _load(spec.check)(model, context) if spec.check else None
     return generated or {}
 

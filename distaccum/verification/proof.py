@@ -215,7 +215,7 @@ class GradientProof:
         left_out = self._engine.leaves_out_unused
         zeros = [name for name in held if name not in reached and (name in given or not left_out)]
         if found := sorted(set(self._world.all_gather_names(zeros))):
-            problem = f"the loss does not depend on {shorten(found)}, and compiled code gives a gradient of zero for that"
+            problem = f"the loss does not depend on {shorten(found)}, and compiled code gives it a gradient of zero"
             remedy = "freeze it, leave it out of what a compiled forward returns, or do not compile"
             raise MisuseError(f"{problem}, by which weight decay and momentum move it: {remedy}")
 

@@ -80,13 +80,18 @@ def compiler() -> Iterator[None]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
-def _check(model: nn.Module, compile: CompileConfig, engine: EngineConfig | None = None) -> None:  # noqa: A002
+def _check(
+    model: nn.Module,
+    compile: CompileConfig,  # noqa: A002
+    engine: EngineConfig | None = None,
+    precision: str = "fp32",
+) -> None:
     nothing: Any = dict.fromkeys(("clip_norm", "clip_value", "global_batch_size", "micro_batch_size"))
     device = torch.device("cpu")
     prepare(
         model,
         engine=engine or DDPConfig(),
-        precision="fp32",
+        precision=precision,
         **nothing,
         world_size=1,
         device=device,
@@ -106,16 +111,32 @@ def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:
     [
         (Net(0), DDPConfig(), {"name": "blocks"}, "no blocks that could be told.*compile.blocks"),
         (Net(0), FSDP2Config(), {"name": "blocks"}, "no blocks that could be told.*engine.blocks"),
-        (Net(), DDPConfig(), {"name": "blocks", "blocks": ["block.*"]}, r"compile\.blocks=block\.\*: matches no module"),
+        (
+            Net(),
+            DDPConfig(),
+            {"name": "blocks", "blocks": ["block.*"]},
+            r"compile\.blocks=block\.\*: matches no module",
+        ),
         (Net(), FSDP2Config(), {"name": "blocks", "blocks": ["first"]}, "compile.blocks.*engine=fsdp2.*engine.blocks"),
         (Net(), FSDP2Config(), {"name": "model"}, "compile=model: on engine=fsdp2.*compile=blocks"),
         (Net(), DeepSpeedConfig(stage=3), {"name": "model"}, "engine.stage=3.*engine=fsdp2"),
-        (Net(), Zero1Config(), {"name": "model", "backend": "eagre"}, "compile.backend=eagre: torch has no such.*eager"),
+        (
+            Net(),
+            Zero1Config(),
+            {"name": "model", "backend": "eagre"},
+            "compile.backend=eagre: torch has no such.*eager",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(model: nn.Module, engine: Any, given: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _check(model, CompileConfig(**(QUICK | given)), engine)
+
+
+def test_deepspeed_in_16_bits_is_not_compiled() -> None:
+    """Torch does not trace what has a gradient of another format, and would run all of it as it is."""
+    with pytest.raises(ConfigError, match="compile=blocks: on DeepSpeed in 16 bits"):
+        _check(Net(), CompileConfig(name="blocks", **QUICK), DeepSpeedConfig(stage=1), "bf16")
 
 
 @pytest.mark.parametrize("part", ["the model", "blocks.1"])
