@@ -100,8 +100,8 @@ class Accumulator:
         spike_window: of how many windows before; half as many are enough to begin.
         engine: owner of the wrapped parameters, by name or with settings.
         precision: the precision policy, by name or with settings.
-        compile: what ``torch.compile`` is given until :meth:`close`: nothing (``none``), each of the model's ``blocks``,
-            or the ``model``; or settings.
+        compile: what ``torch.compile`` is given until :meth:`close`: nothing (``none``), each of the model's
+            ``blocks``, or the ``model``; or settings.
         seed: for the order of samples, and for the random numbers that the model draws in micro-steps, as for dropout.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         verify: which windows prove their gradient before their step: the ``first`` of this process, that and one

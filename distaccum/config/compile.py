@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Any, Optional
+from typing import Any
 
 from distaccum.config.checks import require, require_choice, require_types
 
@@ -15,7 +14,6 @@ INDUCTOR = "inductor"
 _GRAPHS = ("reduce-overhead", "max-autotune")  # torch's modes that capture CUDA graphs
 
 
-# OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa mark.
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
     """What is compiled, and how.
@@ -24,7 +22,7 @@ class CompileConfig:
     globs of the modules to compile one by one; by default a model's own blocks, those that fsdp2 shards. ``backend``:
     torch's. ``mode``: inductor's. ``dynamic``: whether code is made for each shape (``false``), for all of them
     (``true``), or for all from the second one on (``auto``). ``fullgraph``: what cannot be one graph is an error.
-    ``cache``: the folder that inductor keeps its code in, for other processes.
+
     """
 
     name: str = "none"
@@ -33,12 +31,10 @@ class CompileConfig:
     mode: str = "default"
     dynamic: Any = False
     fullgraph: bool = False
-    cache: Optional[str] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         require_choice("compile", self.name, COMPILED)
-        text = (str, NoneType)
-        require_types("compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool, cache=text)
+        require_types("compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool)
         texts = all(isinstance(glob, str) for glob in self.blocks)
         require(texts, "compile.blocks", self.blocks, "not a list of texts", "Give globs of module names")
         fits = self.name == "blocks" or not self.blocks
@@ -52,7 +48,6 @@ class CompileConfig:
         require(fits, "compile.mode", self.mode, problem, "Leave one of them out")
         known = any(self.dynamic is one or (isinstance(one, str) and self.dynamic == one) for one in DYNAMIC)
         require(known, "compile.dynamic", self.dynamic, "no such choice", "Use false, true or auto")
-        require(self.cache != "", "compile.cache", self.cache, "is empty", "Name a folder, or leave it out")
 
     @classmethod
     def of(cls, given: str | CompileConfig) -> CompileConfig:

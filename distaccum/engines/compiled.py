@@ -7,11 +7,9 @@ the graph, and names in checkpoints are the model's own. What is communicated be
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from distaccum.errors import ConfigError, shorten
 
 _log = logging.getLogger(__name__)
 
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch has no other way to be told
 _WARM_UP = 2  # windows that compile what the later ones run
 _MANY = 8  # graphs after that: as many as torch makes of one function before it runs the rest uncompiled
 _SHARDS_PARAMETERS = 3  # the stage of DeepSpeed that does
@@ -211,26 +208,12 @@ def check(
         torch.compile(_itself, backend="eager")
     except RuntimeError as error:  # of a platform or an interpreter
         raise ConfigError("compile", config.name, f"torch cannot compile: {error}", "Use compile=none") from error
-    known = torch.compiler.list_backends(exclude_tags=())  # type: ignore[no-untyped-call]
+    known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
         problem = f"torch has no such backend, but {', '.join(known)}"
         raise ConfigError("compile.backend", config.backend, problem, f"Use {INDUCTOR}")
     if config.backend == INDUCTOR and device is not None:
         _check_compiler(device)
-    if config.cache is not None:
-        _check_cache(config.cache)
-
-
-def prepare(config: CompileConfig) -> None:
-    """Before an engine wraps a model whose parts are to be compiled.
-
-    Raises:
-        ConfigError: the cache's folder cannot be made, or torch keeps its counts elsewhere.
-    """
-    _counters()
-    if config.cache is not None:
-        _check_cache(config.cache)
-        _keep_in(config.cache)
 
 
 def _check_compiler(device: torch.device) -> None:
@@ -249,29 +232,6 @@ def _check_compiler(device: torch.device) -> None:
     except exc.InvalidCxxCompiler as error:
         problem = "needs a C++ compiler for the CPU, and finds none"
         raise ConfigError("compile.backend", INDUCTOR, problem, "Install g++, set CXX, or use compile=none") from error
-
-
-def _check_cache(cache: str) -> None:
-    there = os.environ.get(_CACHE)
-    if there is not None and Path(there).absolute() not in (Path(cache).absolute(), _default_cache()):
-        raise ConfigError("compile.cache", cache, f"and {_CACHE} is {there}", "Leave out one of the two")
-
-
-def _default_cache() -> Path | None:
-    """What torch sets by itself."""
-    from torch._inductor.runtime import cache_dir_utils  # noqa: PLC0415  seconds to import
-
-    find = getattr(cache_dir_utils, "default_cache_dir", None)
-    return None if find is None else Path(find())
-
-
-def _keep_in(cache: str) -> None:
-    folder = Path(cache).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("compile.cache", cache, f"cannot be made: {error}", "Name a folder to write to") from error
-    os.environ[_CACHE] = str(folder)
 
 
 def _counters() -> Mapping[str, Any]:

@@ -193,8 +193,6 @@ def create(
             hardware.warn(context.policy, world.device)
         hardware.configure(context.policy, world.device)
         parts = _parts_to_compile(model, context)
-        if parts:
-            compiled.prepare(context.compile)
         made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
     except BaseException:
         ownership.release()

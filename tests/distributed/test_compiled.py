@@ -36,7 +36,8 @@ EVERY = [
 
 def _run(folder: Path, cells: Sequence[str], world: int, timeout: float = 240) -> dict[str, Any]:
     result = folder / "result.json"
-    succeed(result, *cells, world=world, script=WORKER, timeout=timeout, PYTHONPATH=str(ROOT))
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}  # nothing of another run's
+    succeed(result, *cells, world=world, script=WORKER, timeout=timeout, PYTHONPATH=str(ROOT), **cache)
     found: dict[str, Any] = json.loads(result.read_text())
     assert sorted(found) == sorted(cells)
     return found

@@ -88,8 +88,7 @@ DATA: Any = list(torch.randn(43, 6, generator=torch.Generator().manual_seed(0), 
 
 def settings(cell: Cell, *, eager: bool = False) -> CompileConfig:
     """Of the accumulator."""
-    cache = str(Path(sys.argv[1]).parent / "cache") if cell.backend == "inductor" else None
-    return CompileConfig(name="none" if eager else cell.compile, backend=cell.backend, cache=cache)
+    return CompileConfig(name="none" if eager else cell.compile, backend=cell.backend)
 
 
 def gradient(cell: Cell, world: World) -> dict[str, float]:

@@ -29,8 +29,6 @@ from distaccum.errors import ConfigError
         ({"name": "model", "dynamic": 1}, "compile.dynamic"),
         ({"name": "model", "dynamic": None}, "compile.dynamic"),
         ({"name": "model", "fullgraph": 1}, "compile.fullgraph"),
-        ({"name": "model", "cache": ""}, "compile.cache"),
-        ({"name": "model", "cache": 3}, "compile.cache"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(given: dict[str, Any], key: str) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,16 +66,12 @@ class Loss:
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """torch.compile without what another test has compiled, nor the folder that it has named."""
+    """torch.compile without what another test has compiled, and without its own warnings as errors."""
     torch._dynamo.reset()
-    before = os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, while it compiles
+        warnings.simplefilter("ignore")
         yield
     torch._dynamo.reset()
-    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    if before is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
 def _check(
@@ -124,7 +118,7 @@ def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:
             Net(),
             Zero1Config(),
             {"name": "model", "backend": "eagre"},
-            "compile.backend=eagre: torch has no such.*eager",
+            "compile.backend=eagre: torch has no such",
         ),
     ],
 )
@@ -160,27 +154,8 @@ def test_a_missing_compiler_is_found_before_the_first_forward(monkeypatch: pytes
     import torch._inductor.config  # noqa: PLC0415  seconds to import
 
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match="compile.backend=inductor: needs a C\\+\\+ compiler"):
+    with pytest.raises(ConfigError, match=r"compile.backend=inductor: needs a C\+\+ compiler"):
         _check(Net(), CompileConfig(name="model"))
-
-
-def test_the_cache_is_the_folder_that_is_named(gloo_world: World, tmp_path: Path) -> None:
-    named = CompileConfig(name="blocks", cache=str(tmp_path / "cache"), **QUICK)
-    model = Net()
-    create_engine(model, torch.optim.SGD(model.parameters()), gloo_world, compile=named)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache")
-    assert (tmp_path / "cache").is_dir()
-    _check(Net(), named)  # the same again
-    with pytest.raises(ConfigError, match=f"and TORCHINDUCTOR_CACHE_DIR is {tmp_path / 'cache'}"):
-        _check(Net(), CompileConfig(name="blocks", cache=str(tmp_path / "other"), **QUICK))
-
-
-def test_a_cache_that_cannot_be_made_is_refused(gloo_world: World, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    model = Net()
-    named = CompileConfig(name="blocks", cache=str(tmp_path / "file" / "cache"), **QUICK)
-    with pytest.raises(ConfigError, match="compile.cache=.*cannot be made"):
-        create_engine(model, torch.optim.SGD(model.parameters()), gloo_world, compile=named)
 
 
 def test_hooks_run_and_copies_compute_with_their_own_weights(gloo_world: World) -> None:
@@ -230,9 +205,9 @@ def test_an_output_that_the_loss_leaves_out_is_no_gradient_of_zero(gloo_world: W
     named = CompileConfig(name="model", **QUICK)
     engine = DDPConfig(find_unused_parameters=find_unused)
     acc = _accumulator(gloo_world, model, engine=engine, compile=named)
+    window = next(iter(acc.windows(DATA)))
     with pytest.raises(MisuseError, match=r"does not depend on second\.bias, second\.weight, and compiled code gives"):
-        for window in acc.windows(DATA):
-            acc.step(window, Loss(outputs=1))
+        acc.step(window, Loss(outputs=1))
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
 
 
