@@ -208,6 +208,7 @@ def check(
         torch.compile(_itself, backend="eager")
     except RuntimeError as error:  # of a platform or an interpreter
         raise ConfigError("compile", config.name, f"torch cannot compile: {error}", "Use compile=none") from error
+    _counters()
     known = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in known:
         problem = f"torch has no such backend, but {', '.join(known)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.commands import ROOT, TINY, metrics, succeed
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "compiled.py"
 # The worst of what rounding in another order does, over what it does in a plain eager loop on the same weights.
@@ -74,6 +74,17 @@ def test_recomputation_and_resumes(tmp_path: Path) -> None:
 def test_what_inductor_makes(tmp_path: Path) -> None:
     _judge(_run(tmp_path, INDUCTOR, 1))
     assert list((tmp_path / "cache" / "fxgraph").rglob("*"))
+
+
+@pytest.mark.slow
+def test_a_run_counts_what_is_compiled_and_an_eager_one_goes_on(tmp_path: Path) -> None:
+    common = (*TINY, "trainer.log_every=1", "trainer.eval_every=0", "metrics=jsonl", f"hydra.run.dir={tmp_path}")
+    compiled = ("compile=blocks", "compile.backend=aot_eager", "engine=fsdp2", "model.dropout=0.1")
+    succeed(*common, *compiled, "trainer.max_steps=4", "resume=auto", world=2)
+    assert [record["recompiles"] for record in metrics(tmp_path)] == [0, 0, 0, 0]
+    goes_on = succeed(*common, "model.dropout=0.1", "trainer.max_steps=6", "resume=auto", world=1)
+    assert "compile.name: blocks -> none" in goes_on.stdout
+    assert [record.get("recompiles") for record in metrics(tmp_path)] == [0, 0, 0, 0, None, None]
 
 
 @pytest.mark.heavy
