@@ -108,7 +108,8 @@ class Compiled:
         reasons = [reason.splitlines()[0] for reason, n in broken.items() if n > 0]
         _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._forwards))
         if not self.graphs:
-            _log.warning("compile is on, and nothing was compiled: torch runs this model's forward as it is")
+            problem = "compile is on, and nothing was compiled"
+            _log.warning("%s: torch runs the forward as it is, or has compiled it before in this process", problem)
         elif reasons:
             remedy = "TORCH_LOGS=graph_breaks shows where, compile.fullgraph=true makes it an error"
             _log.warning("the compiled forward is in several graphs (%s): %s", shorten(reasons), remedy)
