@@ -15,10 +15,11 @@ WORKER = ROOT / "tests" / "distributed" / "workers" / "compiled.py"
 # The worst of what rounding in another order does, over what it does in a plain eager loop on the same weights.
 TIMES = 3
 
-QUICK = ["gradient,ddp,model,aot_eager,fp32", "gradient,fsdp2 boundary,blocks,aot_eager,bf16"]
+QUICK = ["gradient,fsdp2 boundary,blocks,aot_eager,bf16"]
 ENGINES = ["ddp,blocks", "ddp,model", "zero1,blocks", "zero1,model", "fsdp2 boundary,blocks", "fsdp2 every,blocks"]
 RECOMPUTED = ["fsdp2 recomputed,blocks", "fsdp2 selective,blocks"]
 SLOW = [
+    "gradient,ddp,model,aot_eager,fp32",
     "gradient,zero1,blocks,aot_eager,bf16",
     "gradient,fsdp2 recomputed,blocks,aot_eager,fp32",
     "resume,ddp,model,aot_eager,fp32",

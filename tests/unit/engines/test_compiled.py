@@ -161,7 +161,7 @@ def test_a_missing_compiler_is_found_before_the_first_forward(monkeypatch: pytes
 def test_hooks_run_and_copies_compute_with_their_own_weights(gloo_world: World) -> None:
     model = Net()
     engine = create_engine(
-        model, torch.optim.SGD(model.parameters()), gloo_world, compile=CompileConfig(name="blocks", **QUICK)
+        model, torch.optim.SGD(model.parameters()), gloo_world, compile=CompileConfig(name="blocks", backend="eager")
     )
     pickled = pickle.dumps(model.blocks[0])
     seen: list[nn.Module] = []
@@ -190,7 +190,7 @@ def test_a_forward_of_the_users_own_is_compiled_and_given_back(gloo_world: World
     patched = model.blocks[0].forward
     x = torch.stack(DATA)
     expected = model(x)[0]
-    named = CompileConfig(name="blocks", **QUICK)
+    named = CompileConfig(name="blocks", backend="eager")
     engine = create_engine(model, torch.optim.SGD(model.parameters()), gloo_world, compile=named)
     torch.testing.assert_close(engine.model(x)[0], expected)
     engine.close()
