@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distaccum.accumulation.accumulator import Accumulator as Accumulator
     from distaccum.accumulation.diagnose import diagnose as diagnose
     from distaccum.auditing.session import audit as audit
+    from distaccum.config.compile import CompileConfig as CompileConfig
     from distaccum.config.engine import DDPConfig as DDPConfig
     from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
     from distaccum.config.engine import FSDP2Config as FSDP2Config
@@ -58,6 +59,7 @@ _HOMES = {
     "CausalLM": "distaccum.losses.transformers",
     "CheckpointConfig": "distaccum.config.schema",
     "CheckpointError": "distaccum.errors",
+    "CompileConfig": "distaccum.config.compile",
     "ConfigError": "distaccum.errors",
     "CrossEntropy": "distaccum.losses.cross_entropy",
     "DDPConfig": "distaccum.config.engine",

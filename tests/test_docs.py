@@ -466,7 +466,7 @@ def _written(value: object) -> str:
 def test_the_reference_has_every_key_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
     for key, default in _settings(RunConfig):
-        if key == "precision.name" or key.startswith("precision.scaler."):
+        if key in ("precision.name", "compile.name") or key.startswith("precision.scaler."):
             continue
         assert key in rows, key
         if isinstance(default, str | int | float | bool | None) or default == []:
@@ -487,7 +487,8 @@ def test_the_reference_has_every_setting_of_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    "group", ["batch", "engine", "precision", "data", "model", "loss", "optim", "schedule", "callbacks", "metrics"]
+    "group",
+    ["batch", "engine", "precision", "compile", "data", "model", "loss", "optim", "schedule", "callbacks", "metrics"],
 )
 def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
     (row,) = [line for line in text_of("docs/reference.md").splitlines() if line.startswith(f"| `{group}` | `")][-1:]

@@ -27,6 +27,7 @@ from distaccum.config.checks import (
     require_types,
     require_verify,
 )
+from distaccum.config.compile import CompileConfig
 from distaccum.config.durations import seconds_of
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.precision import PrecisionConfig
@@ -229,6 +230,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     engine: Any = field(default_factory=DDPConfig)  # an EngineConfig: OmegaConf has no union of dataclasses
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     model: Node = field(default_factory=dict)
     data: Node = field(default_factory=dict)
     loss: Node = field(default_factory=dict)
@@ -259,7 +261,7 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The configuration of nested plain values, by the keys of ``conf/``; what is left out has its default.
 
-        An engine or a precision may be given by its name alone.
+        An engine, a precision or what to compile may be given by its name alone.
 
         Raises:
             ConfigError: an unknown key, or a value of the wrong type or out of range.
@@ -303,7 +305,7 @@ def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> 
 
 
 def _from_plain(node: Mapping[str, Any]) -> RunConfig:
-    named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
+    named = {key: {"name": node[key]} for key in ("engine", "precision", "compile") if isinstance(node.get(key), str)}
     node = {**node, **named}
     if is_dataclass(node.get("engine", "")) and not isinstance(node["engine"], type):
         node["engine"] = asdict(engine_config(node["engine"]))

@@ -185,6 +185,7 @@ def build_components(
         model,
         engine=config.engine,
         precision=config.precision,
+        compile=config.compile,
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
         global_batch_size=batch.global_size,

@@ -265,6 +265,8 @@ class Loop:
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = float(self._components.optimizers[0].param_groups[0]["lr"])
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
+        if (recompiles := self._accumulator.engine.recompiles) is not None:
+            record["recompiles"] = recompiles
         if self._accumulator.spikes is not None:
             record |= self._accumulator.spikes.metrics
         if evaluates:

@@ -12,6 +12,7 @@ from torch import Tensor
 from distaccum.data.batches import to_device
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers, state_restored
+from distaccum.engines.compiled import uncompiled
 from distaccum.engines.modules import trained
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 from distaccum.verification.recorded import RecordedWindow
@@ -122,6 +123,20 @@ class PlainGradient:
             name in again and float(torch.linalg.vector_norm(part - again[name])) <= allowed[name] + 1e-12
             for name, part in parts.items()
         )
+
+    def reached_uncompiled(self) -> set[str]:
+        """The parameters that a run without compiled code reaches.
+
+        Compiled code gives a gradient of zero to what only an output reaches that the loss leaves out, and tells DDP of
+        all that it reads.
+        """
+        parts, sizes, totals = self.parts, self.sizes, self._totals
+        try:
+            with uncompiled(self._engine.unwrapped_model):
+                self.run()
+            return set(self.parts)
+        finally:
+            self.parts, self.sizes, self._totals = parts, sizes, totals
 
     def differing_losses(self) -> list[tuple[int, float, float]]:
         """The micro-batches whose loss was another in the window than in the bare model, and both."""
