@@ -23,6 +23,7 @@ from distaccum.config.checks import (
     require,
     require_choice,
     require_count,
+    require_group,
     require_positive,
     require_types,
     require_verify,
@@ -73,6 +74,10 @@ class OptimConfig:
     """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
 
     ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
+
+    ``groups``: parameters with settings of their own, in order: the first that fits a parameter takes it. Each has
+    ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both; next to them the settings,
+    as the optimizer's groups have them (``lr`` is a rate, not a factor), or another ``optimizer`` for these.
     """
 
     lr: float = 3e-3
@@ -80,10 +85,11 @@ class OptimConfig:
     clip_value: Optional[float] = None  # noqa: UP045
     fused: Any = "auto"
     optimizer: Node = field(default_factory=_adamw)
+    groups: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict)
+        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict, groups=list)
         require_positive("optim.lr", self.lr)
         require_positive("optim.clip_norm", self.clip_norm)
         require_positive("optim.clip_value", self.clip_value)
@@ -91,6 +97,8 @@ class OptimConfig:
         remedy = "Set one of them to null"
         require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
         require_choice("optim.fused", self.fused, ("auto", True, False))
+        for i, group in enumerate(self.groups):
+            require_group(f"optim.groups.{i}", group)
 
 
 @dataclass(frozen=True, kw_only=True)

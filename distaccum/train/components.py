@@ -39,7 +39,8 @@ from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
-from distaccum.train.optimizer import build_optimizer
+from distaccum.train.optimizer import build_optimizers
+from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class TrainingComponents:
     """All that can be built, and can fail for the user's reasons, before there is a process group.
 
     ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train, without secrets.
-    ``parameters`` is the number of elements, counted before an engine shards them.
+    ``parameters`` is the number of elements, counted before an engine shards them, and ``groups`` those of each
+    parameter group that the configuration states.
     """
 
     config: RunConfig
@@ -64,6 +66,7 @@ class TrainingComponents:
     parameters: int
     loss: Loss
     optimizers: Sequence[Optimizer]
+    groups: Sequence[GroupSize]
     schedule: Schedule
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
@@ -201,7 +204,11 @@ def build_components(
     total_steps = _total_steps(config, plan)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=data.eval_dataset is not None and config.trainer.eval_every > 0)
-    optimizers = optimizers or [build_optimizer(config.optim, model, device)]
+    if optimizers and config.optim.groups:
+        problem = "and optimizers are given, which have groups of their own"
+        raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
+    groups = [] if optimizers else group_sizes(config.optim, model)
+    optimizers = optimizers or build_optimizers(config.optim, model, device)
     _check_optimizers(optimizers)
     if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
         _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
@@ -214,6 +221,7 @@ def build_components(
         parameters=sum(p.numel() for p in model.parameters()),
         loss=loss,
         optimizers=optimizers,
+        groups=groups,
         schedule=_build_schedule(config.schedule, total_steps),
         callbacks=everyone,
         metrics=metrics or {},

@@ -15,7 +15,7 @@ import random
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -273,6 +273,7 @@ def train(
             plan = components.plan.as_dict() | {
                 "total_steps": components.total_steps,
                 "engine": engine.describe(),
+                **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
             }
             run_dir.write_plan(plan)
             about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
