@@ -42,6 +42,7 @@ from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
+from distaccum.train.torch_schedule import TorchSchedule
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -208,8 +209,10 @@ def build_components(
         problem = "and optimizers are given, which have groups of their own"
         raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
     groups = [] if optimizers else group_sizes(config.optim, model)
+    built = not optimizers
     optimizers = optimizers or build_optimizers(config.optim, model, device)
     _check_optimizers(optimizers)
+    peak = config.optim.lr if built else float(optimizers[0].param_groups[0]["lr"])
     if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
         _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
     return TrainingComponents(
@@ -222,7 +225,7 @@ def build_components(
         loss=loss,
         optimizers=optimizers,
         groups=groups,
-        schedule=_build_schedule(config.schedule, total_steps),
+        schedule=_build_schedule(config.schedule, total_steps, peak),
         callbacks=everyone,
         metrics=metrics or {},
         engine=engine,
@@ -319,15 +322,17 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
             raise ConfigError("optimizer", shown, problem, remedy)
 
 
-def _build_schedule(node: Node, total_steps: int) -> Schedule:
+def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:
     target = target_of("schedule", node)
-    if inspect.isclass(target) and issubclass(target, LRScheduler):
+    if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         problem = "is a scheduler of an optimizer, and a schedule is a function of the applied updates"
-        remedy = "Use one of conf/schedule/"
-        if issubclass(target, ReduceLROnPlateau):
-            remedy = "Use callbacks=plateau (distaccum.train.callbacks.ReduceLROnPlateau), next to a schedule"
+        remedy = "Use callbacks=plateau (distaccum.train.callbacks.ReduceLROnPlateau), next to a schedule"
         raise ConfigError("schedule", node["_target_"], problem, remedy)
-    schedule: Schedule = build("schedule", node, total_steps=total_steps)
+    schedule: Schedule
+    if inspect.isclass(target) and issubclass(target, LRScheduler):
+        schedule = TorchSchedule(node, peak=peak, total_steps=total_steps)
+    else:
+        schedule = build("schedule", node, total_steps=total_steps)
     factor: Any = schedule(0) if callable(schedule) else None
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
         problem = f"gives {factor!r} for the first update"
