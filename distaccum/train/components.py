@@ -38,7 +38,9 @@ from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
+from distaccum.train.metrics.flops import ModelFlops, Utilization
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
+from distaccum.train.metrics.peaks import peak_flops
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
@@ -249,6 +251,19 @@ def build_loggers(
 
         loggers.append(WandbLogger(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
     return loggers
+
+
+def build_utilization(components: TrainingComponents, world_size: int) -> Utilization | None:
+    """What tells TFLOP/s and MFU; before an engine wraps the model. None where no card's peak is known or stated."""
+    metrics, device = components.config.metrics, components.device
+    stated = metrics.peak_tflops is not None or metrics.flops_per_sample is not None
+    if device.type != "cuda" and not stated:
+        return None
+    peak = None if metrics.peak_tflops is None else 1e12 * metrics.peak_tflops
+    if peak is None and device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), components.policy.name)
+    flops = metrics.flops_per_sample or ModelFlops(components.model, components.loss, device)
+    return Utilization(flops, peak=peak, ranks=world_size)
 
 
 def build_data(node: Node) -> DataSpec:

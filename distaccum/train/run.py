@@ -36,7 +36,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
-from distaccum.train.components import TrainingComponents, build_loggers
+from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
@@ -244,6 +244,7 @@ def train(
         check_shared(run_dir.path, world)
     restore = Restore(saved, components, world)
     restore.before_wrap()
+    utilization = build_utilization(components, world.size) if world.is_main else None
     accumulator = build_accumulator(components, world)
     config = components.config
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
@@ -293,6 +294,7 @@ def train(
             loggers=loggers,
             wandb_id=wandb_id,
             logged=restore.logged,
+            utilization=utilization,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,

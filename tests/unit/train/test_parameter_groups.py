@@ -125,22 +125,20 @@ def _model() -> nn.Module:
 GROUPS = [{"dims": [0, 1], "weight_decay": 0.0}, {"match": "2.*", "lr": 0.05}, {"match": "0.*", "optimizer": MUON}]
 
 
-def _train(
-    run_dir: Path | None, *, steps: int, groups: list[Any] | None = None, save: bool = True, **more: Any
-) -> nn.Module:
+def _train(run_dir: Path, *, steps: int, groups: Any = (), optimizer: Any = None) -> nn.Module:
     model = _model()
     config = {
         "batch": {"global_size": 8, "micro_size": 4},
         "schedule": {"_target_": "distaccum.train.schedules.Constant", "warmup_steps": 4},
-        "optim": {"lr": 0.01, "groups": [] if groups is None else groups},
+        "optim": {"lr": 0.01, "groups": list(groups)},
         "trainer": {"max_steps": steps, "eval_every": 0},
-        "checkpoint": {"every": 1 if save else 0},
+        "checkpoint": {"every": 3},
         "metrics": {"wandb": {"mode": "disabled"}, "console": False},
-        **({"resume": "auto"} if save else {}),
-    } | {key: value for key, value in more.items() if key != "optimizer"}
-    optimizer = more["optimizer"](model) if "optimizer" in more else ()
-    data, config_ = DataSpec(train=_data()), RunConfig.from_dict(config)
-    Trainer(model, CrossEntropy(), data, config=config_, run_dir=run_dir, optimizer=optimizer).fit()
+        "resume": "auto",
+    }
+    given = optimizer(model) if optimizer else ()
+    data, settings = DataSpec(train=_data()), RunConfig.from_dict(config)
+    Trainer(model, CrossEntropy(), data, config=settings, run_dir=run_dir, optimizer=given).fit()
     return model
 
 
@@ -164,3 +162,10 @@ def test_the_trainer_trains_as_with_hand_made_groups_and_resumes_bitwise(gloo_wo
         saved, *others = (load_file(file) for file in files)
         assert saved
         assert all(torch.equal(saved[name], other[name]) for other in others for name in saved)
+
+
+def test_groups_beside_optimizers_that_are_given_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"optim\.groups=.*: and optimizers are given, which have groups of their own"
+    ):
+        _train(tmp_path, steps=1, groups=GROUPS, optimizer=_by_hand)
