@@ -23,6 +23,7 @@ from distaccum.config.checks import (
     require,
     require_choice,
     require_count,
+    require_group,
     require_positive,
     require_types,
     require_verify,
@@ -74,6 +75,10 @@ class OptimConfig:
     """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
 
     ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
+
+    ``groups``: parameters with settings of their own, in order: the first that fits a parameter takes it. Each has
+    ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both; next to them the settings,
+    as the optimizer's groups have them (``lr`` is a rate, not a factor), or another ``optimizer`` for these.
     """
 
     lr: float = 3e-3
@@ -81,10 +86,11 @@ class OptimConfig:
     clip_value: Optional[float] = None  # noqa: UP045
     fused: Any = "auto"
     optimizer: Node = field(default_factory=_adamw)
+    groups: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict)
+        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict, groups=list)
         require_positive("optim.lr", self.lr)
         require_positive("optim.clip_norm", self.clip_norm)
         require_positive("optim.clip_value", self.clip_value)
@@ -92,6 +98,8 @@ class OptimConfig:
         remedy = "Set one of them to null"
         require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
         require_choice("optim.fused", self.fused, ("auto", True, False))
+        for i, group in enumerate(self.groups):
+            require_group(f"optim.groups.{i}", group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +215,22 @@ class WandbConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """The loggers; ``metrics.jsonl`` is always written."""
+    """The loggers; ``metrics.jsonl`` is always written.
+
+    ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
+    on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
+    """
 
     console: bool = True
+    peak_tflops: Optional[float] = None  # noqa: UP045
+    flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        number = (float, NoneType)
+        require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
+        require_positive("metrics.peak_tflops", self.peak_tflops)
+        require_positive("metrics.flops_per_sample", self.flops_per_sample)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import evaluate
+from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.rollback import roll_back
@@ -56,6 +57,7 @@ class Loop:
         wandb_id: kept in every checkpoint.
         time_limit: says when the run has to save.
         logged: window and step of the last record of the run's own past.
+        utilization: of the cards, on the rank that logs.
         enter_phase: told what this rank does, for those who find it dead.
     """
 
@@ -71,6 +73,7 @@ class Loop:
         wandb_id: str,
         time_limit: TimeLimit,
         logged: Mapping[str, int] | None = None,
+        utilization: Utilization | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._components = components
@@ -91,7 +94,8 @@ class Loop:
             accumulator.add_rider(self._clock)
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
-        self._meter = Meter(self._world, self.progress)
+        self._meter = Meter(self._world, self.progress, utilization)
+        self._is_measured = utilization is None
         self._evaluation: tuple[int, dict[str, float]] | None = None
         # A run from another run's checkpoint has saved none itself.
         self._saved_step = self.progress.step if components.config.resume == "auto" else 0
@@ -164,6 +168,8 @@ class Loop:
         Whether the window was applied is read after the next window, when the device has finished it; or at once where
         something may be due.
         """
+        if not self._is_measured:
+            self._is_measured = self._meter.measure(window.plain)
         outcome = self._accumulator.step(window, self._components.loss)
         self._time_limit.window_ended()
         self._look_at_last(self._tracker.known_progress)

@@ -15,7 +15,7 @@ import random
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
-from distaccum.train.components import TrainingComponents, build_loggers
+from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
@@ -244,6 +244,7 @@ def train(
         check_shared(run_dir.path, world)
     restore = Restore(saved, components, world)
     restore.before_wrap()
+    utilization = build_utilization(components, world.size) if world.is_main else None
     accumulator = build_accumulator(components, world)
     config = components.config
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
@@ -273,6 +274,7 @@ def train(
             plan = components.plan.as_dict() | {
                 "total_steps": components.total_steps,
                 "engine": engine.describe(),
+                **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
             }
             run_dir.write_plan(plan)
             about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
@@ -292,6 +294,7 @@ def train(
             loggers=loggers,
             wandb_id=wandb_id,
             logged=restore.logged,
+            utilization=utilization,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,
