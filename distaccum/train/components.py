@@ -179,6 +179,7 @@ def build_components(
     if best is not None and not evaluates:
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     check_loss(loss)
+    getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)
     engine = prepare(
@@ -272,6 +273,10 @@ def check_loss(loss: Any) -> None:
         except TypeError as error:
             problem, remedy = f"{name} takes other arguments ({error})", f"Write {name}(self, {arguments})"
             raise ConfigError("loss", shown, problem, remedy) from error
+
+
+def _no_check(_: nn.Module) -> None:
+    """For losses that any model can have."""
 
 
 def _check_loss_parameters(loss: Any, model: nn.Module) -> None:
