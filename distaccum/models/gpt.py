@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_NO_KERNEL = ("No available kernel", "No viable backend")  # CUDA's words, and the CPU's
 _CHOICES = {"positions": ("rotary", "learned"), "gelu": ("exact", "tanh"), "attention": tuple(KERNELS)}
 
 
@@ -39,8 +39,9 @@ class GPT(nn.Module):
         n_head: attention heads; divides ``n_embd``.
         n_embd: width.
         dropout: share of activations dropped in training.
-        vocab_multiple: the embedding gets rows of zeros, up to a multiple of this: matrix products are faster at
-            multiples of 64. These rows are no token ids; logits, and the loss, are those of ``vocab_size``.
+        vocab_multiple: the embedding gets rows of zeros, up to a multiple of this. They are no token ids; logits, and
+            the loss, are those of ``vocab_size``. A loss in chunks multiplies with all rows, which is faster at
+            multiples of 64; whole logits are made of the others alone.
         positions: ``rotary``, without parameters, or ``learned``.
         bias: whether linear layers and norms have one.
         gelu: ``exact``, or ``tanh``, an approximation of it that GPT-2 was trained with.
@@ -119,14 +120,11 @@ class GPT(nn.Module):
         x, weight = self.norm(x), self.tokens.weight
         if not self._padded:
             return output(x, weight)
-        return (
-            _classes(x, weight, self._vocab_size) if output is F.linear else output(x, weight, classes=self._vocab_size)
-        )
-
-
-def _classes(x: Tensor, weight: Tensor, classes: int) -> Tensor:
-    """The logits of the rows that are classes."""
-    return F.linear(x, weight)[..., :classes]
+        if output is F.linear:
+            return F.linear(
+                x, weight[: self._vocab_size]
+            )  # the product's own slice would be a view, which FSDP2 warns of
+        return output(x, weight, classes=self._vocab_size)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -233,18 +231,26 @@ class Attention(nn.Module):
         """Raises ConfigError if the kernel that was chosen cannot do it."""
         batch, length, width = x.shape
         split = self.query_key_value(x).view(batch, length, 3, self.n_head, width // self.n_head)
-        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+        mixing = split.permute(2, 0, 3, 1, 4)
+        query, key = (mixing if angles is None else rotate(mixing[:2], angles))[:2]
+        value = mixing[2]
         drop = self.dropout if self.training else 0.0
-        with _chosen(self._kernel):
-            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+        mixed = _attend(query, key, value, drop, self._kernel)
         return F.dropout(self.project(mixed.transpose(1, 2).reshape(batch, length, width)), drop, self.training)
 
 
-def _chosen(kernel: str) -> AbstractContextManager[None]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, drop: float, kernel: str) -> Tensor:
     backend = KERNELS[kernel]
-    return nullcontext() if backend is None else sdpa_kernel(backend)
+    if backend is None:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+    try:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_KERNEL):
+            raise
+        problem = f"torch has no such kernel for {query.dtype} of head width {query.shape[-1]} on {query.device.type}"
+        raise ConfigError("model.attention", kernel, problem, "Use auto, or another kernel") from error
 
 
 def _initialise(module: nn.Module) -> None:
