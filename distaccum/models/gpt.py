@@ -121,9 +121,7 @@ class GPT(nn.Module):
         if not self._padded:
             return output(x, weight)
         if output is F.linear:
-            return F.linear(
-                x, weight[: self._vocab_size]
-            )  # the product's own slice would be a view, which FSDP2 warns of
+            return F.linear(x, weight[: self._vocab_size])  # logits[..., :n] would be a view: FSDP2 warns
         return output(x, weight, classes=self._vocab_size)
 
 
