@@ -34,6 +34,7 @@ from distaccum.engines.factory import prepare
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.train import determinism
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
@@ -178,6 +179,8 @@ def build_components(
     best, evaluates = config.checkpoint.best, data.eval_dataset is not None and config.trainer.eval_every > 0
     if best is not None and not evaluates:
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
+    if config.deterministic:
+        determinism.check(device)
     check_loss(loss)
     getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
