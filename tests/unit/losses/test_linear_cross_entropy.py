@@ -247,7 +247,13 @@ def _error(steps: dict[str, Tensor] | BaseException, truth: nn.Module) -> float:
     return float((wrong / sum(float(gradient.square().sum()) for gradient in gradients.values())) ** 0.5)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(one, id=name, marks=[] if name in ("ddp", "fsdp2") else pytest.mark.slow)
+        for name, one in ENGINES.items()
+    ],
+)
 def test_every_engine_steps_by_the_true_gradient(engine: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     model, (inputs, labels) = _gpt(), _batch(5)
     copies = deepcopy(model), deepcopy(model)

@@ -72,6 +72,7 @@ def test_a_multiple_is_padded_by_nothing() -> None:
 ENGINES: dict[str, EngineConfig] = {"ddp": DDPConfig(), "fsdp2": FSDP2Config()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_an_engine_steps_a_padded_model_by_the_true_gradient(engine: EngineConfig, loss: CrossEntropy) -> None:

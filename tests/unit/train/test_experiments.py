@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ def _composed(name: str, *overrides: str) -> dict[str, Any]:
         return plain(compose(name, list(overrides)))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def _largest_later(names: Iterable[str]) -> list[Any]:
+    """The smallest in the default run, the others with -m slow."""
+    return [name if "124m" in name else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", _largest_later(PUBLISHED))
 def test_a_model_group_has_the_published_number_of_parameters(name: str) -> None:
     sizes = []
     for padding in ("1", "64"):
@@ -45,7 +51,7 @@ def test_a_model_group_has_the_published_number_of_parameters(name: str) -> None
     assert _composed("config", *TOKENS, f"model={name}")["model"]["vocab_multiple"] == 64
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", _largest_later(EXPERIMENTS))
 def test_an_experiment_is_a_whole_run_that_plans(name: str) -> None:
     values = _composed("plan", f"experiment={name}", "data.path=unused", "cluster.micro_step_ms=50")
     assert values["data"]["_target_"] == "distaccum.data.datasets.tokens.tokens"
