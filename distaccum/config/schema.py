@@ -240,10 +240,12 @@ class RunConfig:
     ``resume``: ``never``, ``auto`` or a checkpoint's path. ``resume_allow``: keys of settings, or their beginnings,
     that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
     safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
-    while there is no checkpoint.
+    while there is no checkpoint. ``deterministic``: kernels that give the same bits in every run; one that has no such
+    form ends the run.
     """
 
     seed: int = 0
+    deterministic: bool = False
     resume: str = "never"
     resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
@@ -262,9 +264,9 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
-        for key, kind in (("seed", int), ("resume", str)):
+        for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):
             value = getattr(self, key)
-            holds = isinstance(value, kind) and not isinstance(value, bool)
+            holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"

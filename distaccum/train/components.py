@@ -34,6 +34,7 @@ from distaccum.engines.factory import prepare
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.train import determinism
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
@@ -184,7 +185,10 @@ def build_components(
     best, evaluates = config.checkpoint.best, data.eval_dataset is not None and config.trainer.eval_every > 0
     if best is not None and not evaluates:
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
+    if config.deterministic:
+        determinism.check(device)
     check_loss(loss)
+    getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)
     engine = prepare(
@@ -299,6 +303,10 @@ def check_loss(loss: Any) -> None:
         except TypeError as error:
             problem, remedy = f"{name} takes other arguments ({error})", f"Write {name}(self, {arguments})"
             raise ConfigError("loss", shown, problem, remedy) from error
+
+
+def _no_check(_: nn.Module) -> None:
+    """For losses that any model can have."""
 
 
 def _check_loss_parameters(loss: Any, model: nn.Module) -> None:

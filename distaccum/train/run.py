@@ -38,6 +38,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
 from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
 from distaccum.train.coordination import JobRejectedError
+from distaccum.train.determinism import deterministic
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
@@ -176,7 +177,8 @@ def _in_group(
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
-                    with watchdog(trainer, world, run_dir, caught):
+                    wanted = components.config.deterministic
+                    with watchdog(trainer, world, run_dir, caught), deterministic(wanted):
                         return train(
                             components,
                             saved,

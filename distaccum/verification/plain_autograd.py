@@ -157,7 +157,10 @@ class PlainGradient:
 
 
 def own_backwards(value: Tensor) -> set[str]:
-    """The ``autograd.Function`` classes in a graph that are not torch's, and reentrant checkpoints, by name."""
+    """The ``autograd.Function`` classes in a graph that are not torch's, and reentrant checkpoints, by name.
+
+    Those that say ``walks_twice`` are left out: they keep what they need, and give the same gradient again.
+    """
     seen: set[Any] = set()
     found: set[str] = set()
     left: list[Any] = [value.grad_fn]
@@ -166,8 +169,9 @@ def own_backwards(value: Tensor) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and (function.__name__ == _REENTRANT or not function.__module__.startswith("torch.")):
+        function: Any = getattr(type(node), "_forward_cls", None)
+        once = function is not None and not getattr(function, "walks_twice", False)
+        if once and (function.__name__ == _REENTRANT or not function.__module__.startswith("torch.")):
             found.add(function.__name__)
         left += [following for following, _ in node.next_functions]
     return found
