@@ -15,7 +15,7 @@ import random
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -251,6 +251,8 @@ def train(
         components.plan,
         world,
         num_workers=config.trainer.num_workers,
+        prefetch_windows=config.trainer.prefetch_windows,
+        options=asdict(config.trainer.loader),
         group_by_length=config.batch.group_by_length,
         seed=config.seed,
     )

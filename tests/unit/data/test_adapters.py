@@ -60,14 +60,16 @@ def _seen(loader: Any, world: World, **sizes: Any) -> list[float]:
     ]
 
 
-def initialize(worker: int) -> None:
-    """As users seed their workers."""
-    torch.manual_seed(1000 + worker)
+class Told(TensorDataset):
+    said = 0.0
 
-
-class Drawn(TensorDataset):
     def __getitem__(self, index: Any) -> Any:
-        return (torch.rand(1),)
+        return (torch.tensor([self.said]),)
+
+
+def initialize(worker: int) -> None:
+    """As users set a dataset up in each process."""
+    Told.said = 1000.0 + worker
 
 
 def test_the_options_of_loading_processes_are_kept(gloo_world: World) -> None:
@@ -91,9 +93,8 @@ def test_the_options_of_loading_processes_are_kept(gloo_world: World) -> None:
 
 
 def test_the_users_worker_init_fn_is_called(gloo_world: World) -> None:
-    loader = DataLoader(Drawn(torch.ones(10)), batch_size=2, num_workers=1, worker_init_fn=initialize)
-    generator = torch.Generator().manual_seed(1000)
-    assert _seen(loader, gloo_world) == torch.rand(10, generator=generator).tolist()
+    loader = DataLoader(Told(torch.ones(10)), batch_size=2, num_workers=2, worker_init_fn=initialize)
+    assert _seen(loader, gloo_world) == [1000.0, 1000.0, 1001.0, 1001.0] * 2 + [1000.0, 1000.0]
 
 
 @pytest.mark.parametrize("where", ["loader", "sampler"])
