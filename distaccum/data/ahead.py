@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +13,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum.data import loading_processes
+from distaccum.data.batches import map_tensors
 from distaccum.data.plan.batch import Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import WorkerOptions
+from distaccum.errors import DataWarning
 
+_log = logging.getLogger(__name__)
+_MIB = 2**20
 _TORCHS_FACTOR = 2  # of a DataLoader that is told none
 
 
@@ -43,6 +50,25 @@ def items_of_window(plan: Plan | StreamPlan) -> int:
         return -(-plan.wanted(0) // plan.world_size)
     steps: int = plan.as_dict()["accumulation_steps"]
     return steps
+
+
+def note_memory(window: Sequence[Any], ahead: int) -> None:
+    """Logs the host memory that micro-batches loaded ahead may take, and warns where shared memory cannot hold them.
+
+    Args:
+        window: a window's micro-batches on the host, after which those ahead are reckoned.
+        ahead: how many of them may be loaded ahead.
+    """
+    sizes: list[int] = []
+    for batch in window:
+        map_tensors(batch, lambda tensor: sizes.append(tensor.nbytes))
+    held, limit = sum(sizes) / max(len(window), 1) * ahead, loading_processes.shared_memory()
+    _log.info("up to %d micro-batches are loaded ahead: about %.1f MiB of host memory", ahead, held / _MIB)
+    if held > limit:
+        what = f"up to {ahead} micro-batches are loaded ahead, about {held / _MIB:,.0f} MiB"
+        where = f"and the shared memory that they travel through has {limit / _MIB:,.0f} MiB"
+        remedy = f"{loading_processes.MORE_SHARED_MEMORY[0].upper()}{loading_processes.MORE_SHARED_MEMORY[1:]}"
+        warnings.warn(f"{what}, {where}. {remedy}, or set prefetch_windows=0", DataWarning, stacklevel=2)
 
 
 def stream_loader(stream: IterableDataset[Any], workers: WorkerOptions, window: int) -> DataLoader[Any]:

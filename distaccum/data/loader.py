@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
-from distaccum.data.ahead import SeededIds, items_of_window, prefetch_factor
+from distaccum.data.ahead import SeededIds, items_of_window, note_memory, prefetch_factor
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
 from distaccum.data.plan.resized import Resize, ResizedPlan
@@ -113,7 +113,7 @@ class MapWindowLoader(WindowLoader):
             seeds=("loading", seed_of_workers, seed) if self._workers else None,
             goes_on=self._goes_on,
         )
-        self._loader = self._make()
+        self._loader, self._noted = self._make(), False
         self._next: tuple[tuple[int, int], Iterator[Any]] | None = (
             None  # what is loaded ahead, and from which window on
         )
@@ -200,6 +200,10 @@ class MapWindowLoader(WindowLoader):
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
                 generators.restore()
                 return
+            if self._workers and micro_batches and not self._noted:
+                self._noted = True
+                held = [micro.batch for micro in micro_batches]
+                note_memory(held, self._workers * (self._loader.prefetch_factor or 0))
             if self._goes_on and batches is not None:
                 self._next = (epoch, k + 1), batches  # a loop that is left, and goes on here, finds them
             yield Window(

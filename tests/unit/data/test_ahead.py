@@ -15,17 +15,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import RunConfig
 from distaccum.data.adapters import to_data_spec
-from distaccum.data.ahead import items_of_window, prefetch_factor
+from distaccum.data.ahead import items_of_window, note_memory, prefetch_factor
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.factory import as_loader, build_loader, make_plan
+from distaccum.data.factory import as_loader, build_loader, check_workers, make_plan
 from distaccum.data.loader import MapWindowLoader
+from distaccum.data.loading_processes import shared_memory
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.resized import Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, DataWarning
 
 SAMPLES, GLOBAL, MICRO = 22, 8, 2  # windows of 4, 4 and 3 micro-batches
 WITHIN_S = 30.0
@@ -225,6 +226,16 @@ def test_the_items_of_a_ranks_largest_window() -> None:
     assert items_of_window(StreamPlan(global_batch_size=40, batched=True, **sizes)) == 4
 
 
+def test_memory_that_shared_memory_cannot_hold_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    window = [{"x": torch.zeros(2**18), "y": [torch.zeros(2**17)]}, {"x": torch.zeros(2**17)}]  # 1.5 and 0.5 MiB
+    with caplog.at_level("INFO", logger="distaccum"):
+        note_memory(window, 6)
+    assert "up to 6 micro-batches are loaded ahead: about 6.0 MiB" in caplog.text
+    limit = round(shared_memory() / 2**20)
+    with pytest.warns(DataWarning, match=rf"has {limit:,} MiB\. Give it more .* or set prefetch_windows=0"):
+        note_memory(window, limit + 2)
+
+
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 SIZES: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "tokens": None, "seed": 3}
 STATED: dict[str, Any] = {
@@ -252,22 +263,14 @@ def test_what_is_stated_reaches_torchs_loader(gloo_world: World) -> None:
     [
         (DATA, 0, {"timeout": 9.0}, "trainer.loader.timeout=9.0: trainer.num_workers is 0"),
         (DataLoader(DATA, 2, num_workers=1), 0, {"timeout": 9.0}, "comes with a DataLoader whose timeout is 0"),
-        (
-            DataLoader(DATA, 2, num_workers=1),
-            1,
-            {"multiprocessing_context": "spawn"},
-            "context is None",
-        ),
+        (DataLoader(DATA, 2, num_workers=1), 1, {"multiprocessing_context": "spawn"}, "context is None"),
         (DataSpec(train=iter([])), 0, {"prefetch_factor": 2}, "trainer.loader.prefetch_factor=2: the data is a stream"),
     ],
 )
-def test_what_would_not_be_heard_is_refused(
-    gloo_world: World, data: Any, workers: int, options: dict[str, Any], said: str
-) -> None:
+def test_what_would_not_be_heard_is_refused(data: Any, workers: int, options: dict[str, Any], said: str) -> None:
     source = to_data_spec(data)
-    plan = make_plan(source, world_size=1, **SIZES)
     with pytest.raises(ConfigError, match=said):
-        build_loader(source, plan, gloo_world, num_workers=workers, options=options)
+        check_workers(source, make_plan(source, world_size=1, **SIZES), workers, options)
 
 
 @pytest.mark.parametrize(
