@@ -245,6 +245,7 @@ def train(
     restore.before_wrap()
     accumulator = build_accumulator(components, world)
     config = components.config
+    console = _console() if world.is_main else None  # first: rich draws a random number when it is imported
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
     loader = build_loader(
         components.data,
@@ -257,7 +258,6 @@ def train(
         seed=config.seed,
     )
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
-    console = _console() if world.is_main else None
     with ExitStack() as closing:
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
         loggers: list[Logger] = []
