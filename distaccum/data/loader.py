@@ -173,12 +173,12 @@ class MapWindowLoader(WindowLoader):
             DataError: the ranks have other data, or the dataset's length has changed.
             PeerError: another rank could not load its part of a window, and raises why.
         """
-        where, batches = self._next or (None, None)
+        where, batches, has_some = self._next or (None, None, False)
         if where != (epoch, start):
-            batches = None
+            batches, has_some = None, False
         if not self._agreement.reached:
             batches = self._begin(epoch, start)
-        cut, has_some = self._plan.epoch(epoch), False
+        cut = self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
             began, generators, self._next = perf_counter(), RNGState.capture(), None
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
@@ -205,7 +205,7 @@ class MapWindowLoader(WindowLoader):
                 held = [micro.batch for micro in micro_batches]
                 note_memory(held, self._workers * (self._loader.prefetch_factor or 0))
             if self._goes_on and batches is not None:
-                self._next = (epoch, k + 1), batches  # a loop that is left, and goes on here, finds them
+                self._next = (epoch, k + 1), batches, has_some  # a loop that is left, and goes on here, finds them
             yield Window(
                 epoch=epoch,
                 samples=len(cut.window(k)),
@@ -217,7 +217,7 @@ class MapWindowLoader(WindowLoader):
                 fetch=self._fetch,
             )
         if self._goes_on and batches is not None:
-            self._next = ((epoch + 1, 0), batches) if has_some else None
+            self._next = ((epoch + 1, 0), batches, False) if has_some else None
 
     def _start(self) -> Iterator[Any]:
         batches = iter(self._loader)
