@@ -228,6 +228,22 @@ def test_two_numbers_of_workers_are_one_too_many(gloo_world: World) -> None:
     assert kept._loader.num_workers == 2
 
 
+def test_the_processes_of_a_stream_have_its_next_window_ahead(gloo_world: World) -> None:
+    rows = datasets.Dataset.from_list([{"x": float(i)} for i in range(20)]).to_iterable_dataset(num_shards=2)
+    source = DataSpec(train=rows)
+    plan = make_plan(source, world_size=1, **(SIZES | {"global_batch_size": 8}))
+    options = {"timeout": 17.0, "prefetch_factor": 3}
+    kept: Any = build_loader(source, plan, gloo_world, num_workers=2, options=options)
+    assert (kept._stream.prefetch_factor, kept._stream.timeout) == (4, 17.0)
+    windows = list(kept.windows(0, 0, GlobalCounter(gloo_world, lambda batch: len(batch["x"]))))
+    assert sorted(x for window in windows for micro in window.micro_batches for x in micro.batch["x"].tolist()) == [
+        float(i) for i in range(20)
+    ]
+    for stated in ({"persistent_workers": True}, {"pin_memory": True}):
+        with pytest.raises(ConfigError, match="the data is a stream"):
+            build_loader(source, plan, gloo_world, num_workers=2, options=stated)
+
+
 def test_a_generator_that_has_begun_cannot_be_resumed(gloo_world: World) -> None:
     def numbers() -> Iterator[Any]:
         yield from ([torch.full((2, 1), float(i))] for i in range(5))
