@@ -114,9 +114,8 @@ class MapWindowLoader(WindowLoader):
             goes_on=self._goes_on,
         )
         self._loader, self._noted = self._make(), False
-        self._next: tuple[tuple[int, int], Iterator[Any]] | None = (
-            None  # what is loaded ahead, and from which window on
-        )
+        # What is loaded ahead: its epoch and window, and whether this rank has had something of that epoch.
+        self._next: tuple[tuple[int, int], Iterator[Any], bool] | None = None
 
     def _make(self) -> DataLoader[Any]:
         options, workers = self._options, self._workers
@@ -173,9 +172,10 @@ class MapWindowLoader(WindowLoader):
             DataError: the ranks have other data, or the dataset's length has changed.
             PeerError: another rank could not load its part of a window, and raises why.
         """
-        where, batches, has_some = self._next or (None, None, False)
-        if where != (epoch, start):
-            batches, has_some = None, False
+        batches: Iterator[Any] | None = None
+        has_some = False
+        if self._next is not None and self._next[0] == (epoch, start):
+            _, batches, has_some = self._next
         if not self._agreement.reached:
             batches = self._begin(epoch, start)
         cut = self._plan.epoch(epoch)
