@@ -6,7 +6,7 @@ import hashlib
 import random
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -100,21 +100,14 @@ class MapWindowLoader(WindowLoader):
         workers = workers or WorkerOptions()
         self._workers = workers.num_workers
         self._processes: list[BaseProcess] = []
-        # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
-        seed_of_workers = plan.seed if workers.seed is None else workers.seed
-        digest = hashlib.blake2b(f"{seed_of_workers}/{world.rank}".encode(), digest_size=7).digest()
-        self._loader = DataLoader(
-            cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
-            batch_sampler=self._ids,
-            collate_fn=collate,
-            num_workers=workers.num_workers,
-            persistent_workers=workers.num_workers > 0 and workers.persistent_workers,
-            worker_init_fn=WorkerInit(workers.worker_init_fn),
-            multiprocessing_context=workers.multiprocessing_context,
-            timeout=workers.timeout,
-            prefetch_factor=workers.prefetch_factor,
-            pin_memory=world.device.type == "cuda",
-            generator=torch.Generator().manual_seed(int.from_bytes(digest)),
+        self._loader = torch_loader(
+            dataset,
+            self._ids,
+            world,
+            collate=collate,
+            workers=workers,
+            seed=plan.seed,
+            persistent=workers.persistent_workers,
         )
 
     @property
@@ -245,6 +238,46 @@ class MapWindowLoader(WindowLoader):
         if len(self._dataset) != self._plan.samples:
             problem = f"the dataset holds {len(self._dataset)} samples now, and held {self._plan.samples} at the start"
             raise DataError(f"{problem}: windows are made of those. Keep its length, or give it as a stream")
+
+
+def torch_loader(
+    dataset: MapDataset,
+    ids: Iterable[list[int]],
+    world: World,
+    *,
+    collate: Collate | None,
+    workers: WorkerOptions,
+    seed: int | None,
+    persistent: bool,
+) -> DataLoader[Any]:
+    """Torch's ``DataLoader`` of the batches ``ids``, as ``workers`` says; pinned where this rank computes on a GPU.
+
+    A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
+
+    Args:
+        dataset: map-style samples.
+        ids: the samples of each batch; iterated anew by each iteration of the loader.
+        world: this rank.
+        collate: from samples to a batch; None for torch's ``default_collate``.
+        workers: how samples are loaded.
+        seed: of the workers' seeds, where ``workers`` has none.
+        persistent: whether workers outlive an iteration.
+    """
+    own = seed if workers.seed is None else workers.seed
+    digest = hashlib.blake2b(f"{own}/{world.rank}".encode(), digest_size=7).digest()
+    return DataLoader(
+        cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
+        batch_sampler=cast(Any, ids),
+        collate_fn=collate,
+        num_workers=workers.num_workers,
+        persistent_workers=workers.num_workers > 0 and persistent,
+        worker_init_fn=WorkerInit(workers.worker_init_fn),
+        multiprocessing_context=workers.multiprocessing_context,
+        timeout=workers.timeout,
+        prefetch_factor=workers.prefetch_factor,
+        pin_memory=world.device.type == "cuda",
+        generator=torch.Generator().manual_seed(int.from_bytes(digest)),
+    )
 
 
 class WorkerInit:

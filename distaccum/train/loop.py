@@ -16,6 +16,7 @@ from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
+from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
@@ -24,7 +25,7 @@ from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
-from distaccum.train.evaluate import evaluate
+from distaccum.train.evaluate import Evaluation
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.rollback import roll_back
@@ -93,6 +94,7 @@ class Loop:
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress)
         self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._evaluator = self._make_evaluator() if self._evaluates else None
         # A run from another run's checkpoint has saved none itself.
         self._saved_step = self.progress.step if components.config.resume == "auto" else 0
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
@@ -239,23 +241,29 @@ class Loop:
     def _evaluates(self) -> bool:
         return self._components.data.eval_dataset is not None and self._components.config.trainer.eval_every > 0
 
-    def _evaluate(self) -> dict[str, float]:
-        components = self._components
-        self._enter_phase(f"evaluating after step {self.progress.step}")
-        self._accumulator.use_evaluation_weights()
-        found = evaluate(
+    def _make_evaluator(self) -> Evaluation:
+        components, trainer = self._components, self._components.config.trainer
+        return Evaluation(
             self._accumulator.engine,
             components.data,
             components.loss,
             self._world,
             micro_batch_size=components.plan.micro_batch_size,
+            workers=evaluation_workers(components.data, trainer.num_workers),
+            prefetch=trainer.prefetch,
             metrics=components.metrics,
-            check_sums=self._evaluation is None,
+            seed=components.config.seed,
         )
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self._evaluator is not None
+        self._enter_phase(f"evaluating after step {self.progress.step}")
+        self._accumulator.use_evaluation_weights()
+        found = self._evaluator.run()
         self._evaluation = (self.progress.step, found)
         self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_eval(self, found))
-        if components.callbacks:
+        if self._components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
         self._time_limit.evaluated()
@@ -268,7 +276,8 @@ class Loop:
         if self._accumulator.spikes is not None:
             record |= self._accumulator.spikes.metrics
         if evaluates:
-            record |= self._evaluate()
+            assert self._evaluator is not None
+            record |= self._evaluate() | self._evaluator.samples
         if self._world.is_main:
             self._run_dir.require_owned()
         for logger in self._loggers:

@@ -32,6 +32,17 @@ def test_results_are_those_of_one_process(results: dict[int, dict[str, Any]], he
 
 
 @pytest.mark.parametrize("world", [1, 3])
+def test_the_same_weights_give_the_same_numbers_on_any_number_of_ranks_and_workers(
+    results: dict[int, dict[str, Any]], world: int
+) -> None:
+    alone = results[1]["0 workers"]
+    assert alone["eval_loss"] == pytest.approx(alone["fp64"], rel=1e-6)
+    assert alone["eval_samples"] == 23
+    for workers in ("0 workers", "2 workers"):
+        assert results[world][workers] == pytest.approx(alone, rel=1e-15)  # the order of fp64 sums
+
+
+@pytest.mark.parametrize("world", [1, 3])
 def test_one_rank_stops_all(results: dict[int, dict[str, Any]], world: int) -> None:
     for held_out in ("23", "2"):
         found = results[world][held_out]

@@ -43,7 +43,8 @@ class ConsoleLogger(Logger):
             spikes = "spikes" in record and math.isfinite(record["grad_norm"])
             line += f"  SKIPPED: the gradient {'norm spikes' if spikes else 'is NaN or infinite'}"
         evaluated = "".join(
-            f"  {name.removeprefix('eval_').replace('_', ' ')} {value:.4f}"
+            f"  {name.removeprefix('eval_').replace('_', ' ')} "
+            + (f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
             for name, value in record.items()
             if name.startswith("eval_")
         )
