@@ -97,9 +97,10 @@ class OptimConfig:
 class TrainerConfig:
     """The length of the run, and its intervals in updates.
 
-    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. ``max_time`` (HH:MM:SS, 90s,
-    12h, ...): the run saves and ends before this time is over, for another process to continue. ``prefetch``:
-    micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
+    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. With 0 the run evaluates the
+    weights that it starts from. ``eval_samples``: the most samples of a held-out set, its first ones. ``max_time``
+    (HH:MM:SS, 90s, 12h, ...): the run saves and ends before this time is over, for another process to continue.
+    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
     infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
     scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
     the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights or optimizer
@@ -115,6 +116,7 @@ class TrainerConfig:
     max_time: Any = None
     log_every: int = 10
     eval_every: int = 50
+    eval_samples: Optional[int] = None  # noqa: UP045
     num_workers: int = 0
     prefetch: int = 2
     nonfinite: str = "stop"
@@ -131,14 +133,19 @@ class TrainerConfig:
         limit = (int, NoneType)
         names = ("log_every", "eval_every", "num_workers", "prefetch", "max_skips", "spike_window")
         require_types(
-            "trainer", self, max_steps=limit, max_epochs=limit, spike_zscore=float, **dict.fromkeys(names, int)
+            "trainer",
+            self,
+            **dict.fromkeys(("max_steps", "max_epochs", "eval_samples"), limit),
+            spike_zscore=float,
+            **dict.fromkeys(names, int),
         )
-        require_count("trainer.max_steps", self.max_steps, least=1)
+        require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
             seconds_of("trainer.max_time", self.max_time)
         require_count("trainer.log_every", self.log_every, least=1)
         require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        require_count("trainer.eval_samples", self.eval_samples, least=1)
         require_count("trainer.num_workers", self.num_workers)
         require_count("trainer.prefetch", self.prefetch, least=2)
         require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)

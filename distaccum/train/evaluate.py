@@ -123,9 +123,9 @@ class Evaluation:
                 _check_sums(self._engine, held_out, self._loss, self._world)
                 self._checked = True
             found = self._of_set(_prefix(name), held_out)
-            if twice := sorted(results.keys() & found.keys()):
-                problem = f"the held-out set {name!r} gives {shorten(twice)}, and another one too"
-                raise MisuseError(f"{problem}: give the sets names that none of the others begins with")
+            if twice := sorted((results.keys() | self.samples.keys()) & found.keys()):
+                problem = f"{shorten(twice)} would be two results of one evaluation"
+                raise MisuseError(f"{problem}: give the metric, the score or the held-out set another name")
             results |= found
         return results
 

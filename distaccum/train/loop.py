@@ -26,6 +26,7 @@ from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
+from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.rollback import roll_back
@@ -239,7 +240,7 @@ class Loop:
 
     @property
     def _evaluates(self) -> bool:
-        return self._components.data.eval_dataset is not None and self._components.config.trainer.eval_every > 0
+        return evaluates(self._components.data, self._components.config)
 
     def _make_evaluator(self) -> Evaluation:
         components, trainer = self._components, self._components.config.trainer
@@ -250,6 +251,7 @@ class Loop:
             self._world,
             micro_batch_size=components.plan.micro_batch_size,
             workers=evaluation_workers(components.data, trainer.num_workers),
+            limit=trainer.eval_samples,
             prefetch=trainer.prefetch,
             metrics=components.metrics,
             seed=components.config.seed,
@@ -284,6 +286,22 @@ class Loop:
             logger.log(record)
         self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
+
+    def _log_evaluation(self) -> None:
+        """Evaluates without an update: the record has no window's loss and no rates."""
+        assert self._evaluator is not None
+        progress = self.progress
+        tokens = int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens
+        record = {
+            **{"step": progress.step, "window": progress.window, "epoch": progress.epoch},
+            **{"samples": progress.samples, "tokens": tokens},
+            **self._evaluate(),
+            **self._evaluator.samples,
+        }
+        if self._world.is_main:
+            self._run_dir.require_owned()
+        for logger in self._loggers:
+            logger.log(record)
 
     def _is_best(self) -> bool:
         return self._evaluation is not None and self._best.improves(self._evaluation[1])
@@ -343,12 +361,14 @@ class Loop:
         if self.preempted:
             self._save_last()
             return {}
-        evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
+        is_due = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
         if self._unlogged is not None:
-            self._log(*self._unlogged, self.progress, evaluates=evaluates)
-        elif evaluates:  # a finished run that is resumed makes no update, but is evaluated
+            self._log(*self._unlogged, self.progress, evaluates=is_due)
+        elif self._components.evaluates_alone:
+            self._log_evaluation()
+        elif is_due:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
-        self._save_last(best=evaluates and self._is_best())
+        self._save_last(best=is_due and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call(lambda callback: callback.on_end(self, results))
         return results
@@ -381,7 +401,7 @@ class Loop:
         self.stop_reason = "; ".join(reasons)
 
     def _save_last(self, *, best: bool = False) -> None:
-        if not self._components.config.checkpoint.saves:
+        if not self._components.config.checkpoint.saves or self._components.evaluates_alone:
             return
         if self._saved_step != self.progress.step:
             self._save(best=best)

@@ -31,12 +31,18 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
         "data": components.data.description,
         "model": f"{type(components.model).__name__}, {components.parameters:,} parameters",
         "plan": plan.describe()[0],
-        "epoch": f"{plan.describe()[1]}; {components.total_steps} updates to make",
+        "epoch": f"{plan.describe()[1]}; {_updates(components)}",
     }
     if components.data.lengths is not None and not isinstance(plan, StreamPlan):
         lines["pad"] = _padding(components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
         console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
+
+
+def _updates(components: TrainingComponents) -> str:
+    if components.evaluates_alone:
+        return "no update to make, only an evaluation"
+    return f"{components.total_steps} updates to make"
 
 
 def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
@@ -73,11 +79,12 @@ def print_summary(
         console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
         return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
-    baselines = components.data.baselines() if "bits per byte" in rows else {}
-    console.print(
-        f"done: {progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped; {run_dir.path}",
-        soft_wrap=True,
-    )
+    whole = components.config.trainer.eval_samples is None
+    baselines = components.data.baselines() if whole and "bits per byte" in rows else {}
+    done = f"{progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped"
+    if components.evaluates_alone:
+        done = f"evaluated the weights after {progress.step} updates"
+    console.print(f"done: {done}; {run_dir.path}", soft_wrap=True)
     if stop_reason:
         console.print(f"stopped early: {stop_reason}", highlight=False, soft_wrap=True)
     if not_finite(evaluation):

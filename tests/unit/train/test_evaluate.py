@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,12 +15,14 @@ import rich.console  # noqa: F401  its import draws from `random`, and the first
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchmetrics.classification import MulticlassAccuracy
 
 from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.data.held_out import HeldOut, evaluation_workers
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
-from distaccum.errors import DataError
+from distaccum.errors import ConfigError, DataError, MisuseError
+from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -32,21 +35,32 @@ def _model() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def _trainer(folder: Path, data: Any, loss: Any = None, **trainer: Any) -> Trainer:
-    values = {
+def _trainer(
+    folder: Path,
+    data: Any,
+    loss: Any = None,
+    *,
+    more: dict[str, Any] | None = None,
+    metrics: Any = None,
+    callbacks: Any = (),
+    **trainer: Any,
+) -> Trainer:
+    values: dict[str, Any] = {
         "batch": {"global_size": 8, "micro_size": 4},
         "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"max_steps": 4, "eval_every": 1, **trainer},
         "checkpoint": {"every": 0},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
-    return Trainer(_model(), loss or CrossEntropy(), data, config=RunConfig.from_dict(values), run_dir=folder)
+    config = RunConfig.from_dict(values | (more or {}))
+    loss = loss or CrossEntropy()
+    return Trainer(_model(), loss, data, config=config, metrics=metrics, callbacks=callbacks, run_dir=folder)
 
 
 def in_fp64(model: nn.Module, samples: Any) -> dict[str, float]:
     """The mean loss and the accuracy, one process, the whole set at once."""
     x, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
-    logits = model.double()(x.double())
+    logits = model.double()(x.double()).detach()
     found = {"eval_loss": nn.functional.cross_entropy(logits, labels), "eval_accuracy": (logits.argmax(1) == labels)}
     return {name: float(value.double().mean()) for name, value in found.items()}
 
@@ -161,3 +175,106 @@ def test_whole_batches_are_dealt_to_the_ranks(samples: int, size: int) -> None:
     assert found == [expected[rank::3] for rank in range(3)]
     assert {len(list(one.batches(in_lockstep=True))) for one in ranks} == {-(-len(expected) // 3)}
     assert [list(one.batches(in_lockstep=False)) for one in ranks] == [[(b, True) for b in own] for own in found]
+
+
+HELD_OUT = {"news": _samples(11, 1), "code": _samples(6, 2)}
+
+
+def _last_record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("limit", [None, 5, 100])
+def test_an_evaluation_alone_of_sets_by_name(limit: int | None, gloo_world: World, tmp_path: Path) -> None:
+    """Ground truth: fp64, the first ``limit`` samples of each set at once."""
+    data = DataSpec(train=_samples(40, 0), eval_dataset=HELD_OUT)
+    metrics: Any = {"acc": MulticlassAccuracy(num_classes=3, average="micro")}
+    trainer = _trainer(tmp_path, data, metrics=metrics, max_steps=0, eval_samples=limit)
+    results = trainer.fit()
+    expected = {}
+    for name, samples in HELD_OUT.items():
+        for result, value in in_fp64(_model(), samples[:limit]).items():
+            expected[result.replace("eval_", f"eval_{name}_")] = value
+        expected[f"eval_{name}_acc"] = expected[f"eval_{name}_accuracy"]
+    assert results == pytest.approx(expected, rel=1e-6)
+    sizes = {f"eval_{name}_samples": min(limit or 100, len(samples)) for name, samples in HELD_OUT.items()}
+    start = dict.fromkeys(("step", "window", "epoch", "samples", "tokens"), 0)
+    assert _last_record(tmp_path) == start | results | sizes
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("done", 0)
+    weights = list(trainer._components.model.parameters())
+    assert all(torch.equal(*pair) for pair in zip(weights, _model().parameters(), strict=True))
+
+
+def test_an_evaluation_alone_saves_nothing_and_marks_no_best(gloo_world: World, tmp_path: Path) -> None:
+    data = DataSpec(train=_samples(40, 0), eval_dataset=_samples(9, 1))
+    saves = {"checkpoint": {"every": 2, "best": "eval_loss"}}
+    trained = _trainer(tmp_path, data, more=saves, max_steps=3).fit()
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
+    assert before
+    for folder, resume in ((tmp_path, "auto"), (tmp_path / "other", str(tmp_path / "checkpoints" / "step-3"))):
+        alone = _trainer(folder, data, more=saves | {"resume": resume}, max_steps=0, eval_every=7).fit()
+        assert alone == trained
+        assert _last_record(folder)["step"] == 3
+        assert "loss" not in _last_record(folder)
+    initial = {"init_from": str(tmp_path / "checkpoints" / "step-3")}
+    assert _trainer(tmp_path / "third", data, more=saves | initial, max_steps=0).fit() == trained
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
+    assert not list(tmp_path.glob("*/checkpoints/*/*.safetensors"))
+
+
+def test_the_best_is_that_of_the_set_that_is_named(gloo_world: World, tmp_path: Path) -> None:
+    data = DataSpec(train=_samples(40, 0), eval_dataset=HELD_OUT)
+    saves = {"checkpoint": {"every": 100, "best": "eval_code_loss"}}
+    stop = EarlyStopping(metric="eval_news_loss", patience=1, min_delta=100.0)
+    results = _trainer(tmp_path, data, more=saves, callbacks=[stop], max_steps=9).fit()
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 2
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert (best["metric"], best["value"]) == ("eval_code_loss", results["eval_code_loss"])
+
+
+NAMED = "Use one of eval_news_loss, eval_code_loss"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"more": {"checkpoint": {"best": "eval_loss"}}}, f"checkpoint.best=eval_loss: is no result of one.*{NAMED}"),
+        ({"more": {"checkpoint": {"best": "eval_prose_loss"}}}, f"eval_prose_loss: is no result .*news, code.*{NAMED}"),
+        ({"callbacks": [EarlyStopping()]}, rf"EarlyStopping\(metric='eval_loss'\): is no result.*{NAMED}"),
+        ({"callbacks": [ReduceLROnPlateau(metric="news_loss")]}, rf"Plateau\(metric='news_loss'\): is no .*{NAMED}"),
+        ({"held_out": {}}, "holds out no set by name"),
+        ({"held_out": {"a/b": HELD_OUT["news"]}}, "names a held-out set 'a/b'"),
+        ({"held_out": {0: HELD_OUT["news"]}}, "names a held-out set 0"),
+        ({"held_out": {"news": []}}, "holds out an empty set as 'news'"),
+        ({"held_out": {"news": iter(())}}, "without a length as 'news'"),
+        ({"held_out": DataLoader(HELD_OUT["news"])}, "holds out a DataLoader without samples by index"),
+        ({"held_out": None, "max_steps": 0}, "trainer.max_steps=0: makes no update.*the data holds nothing out"),
+        ({"eval_every": 0, "max_steps": 0}, "trainer.max_steps=0: makes no update.*trainer.eval_every=0"),
+        ({"eval_samples": 0}, "trainer.eval_samples=0: must be at least 1"),
+        ({"max_steps": -1}, "trainer.max_steps=-1: must be at least 0.*or 0 to evaluate alone"),
+    ],
+)
+def test_what_no_evaluation_gives_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = dict(given)
+    data = DataSpec(train=_samples(40, 0), eval_dataset=given.pop("held_out", HELD_OUT))
+    with pytest.raises(ConfigError, match=message):
+        _trainer(tmp_path, data, **given)
+
+
+def test_two_results_of_one_name_are_refused(gloo_world: World, tmp_path: Path) -> None:
+    class Named(CrossEntropy):
+        def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            loss = super().scores(model, batch)["loss"]
+            return {"loss": loss, "b_loss": loss}
+
+    sets = {"a": HELD_OUT["news"], "a_b": HELD_OUT["code"]}
+    with pytest.raises(MisuseError, match="eval_a_b_loss would be two results of one evaluation"):
+        _trainer(tmp_path, DataSpec(train=_samples(40, 0), eval_dataset=sets), Named(), max_steps=0).fit()
+
+
+def test_a_single_sets_results_begin_with_eval(tmp_path: Path) -> None:
+    data = DataSpec(train=_samples(40, 0), eval_dataset=HELD_OUT["news"])
+    with pytest.raises(ConfigError, match=r"metric='loss'\): the names of an evaluation's results begin with eval_"):
+        _trainer(tmp_path, data, callbacks=[EarlyStopping(metric="loss")])
