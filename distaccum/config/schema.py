@@ -100,15 +100,15 @@ class TrainerConfig:
     ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. With 0 the run evaluates the
     weights that it starts from. ``eval_samples``: the most samples of a held-out set, its first ones. ``max_time``
     (HH:MM:SS, 90s, 12h, ...): the run saves and ends before this time is over, for another process to continue.
-    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
-    infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
-    scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
-    the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights or optimizer
-    state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations above the
-    mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to the last
-    checkpoint. ``hang_timeout``: without progress on any rank for so long, the run
-    ends and names the ranks that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None:
-    never. ``group_timeout``: after it the process group itself gives up.
+    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run
+    at a NaN or infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row,
+    with the loss scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before
+    their step: the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights
+    or optimizer state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations
+    above the mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to
+    the last checkpoint. ``hang_timeout``: without progress on any rank for so long, the run ends and names the ranks
+    that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None: never. ``group_timeout``:
+    after it the process group itself gives up.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045

@@ -293,8 +293,11 @@ class Loop:
         progress = self.progress
         tokens = int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens
         record = {
-            **{"step": progress.step, "window": progress.window, "epoch": progress.epoch},
-            **{"samples": progress.samples, "tokens": tokens},
+            "step": progress.step,
+            "window": progress.window,
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "tokens": tokens,
             **self._evaluate(),
             **self._evaluator.samples,
         }
