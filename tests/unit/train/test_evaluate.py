@@ -210,18 +210,19 @@ def test_an_evaluation_alone_of_sets_by_name(limit: int | None, gloo_world: Worl
 def test_an_evaluation_alone_saves_nothing_and_marks_no_best(gloo_world: World, tmp_path: Path) -> None:
     data = DataSpec(train=_samples(40, 0), eval_dataset=_samples(9, 1))
     saves = {"checkpoint": {"every": 2, "best": "eval_loss"}}
-    trained = _trainer(tmp_path, data, more=saves, max_steps=3).fit()
-    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
+    first, weights = tmp_path / "first", str(tmp_path / "first" / "checkpoints" / "step-3")
+    trained = _trainer(first, data, more=saves, max_steps=3).fit()
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
     assert before
-    for folder, resume in ((tmp_path, "auto"), (tmp_path / "other", str(tmp_path / "checkpoints" / "step-3"))):
-        alone = _trainer(folder, data, more=saves | {"resume": resume}, max_steps=0, eval_every=7).fit()
-        assert alone == trained
-        assert _last_record(folder)["step"] == 3
+    for key, step in (("resume", 3), ("init_from", 0)):
+        folder = tmp_path / key
+        assert _trainer(folder, data, more=saves | {key: weights}, max_steps=0, eval_every=7).fit() == trained
+        assert _last_record(folder)["step"] == step
         assert "loss" not in _last_record(folder)
-    initial = {"init_from": str(tmp_path / "checkpoints" / "step-3")}
-    assert _trainer(tmp_path / "third", data, more=saves | initial, max_steps=0).fit() == trained
-    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
-    assert not list(tmp_path.glob("*/checkpoints/*/*.safetensors"))
+        assert not list(folder.rglob("*.safetensors"))
+    with pytest.raises(ConfigError, match=r"resume=auto: and trainer\.max_steps=0 would end the run in .*first, which"):
+        _trainer(first, data, more=saves | {"resume": "auto"}, max_steps=0).fit()
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
 
 
 def test_the_best_is_that_of_the_set_that_is_named(gloo_world: World, tmp_path: Path) -> None:
