@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -56,6 +57,7 @@ class HeldOut:
         """The most batches that a rank has."""
         self._own = len(range(world.rank, batches, world.size))
         self._world, self._ids = world, _Ids()
+        self._processes: list[BaseProcess] = []
         workers = replace(workers, num_workers=min(workers.num_workers, max(1, self._own)))
         self._loader: DataLoader[Any] = torch_loader(
             dataset,
@@ -99,11 +101,12 @@ class HeldOut:
         self._loader.generator.manual_seed(self._seed)  # what the workers draw depends on no evaluation before
         others = loading_processes.children()
         batches = iter(self._loader)
-        processes = [process for process in loading_processes.children() if process not in others]
+        started = [process for process in loading_processes.children() if process not in others]
+        self._processes = started or self._processes  # those that stay were started before
         try:
             yield from batches
         except Exception as problem:
-            meant = loading_processes.explain(problem, processes, "the held-out data", self._world)
+            meant = loading_processes.explain(problem, self._processes, "the held-out data", self._world)
             if meant is problem:
                 raise
             raise meant from problem

@@ -91,7 +91,8 @@ def print_summary(
         console.print(not_finite(evaluation), style="bold red", highlight=False, soft_wrap=True)
     if rows:
         console.print("held-out")
+    width = max(14, *map(len, rows)) + 2 if rows else 0
     for name, value in rows.items():
-        console.print(f"  {name:<16}{value:.4f}", highlight=False)
+        console.print(f"  {name:<{width}}{value:.4f}", highlight=False)
     for name, value in baselines.items():
-        console.print(f"    {name:<14}{value:.4f}  (bits per byte, same split)", highlight=False)
+        console.print(f"    {name:<{width - 2}}{value:.4f}  (bits per byte, same split)", highlight=False)

@@ -141,18 +141,31 @@ def test_of_a_streams_loader_all_is_taken_but_what_divides_the_stream() -> None:
 
 
 class Dies(Told):
-    """Its sixth sample kills the process that loads it."""
+    """Samples that name the process that loads them; the sixth kills it."""
 
     def __getitem__(self, index: int) -> Tensor:
         if index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+        return torch.full((3,), float(os.getpid()))
 
 
 def test_a_loading_process_that_dies_is_named(gloo_world: World, tmp_path: Path) -> None:
     data = DataSpec(train=Told(16), eval_dataset=Dies(9))
     with pytest.raises(DataError, match=r"the loading process \d+ was killed by SIGKILL.* while the held-out data"):
         _trainer(tmp_path, data, Sums(), max_steps=1, num_workers=1).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_loading_processes_stay_where_they_are_slow_to_start(method: str, gloo_world: World) -> None:
+    workers = WorkerOptions(num_workers=1, multiprocessing_context=method)
+    held_out = HeldOut(Dies(6), gloo_world, limit=None, micro_batch_size=4, collate=None, workers=workers, seed=0)
+    first, second = ({float(batch[0, 0]) for batch in held_out.load([[0], [1]])} for _ in range(2))
+    assert len(first) == len(second) == 1
+    assert (first == second) == (method == "spawn")
+    assert float(os.getpid()) not in first | second
+    with pytest.raises(DataError, match=r"the loading process \d+ was killed by SIGKILL"):
+        list(held_out.batches(in_lockstep=False))  # also where the process was started by an evaluation before
 
 
 @pytest.mark.parametrize(("samples", "size"), [(23, 4), (13, 4), (12, 4), (5, 1), (8, 2), (2, 1), (1, 1)])
