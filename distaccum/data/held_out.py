@@ -24,7 +24,7 @@ class HeldOut:
     which whole batches are dealt in turn, so that their sums are the same numbers. Only where there are fewer samples
     than ``micro_batch_size`` for each rank are batches smaller, so that every rank has one.
 
-    Forked workers live for one evaluation: they start in milliseconds, and what they hold would lie idle in between.
+    Forked workers live for one evaluation: one costs tens of milliseconds, and what it holds would lie idle in between.
     Workers that are started otherwise import everything anew, for seconds, and stay until the end of the run.
 
     Args:
