@@ -89,6 +89,9 @@ ELSEWHERE = {
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "distaccum-train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
+        "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
+    ),
     "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
         "distributed/test_engine_runs.py::test_deepspeeds_own_launcher"
     ),

@@ -132,18 +132,19 @@ class LoaderConfig:
 class TrainerConfig:
     """The length of the run, and its intervals in updates.
 
-    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. ``max_time`` (HH:MM:SS, 90s,
-    12h, ...): the run saves and ends before this time is over, for another process to continue. ``prefetch_windows``:
-    windows that loading processes have ahead; 0: what ``loader.prefetch_factor`` says. ``prefetch``: micro-batches on
-    the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
-    infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
-    scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
-    the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights or optimizer
-    state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations above the
-    mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to the last
-    checkpoint. ``hang_timeout``: without progress on any rank for so long, the run
-    ends and names the ranks that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None:
-    never. ``group_timeout``: after it the process group itself gives up.
+    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. With 0 the run evaluates the
+    weights that it starts from. ``eval_samples``: the most samples of a held-out set, its first ones. ``max_time``
+    (HH:MM:SS, 90s, 12h, ...): the run saves and ends before this time is over, for another process to continue.
+    ``prefetch_windows``: windows that loading processes have ahead; 0: what ``loader.prefetch_factor`` says.
+    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run
+    at a NaN or infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row,
+    with the loss scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before
+    their step: the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights
+    or optimizer state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations
+    above the mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to
+    the last checkpoint. ``hang_timeout``: without progress on any rank for so long, the run ends and names the ranks
+    that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None: never. ``group_timeout``:
+    after it the process group itself gives up.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -151,6 +152,7 @@ class TrainerConfig:
     max_time: Any = None
     log_every: int = 10
     eval_every: int = 50
+    eval_samples: Optional[int] = None  # noqa: UP045
     num_workers: int = 0
     prefetch_windows: int = 1
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -169,14 +171,19 @@ class TrainerConfig:
         limit = (int, NoneType)
         names = ("log_every", "eval_every", "num_workers", "prefetch_windows", "prefetch", "max_skips", "spike_window")
         require_types(
-            "trainer", self, max_steps=limit, max_epochs=limit, spike_zscore=float, **dict.fromkeys(names, int)
+            "trainer",
+            self,
+            **dict.fromkeys(("max_steps", "max_epochs", "eval_samples"), limit),
+            spike_zscore=float,
+            **dict.fromkeys(names, int),
         )
-        require_count("trainer.max_steps", self.max_steps, least=1)
+        require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
             seconds_of("trainer.max_time", self.max_time)
         require_count("trainer.log_every", self.log_every, least=1)
         require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        require_count("trainer.eval_samples", self.eval_samples, least=1)
         require_count("trainer.num_workers", self.num_workers)
         require_count("trainer.prefetch_windows", self.prefetch_windows)
         require_count("trainer.prefetch", self.prefetch, least=2)

@@ -6,7 +6,8 @@ import hashlib
 import random
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from multiprocessing.process import BaseProcess
@@ -100,10 +101,8 @@ class MapWindowLoader(WindowLoader):
         self._options, self._collate = workers or WorkerOptions(), collate
         self._workers = self._options.num_workers
         self._processes: list[BaseProcess] = []
-        # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
         seed_of_workers = plan.seed if self._options.seed is None else self._options.seed
-        digest = hashlib.blake2b(f"{seed_of_workers}/{world.rank}".encode(), digest_size=7).digest()
-        self._generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        self._generator = generator_of(seed_of_workers, world)
         # Processes that persist go on with the next epoch; others are started again for each, as their user wants.
         self._goes_on = self._workers > 0 and self._options.persistent_workers and self._options.prefetch_windows > 0
         self._ids = MicroBatchIds(
@@ -118,19 +117,15 @@ class MapWindowLoader(WindowLoader):
         self._next: tuple[tuple[int, int], Iterator[Any], bool] | None = None
 
     def _make(self) -> DataLoader[Any]:
-        options, workers = self._options, self._workers
-        return DataLoader(
-            cast("Dataset[Any]", self._dataset),  # torch names its base class, and uses len() and [index] only
-            batch_sampler=self._ids,
-            collate_fn=self._collate,
-            num_workers=workers,
-            persistent_workers=workers > 0 and options.persistent_workers,
-            worker_init_fn=WorkerInit(options.worker_init_fn),
-            multiprocessing_context=options.multiprocessing_context,
-            timeout=options.timeout,
-            prefetch_factor=prefetch_factor(options, items_of_window(self._plan)),
-            pin_memory=self._world.device.type == "cuda" and options.pin_memory is not False,
+        options = self._options
+        return torch_loader(
+            self._dataset,
+            self._ids,
+            self._world,
+            collate=self._collate,
+            workers=replace(options, prefetch_factor=prefetch_factor(options, items_of_window(self._plan))),
             generator=self._generator,
+            persistent=options.persistent_workers,
         )
 
     @property
@@ -280,6 +275,48 @@ class MapWindowLoader(WindowLoader):
         if len(self._dataset) != self._plan.samples:
             problem = f"the dataset holds {len(self._dataset)} samples now, and held {self._plan.samples} at the start"
             raise DataError(f"{problem}: windows are made of those. Keep its length, or give it as a stream")
+
+
+def torch_loader(
+    dataset: MapDataset,
+    ids: Iterable[list[int]],
+    world: World,
+    *,
+    collate: Collate | None,
+    workers: WorkerOptions,
+    generator: torch.Generator,
+    persistent: bool,
+) -> DataLoader[Any]:
+    """Torch's ``DataLoader`` of the batches ``ids``, as ``workers`` says; pinned where this rank computes on a GPU.
+
+    Args:
+        dataset: map-style samples.
+        ids: the samples of each batch; iterated anew by each iteration of the loader.
+        world: this rank.
+        collate: from samples to a batch; None for torch's ``default_collate``.
+        workers: how samples are loaded.
+        generator: of the workers' seeds: see :func:`generator_of`.
+        persistent: whether workers outlive an iteration.
+    """
+    return DataLoader(
+        cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
+        batch_sampler=cast(Any, ids),
+        collate_fn=collate,
+        num_workers=workers.num_workers,
+        persistent_workers=workers.num_workers > 0 and persistent,
+        worker_init_fn=WorkerInit(workers.worker_init_fn),
+        multiprocessing_context=workers.multiprocessing_context,
+        timeout=workers.timeout,
+        prefetch_factor=workers.prefetch_factor,
+        pin_memory=world.device.type == "cuda" and workers.pin_memory is not False,
+        generator=generator,
+    )
+
+
+def generator_of(seed: int | None, world: World) -> torch.Generator:
+    """Of a rank's ``DataLoader``: it draws none of the model's random numbers, and ranks' workers get other seeds."""
+    digest = hashlib.blake2b(f"{seed}/{world.rank}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest))
 
 
 class WorkerInit:

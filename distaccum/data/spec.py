@@ -46,7 +46,7 @@ class DataSpec:
     Args:
         train: the training samples, by index; or a stream: an iterable of this rank's samples, iterated once per epoch,
             or of its micro-batches if it is a ``DataLoader`` over an iterable dataset or ``batched``.
-        eval_dataset: samples that are never trained on; None where there are none.
+        eval_dataset: samples that are never trained on, or several sets of them by name; None where there are none.
         description: one line for the start of the run; by default the type of ``train``.
         collate: from a list of samples to a batch; None for torch's ``default_collate``.
         lengths: tokens of each training sample, for token budgets and for grouping; None where not known.
@@ -63,7 +63,7 @@ class DataSpec:
     """
 
     train: MapDataset | Iterable[Any]
-    eval_dataset: MapDataset | None = None
+    eval_dataset: MapDataset | Mapping[str, MapDataset] | None = None
     description: str = ""
     collate: Callable[[list[Any]], Any] | None = None
     lengths: NDArray[np.int64] | None = None
@@ -76,6 +76,13 @@ class DataSpec:
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     bytes_per_token: float | None = None
     baselines: Callable[[], Mapping[str, float]] = dict
+
+    @property
+    def held_out(self) -> dict[str, MapDataset]:
+        """The sets to evaluate on, by name; a single one has the name ``""``."""
+        if self.eval_dataset is None:
+            return {}
+        return dict(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
 
 
 def is_map_style(data: Any) -> TypeGuard[MapDataset]:

@@ -33,6 +33,8 @@ class Callback:
 
     needs_evaluation: ClassVar[bool] = False
     """Whether it does nothing in a run without evaluations, which then is refused."""
+    watched_result: str | None = None
+    """The result of an evaluation that it looks at, such as ``eval_loss``; one of no held-out set is refused."""
 
     @property
     def lr_factor(self) -> float:
@@ -160,6 +162,7 @@ class EarlyStopping(Callback):
         if patience < 1:
             remedy = "Use a whole number from 1"
             raise ConfigError("callbacks.early_stop.patience", patience, "must be at least 1", remedy)
+        self.watched_result = metric
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
         self._sign = -1.0 if larger_is_better else 1.0
         self._best, self._waited = float("inf"), 0
@@ -224,6 +227,7 @@ class ReduceLROnPlateau(Callback):
         require_count(f"{key}.patience", patience)
         require_count(f"{key}.cooldown", cooldown)
         require_choice(f"{key}.threshold_mode", threshold_mode, ("rel", "abs"))
+        self.watched_result = metric
         self._metric, self._factor, self._patience = metric, factor, patience
         self._threshold, self._relative = threshold, threshold_mode == "rel"
         self._cooldown, self._min_factor, self._larger = cooldown, min_factor, larger_is_better

@@ -39,12 +39,14 @@ from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
+from distaccum.train.held_out_checks import check_held_out, check_results, evaluates
 from distaccum.train.metrics.flops import ModelFlops, Utilization
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.metrics.peaks import peak_flops
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
+from distaccum.train.schedules import Constant
 from distaccum.train.torch_schedule import TorchSchedule
 
 if TYPE_CHECKING:
@@ -82,6 +84,11 @@ class TrainingComponents:
     def facts(self) -> Mapping[str, Any]:
         """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
         return {"model": structure(self.model), "loss": structure(self.loss), "data": fingerprint(self.data)}
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether the run makes no update: it evaluates the weights that it starts from, once."""
+        return self.config.trainer.max_steps == 0
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -161,16 +168,7 @@ def build_components(
         names=CONFIG_KEYS,
     )
     check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
-    if data.eval_dataset is not None and not hasattr(data.eval_dataset, "__len__"):
-        problem = f"holds out a {type(data.eval_dataset).__name__} without a length"
-        raise ConfigError(
-            "data", data.description or None, problem, "Hold out a map-style dataset: list(...) makes one"
-        )
-    if data.eval_dataset is not None and not len(data.eval_dataset):
-        raise ConfigError("data", data.description, "holds out an empty set", "Hold out more, or nothing")
-    if metrics and data.eval_dataset is not None and len(data.eval_dataset) < world_size:
-        problem = f"holds out {len(data.eval_dataset)} samples for {world_size} ranks: a metric needs one on every rank"
-        raise ConfigError("data", data.description, problem, "Hold out more samples, or leave metrics out")
+    check_held_out(data, config, metrics=metrics or {}, world_size=world_size)
     if batch.group_by_length and data.lengths is None:
         remedy = "Give lengths to its DataSpec: the tokens of each training sample"
         raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)
@@ -182,15 +180,12 @@ def build_components(
         raise ConfigError("model", type(model).__name__, problem, "Run one batch through it before it is trained")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
-    best, evaluates = config.checkpoint.best, data.eval_dataset is not None and config.trainer.eval_every > 0
-    if best is not None and not evaluates:
-        raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if config.deterministic:
         determinism.check(device)
     check_loss(loss)
     getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
-    _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)
+    _check_metrics(metrics or {}, loss, evaluated=bool(data.held_out))
     engine = prepare(
         model,
         engine=config.engine,
@@ -211,7 +206,8 @@ def build_components(
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
-    check_callbacks(everyone, evaluates=data.eval_dataset is not None and config.trainer.eval_every > 0)
+    check_callbacks(everyone, evaluates=evaluates(data, config))
+    check_results(data, config, everyone)
     if optimizers and config.optim.groups:
         problem = "and optimizers are given, which have groups of their own"
         raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
@@ -232,7 +228,7 @@ def build_components(
         loss=loss,
         optimizers=optimizers,
         groups=groups,
-        schedule=_build_schedule(config.schedule, total_steps, peak),
+        schedule=_build_schedule(config.schedule, total_steps, peak) if total_steps else Constant(total_steps=0),
         callbacks=everyone,
         metrics=metrics or {},
         engine=engine,

@@ -8,12 +8,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data.batches import to_device
-from distaccum.data.loader import MicroBatchIds
-from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.spec import DataSpec
+from distaccum.data.held_out import HeldOut
+from distaccum.data.prefetch import FEWEST, on_device
+from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -38,69 +37,133 @@ class EvaluationMetric(Protocol):
         """Clears all batches."""
 
 
-@torch.no_grad()
-def evaluate(
-    engine: Engine,
-    data: DataSpec,
-    loss: Loss,
-    world: World,
-    *,
-    micro_batch_size: int,
-    metrics: Mapping[str, EvaluationMetric] | None = None,
-    check_sums: bool = False,
-) -> dict[str, float]:
-    """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text: sums over all ranks, divided once.
+class Evaluation:
+    """The evaluations of a run: sums over the held-out samples of all ranks, divided once by what they count.
 
-    A collective. The model's training mode is restored. Samples are taken in the dataset's own order, each once.
+    The samples are loaded as those to train on: by workers, pinned and copied to a GPU ahead. The training's random
+    numbers are left as they were.
 
     Args:
         engine: has the model.
-        data: has an ``eval_dataset``.
+        data: has held-out sets, one or several by name.
         loss: gives sums, and ``scores`` if there are any.
         world: this rank.
         micro_batch_size: the most samples of one forward on one rank.
+        workers: how samples are loaded.
+        limit: the most samples of a set, its first ones; None for all.
+        prefetch: micro-batches on the device at once, the one being computed included.
         metrics: further results, by name.
-        check_sums: whether scores that a user has written are tried on two halves of a batch first.
-
-    Raises:
-        MisuseError: there are ``metrics``, and the loss gives no ``predictions``; or a score is a mean.
+        seed: of the workers' random numbers.
     """
-    assert data.eval_dataset is not None
-    metrics, activity = metrics or {}, world.activity
-    activity.phase, activity.done = Phase.EVALUATION, 0
-    _reset(metrics, loss, engine.device)
-    engine.sync_buffers()
-    model = engine.unwrapped_model
-    modes = [(module, module.training) for module in model.modules()]  # some may be frozen
-    model.eval()
-    if check_sums and isinstance(loss, Scorer) and not type(loss).__module__.startswith("distaccum.losses."):
-        _check_sums(engine, data, loss, world, micro_batch_size)
-    sums: dict[str, Tensor] = {}
-    counted: dict[str, float] = {}
-    for batch, is_own in _batches(engine, data, world, micro_batch_size):
-        activity.done += 1
-        moved = to_device(batch, engine.device)
-        with engine.autocast():
-            found = scores(loss, model, moved)
-            if metrics:
-                predictions = cast(Predictor, loss).predictions(model, moved)
-            for metric in metrics.values() if is_own else ():
-                metric.update(*predictions)
-        if not is_own:
-            continue
-        for name, count in as_counts(loss.count(batch)).items():
-            counted[name] = counted.get(name, 0.0) + count
-        for name, value in found.items():
-            # fp64: a held-out set may hold more tokens than fp32 can count
-            sums[name] = sums.get(name, 0.0) + value.double()
-    for module, training in modes:
-        module.training = training
-    result = _means(sums, counted, engine.device, world)
-    if data.bytes_per_token is not None:
-        result["eval_bits_per_byte"] = result["eval_loss"] / math.log(2) / data.bytes_per_token
-    for name, metric in metrics.items():
-        result |= _numbers(f"eval_{name}", metric.compute())
-    return result
+
+    def __init__(
+        self,
+        engine: Engine,
+        data: DataSpec,
+        loss: Loss,
+        world: World,
+        *,
+        micro_batch_size: int,
+        workers: WorkerOptions | None = None,
+        limit: int | None = None,
+        prefetch: int = FEWEST,
+        metrics: Mapping[str, EvaluationMetric] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._engine, self._data, self._loss, self._world = engine, data, loss, world
+        self._prefetch, self._metrics = prefetch, metrics or {}
+        self._sets = {
+            name: HeldOut(
+                dataset,
+                world,
+                limit=limit,
+                micro_batch_size=micro_batch_size,
+                collate=data.collate,
+                workers=workers or WorkerOptions(),
+                seed=seed,
+            )
+            for name, dataset in data.held_out.items()
+        }
+        self._checked = not isinstance(loss, Scorer) or type(loss).__module__.startswith("distaccum.losses.")
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many samples the results stand for: ``eval_samples``, or ``eval_NAME_samples`` of each set."""
+        return {f"{_prefix(name)}samples": one.samples for name, one in self._sets.items()}
+
+    @torch.no_grad()
+    def run(self) -> dict[str, float]:
+        """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text; of several sets each by name.
+
+        A collective. The model's training mode is restored. The first time, scores that a user has written are tried on
+        two halves of a batch.
+
+        Raises:
+            MisuseError: there are ``metrics``, and the loss gives no ``predictions``; or a score is a mean; or two
+                results have one name.
+            DataError: a loading process has died.
+        """
+        engine, activity = self._engine, self._world.activity
+        activity.phase, activity.done = Phase.EVALUATION, 0
+        generators = RNGState.capture(engine.device)
+        engine.sync_buffers()
+        modes = [(module, module.training) for module in engine.unwrapped_model.modules()]  # some may be frozen
+        engine.unwrapped_model.eval()
+        try:
+            return self._of_all()
+        finally:
+            for module, training in modes:
+                module.training = training
+            generators.restore()
+
+    def _of_all(self) -> dict[str, float]:
+        results: dict[str, float] = {}
+        for name, held_out in self._sets.items():
+            if not self._checked:
+                _check_sums(self._engine, held_out, self._loss, self._world)
+                self._checked = True
+            found = self._of_set(_prefix(name), held_out)
+            if twice := sorted((results.keys() | self.samples.keys()) & found.keys()):
+                problem = f"{shorten(twice)} would be two results of one evaluation"
+                raise MisuseError(f"{problem}: give the metric, the score or the held-out set another name")
+            results |= found
+        return results
+
+    def _of_set(self, prefix: str, held_out: HeldOut) -> dict[str, float]:
+        engine, loss, metrics = self._engine, self._loss, self._metrics
+        model = engine.unwrapped_model
+        _reset(metrics, loss, engine.device)
+        sums: dict[str, Tensor] = {}
+        counted: dict[str, float] = {}
+        for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
+            self._world.activity.done += 1
+            with engine.autocast():
+                found = scores(loss, model, batch)
+                if metrics:
+                    predictions = cast(Predictor, loss).predictions(model, batch)
+                for metric in metrics.values() if is_own else ():
+                    metric.update(*predictions)
+            for name, value in found.items() if is_own else ():
+                # fp64: a held-out set may hold more tokens than fp32 can count
+                sums[name] = sums.get(name, 0.0) + value.double()
+        result = _means(prefix, sums, counted, engine.device, self._world)
+        if self._data.bytes_per_token is not None:
+            bits = result[f"{prefix}loss"] / math.log(2) / self._data.bytes_per_token
+            result[f"{prefix}bits_per_byte"] = bits
+        for name, metric in metrics.items():
+            result |= _numbers(f"{prefix}{name}", metric.compute())
+        return result
+
+    def _counted(self, held_out: HeldOut, counted: dict[str, float]) -> Iterator[tuple[Any, bool]]:
+        """The batches on the host, and whether they count; those that do are counted into ``counted``."""
+        for batch, is_own in held_out.batches(in_lockstep=self._engine.forward_communicates):
+            for name, count in as_counts(self._loss.count(batch)).items() if is_own else ():
+                counted[name] = counted.get(name, 0.0) + count
+            yield batch, is_own
+
+
+def _prefix(name: str) -> str:
+    return f"eval_{name}_" if name else "eval_"
 
 
 def _reset(metrics: Mapping[str, EvaluationMetric], loss: Loss, device: torch.device) -> None:
@@ -112,52 +175,24 @@ def _reset(metrics: Mapping[str, EvaluationMetric], loss: Loss, device: torch.de
             metric.to(device)
 
 
-def _plan(data: DataSpec, world: World, micro_batch_size: int) -> BatchPlan:
-    assert data.eval_dataset is not None
-    return BatchPlan(
-        samples=len(data.eval_dataset),
-        global_batch_size=micro_batch_size * world.size,
-        micro_batch_size=micro_batch_size,
-        world_size=world.size,
-    )
-
-
-def _batches(engine: Engine, data: DataSpec, world: World, micro_batch_size: int) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches; where a forward communicates, also those that only match the other ranks' number.
-
-    Yields:
-        A batch, and whether it counts.
-    """
-    plan = _plan(data, world, micro_batch_size)
-    held_out, own = cast("Dataset[Any]", data.eval_dataset), 0
-    for batch in DataLoader(held_out, batch_sampler=MicroBatchIds(plan, world.rank), collate_fn=data.collate):
-        own += 1
-        yield batch, True
-    if engine.forward_communicates:
-        for batch in DataLoader(held_out, sampler=[0] * (plan.windows_per_epoch - own), collate_fn=data.collate):
-            yield batch, False
-
-
-def _check_sums(engine: Engine, data: DataSpec, loss: Loss, world: World, micro_batch_size: int) -> None:
+def _check_sums(engine: Engine, held_out: HeldOut, loss: Loss, world: World) -> None:
     """Computes the scores of a batch and of its two halves: sums add up, and a mean of both is their weighted mean.
 
     Raises:
         MisuseError: on every rank, if a score is a mean on any.
     """
-    held_out, generators = cast("Dataset[Any]", data.eval_dataset), RNGState.capture(world.device)
-    first = next(iter(MicroBatchIds(_plan(data, world, micro_batch_size), world.rank)), [])
+    first = held_out.first_ids
     half = len(first) // 2
-    found: list[tuple[Mapping[str, Tensor], float]] = []
-    for ids in (first, first[:half], first[half:]) if half else ([0], [0], [0]):  # a forward may be a collective
-        (batch,) = DataLoader(held_out, batch_sampler=[ids], collate_fn=data.collate)
+    parts = [first, first[:half], first[half:]] if half else [[0], [0], [0]]  # a forward may be a collective
+    found: list[tuple[Mapping[str, Tensor], Mapping[str, float]]] = []
+    for batch in held_out.load(parts):
+        counts = as_counts(loss.count(batch))
         with engine.autocast():
-            sums = scores(loss, engine.unwrapped_model, to_device(batch, engine.device))
-        found.append((sums, sum(as_counts(loss.count(batch)).values())))
-    generators.restore()
+            found.append((scores(loss, engine.unwrapped_model, to_device(batch, engine.device)), counts))
     means = []
-    if half and all(count for _, count in found):
-        (whole, _), (a, a_count), (b, b_count) = found
-        counted = as_counts(loss.count(batch))
+    if half and all(sum(counts.values()) for _, counts in found):
+        (whole, counted), (a, a_counts), (b, b_counts) = found
+        a_count, b_count = sum(a_counts.values()), sum(b_counts.values())
         for name in whole if SINGLE in counted or whole.keys() <= counted.keys() else ():  # host reads, once a run
             total, mean = a[name].item() + b[name].item(), (a[name].item() * a_count + b[name].item() * b_count)
             mean /= a_count + b_count
@@ -172,7 +207,7 @@ def _check_sums(engine: Engine, data: DataSpec, loss: Loss, world: World, micro_
 
 
 def _means(
-    sums: Mapping[str, Tensor], counted: Mapping[str, float], device: torch.device, world: World
+    prefix: str, sums: Mapping[str, Tensor], counted: Mapping[str, float], device: torch.device, world: World
 ) -> dict[str, float]:
     """Each sum over all ranks, divided by the count of its name, or else by the single loss's count."""
     names, counts = (
@@ -190,7 +225,7 @@ def _means(
         raise MisuseError(f"{problem}: give each loss's sum, and sums by names that are counted")
     means = {name: total / (over.get(name, over.get(SINGLE)) or 1) for name, total in zip(names, totals, strict=True)}
     loss = sum(means[name] for name in counts)
-    return {"eval_loss": loss} | {f"eval_{name}": mean for name, mean in means.items()}
+    return {f"{prefix}loss": loss} | {f"{prefix}{name}": mean for name, mean in means.items()}
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
+from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
@@ -24,7 +26,8 @@ from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
-from distaccum.train.evaluate import evaluate
+from distaccum.train.evaluate import Evaluation
+from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
@@ -97,6 +100,7 @@ class Loop:
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
         self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._evaluator = self._make_evaluator() if self._evaluates else None
         # A run from another run's checkpoint has saved none itself.
         self._saved_step = self.progress.step if components.config.resume == "auto" else 0
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
@@ -243,25 +247,32 @@ class Loop:
 
     @property
     def _evaluates(self) -> bool:
-        return self._components.data.eval_dataset is not None and self._components.config.trainer.eval_every > 0
+        return evaluates(self._components.data, self._components.config)
 
-    def _evaluate(self) -> dict[str, float]:
-        components = self._components
-        self._enter_phase(f"evaluating after step {self.progress.step}")
-        self._accumulator.use_evaluation_weights()
-        found = evaluate(
+    def _make_evaluator(self) -> Evaluation:
+        components, trainer = self._components, self._components.config.trainer
+        return Evaluation(
             self._accumulator.engine,
             components.data,
             components.loss,
             self._world,
             micro_batch_size=components.plan.micro_batch_size,
+            workers=evaluation_workers(components.data, trainer.num_workers, asdict(trainer.loader)),
+            limit=trainer.eval_samples,
+            prefetch=trainer.prefetch,
             metrics=components.metrics,
-            check_sums=self._evaluation is None,
+            seed=components.config.seed,
         )
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self._evaluator is not None
+        self._enter_phase(f"evaluating after step {self.progress.step}")
+        self._accumulator.use_evaluation_weights()
+        found = self._evaluator.run()
         self._evaluation = (self.progress.step, found)
         self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_eval(self, found))
-        if components.callbacks:
+        if self._components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
         self._time_limit.evaluated()
@@ -276,13 +287,33 @@ class Loop:
         if self._accumulator.spikes is not None:
             record |= self._accumulator.spikes.metrics
         if evaluates:
-            record |= self._evaluate()
+            assert self._evaluator is not None
+            record |= self._evaluate() | self._evaluator.samples
         if self._world.is_main:
             self._run_dir.require_owned()
         for logger in self._loggers:
             logger.log(record)
         self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
+
+    def _log_evaluation(self) -> None:
+        """Evaluates without an update: the record has no window's loss and no rates."""
+        assert self._evaluator is not None
+        progress = self.progress
+        tokens = int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens
+        record = {
+            "step": progress.step,
+            "window": progress.window,
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "tokens": tokens,
+            **self._evaluate(),
+            **self._evaluator.samples,
+        }
+        if self._world.is_main:
+            self._run_dir.require_owned()
+        for logger in self._loggers:
+            logger.log(record)
 
     def _is_best(self) -> bool:
         return self._evaluation is not None and self._best.improves(self._evaluation[1])
@@ -342,12 +373,14 @@ class Loop:
         if self.preempted:
             self._save_last()
             return {}
-        evaluates = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
+        is_due = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
         if self._unlogged is not None:
-            self._log(*self._unlogged, self.progress, evaluates=evaluates)
-        elif evaluates:  # a finished run that is resumed makes no update, but is evaluated
+            self._log(*self._unlogged, self.progress, evaluates=is_due)
+        elif self._components.evaluates_alone:
+            self._log_evaluation()
+        elif is_due:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
-        self._save_last(best=evaluates and self._is_best())
+        self._save_last(best=is_due and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call(lambda callback: callback.on_end(self, results))
         return results
@@ -380,7 +413,7 @@ class Loop:
         self.stop_reason = "; ".join(reasons)
 
     def _save_last(self, *, best: bool = False) -> None:
-        if not self._components.config.checkpoint.saves:
+        if not self._components.config.checkpoint.saves or self._components.evaluates_alone:
             return
         if self._saved_step != self.progress.step:
             self._save(best=best)

@@ -35,7 +35,7 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
         "model": f"{type(components.model).__name__}, {components.parameters:,} parameters",
         **_loading(components),
         "plan": plan.describe()[0],
-        "epoch": f"{plan.describe()[1]}; {components.total_steps} updates to make",
+        "epoch": f"{plan.describe()[1]}; {_updates(components)}",
     }
     if components.groups:
         lines["groups"] = "; ".join(map(str, components.groups))
@@ -60,6 +60,12 @@ def _loading(components: TrainingComponents) -> dict[str, str]:
     items = "samples" if isinstance(plan, StreamPlan) else "micro-batches"
     ahead = f"up to {workers.num_workers * factor} {items} ahead"
     return {"loading": f"{workers.num_workers} processes on each rank, {ahead} (a window has {items_of_window(plan)})"}
+
+
+def _updates(components: TrainingComponents) -> str:
+    if components.evaluates_alone:
+        return "no update to make, only an evaluation"
+    return f"{components.total_steps} updates to make"
 
 
 def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
@@ -96,18 +102,20 @@ def print_summary(
         console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
         return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
-    baselines = components.data.baselines() if "bits per byte" in rows else {}
-    console.print(
-        f"done: {progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped; {run_dir.path}",
-        soft_wrap=True,
-    )
+    whole = components.config.trainer.eval_samples is None
+    baselines = components.data.baselines() if whole and "bits per byte" in rows else {}
+    done = f"{progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped"
+    if components.evaluates_alone:
+        done = f"evaluated the weights after {progress.step} updates"
+    console.print(f"done: {done}; {run_dir.path}", soft_wrap=True)
     if stop_reason:
         console.print(f"stopped early: {stop_reason}", highlight=False, soft_wrap=True)
     if not_finite(evaluation):
         console.print(not_finite(evaluation), style="bold red", highlight=False, soft_wrap=True)
     if rows:
         console.print("held-out")
+    width = max(14, *map(len, rows)) + 2 if rows else 0
     for name, value in rows.items():
-        console.print(f"  {name:<16}{value:.4f}", highlight=False)
+        console.print(f"  {name:<{width}}{value:.4f}", highlight=False)
     for name, value in baselines.items():
-        console.print(f"    {name:<14}{value:.4f}  (bits per byte, same split)", highlight=False)
+        console.print(f"    {name:<{width - 2}}{value:.4f}  (bits per byte, same split)", highlight=False)

@@ -212,7 +212,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     run_dir.make()
     refuse_if_held(run_dir.path)
     refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
-    return find_checkpoint(
+    saved = find_checkpoint(
         components.config,
         run_dir,
         _store(components, run_dir),
@@ -222,6 +222,10 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
         record=components.record,
         facts=components.facts,
     )
+    if saved is not None and components.evaluates_alone and components.config.resume == "auto":
+        problem = f"and trainer.max_steps=0 would end the run in {run_dir.path}, which has a checkpoint to go on from"
+        raise ConfigError("resume", "auto", problem, f"Use resume={saved.folder} or init_from, and a folder of its own")
+    return saved
 
 
 def train(

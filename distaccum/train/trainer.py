@@ -45,7 +45,8 @@ class Trainer:
         data: a ``DataSpec``, a map-style dataset, or a stream of this rank's samples.
         global_batch_size: samples of one optimizer step, over all ranks.
         micro_batch_size: the most samples of one forward and backward on one rank.
-        max_steps: applied updates. Where this or ``max_epochs`` is given, neither limit is taken from ``config``.
+        max_steps: applied updates; with 0, :meth:`fit` evaluates the weights once. Where this or ``max_epochs`` is
+            given, neither limit is taken from ``config``.
         max_epochs: passes over the data; the earlier of the two limits ends the run.
         engine: ``ddp``, ``zero1``, ``fsdp2`` or ``deepspeed``, or the settings of one.
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or a ``PrecisionConfig``.

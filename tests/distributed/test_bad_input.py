@@ -25,7 +25,7 @@ MISTAKES = {
     ),
     "no batch": (["batch.global_size=0"], ["batch.global_size=0", "at least 1", "State a positive number"]),
     "half a sample": (["batch.micro_size=1.5"], ["batch.micro_size=1.5", "Integer", "Give a value of the type"]),
-    "negative steps": (["trainer.max_steps=-5"], ["trainer.max_steps=-5", "at least 1", "whole number from 1"]),
+    "negative steps": (["trainer.max_steps=-5"], ["trainer.max_steps=-5", "at least 0", "whole number from 0"]),
     "no end": (["trainer.max_steps=null"], ["trainer.max_steps=null", "trainer.max_epochs", "State one"]),
     "no logging interval": (["trainer.log_every=0"], ["trainer.log_every=0", "at least 1", "whole number from 1"]),
     "negative checkpoint interval": (["checkpoint.every=-1"], ["checkpoint.every=-1", "0 to save none"]),

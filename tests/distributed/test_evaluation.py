@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.commands import ROOT, TINY, metrics, run, status, succeed
 
 WORKER = Path(__file__).parent / "workers" / "evaluation.py"
 
@@ -32,8 +33,79 @@ def test_results_are_those_of_one_process(results: dict[int, dict[str, Any]], he
 
 
 @pytest.mark.parametrize("world", [1, 3])
+def test_the_same_weights_give_the_same_numbers_on_any_number_of_ranks_and_workers(
+    results: dict[int, dict[str, Any]], world: int
+) -> None:
+    alone = results[1]["0 workers"]
+    assert alone["eval_loss"] == pytest.approx(alone["fp64"], rel=1e-6)
+    assert alone["eval_samples"] == 23
+    for workers in ("0 workers", "2 workers"):
+        assert results[world][workers] == pytest.approx(alone, rel=1e-15)  # the order of fp64 sums
+
+
+@pytest.mark.parametrize("world", [1, 3])
 def test_one_rank_stops_all(results: dict[int, dict[str, Any]], world: int) -> None:
     for held_out in ("23", "2"):
         found = results[world][held_out]
         assert (found["state"], found["step"], found["reason"]) == ("done", 4, "rank 0 has seen enough")
     assert results[world]["level 2"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("warm", "engines"), [("distaccum", ["ddp", "zero1", "fsdp2"]), ("deepspeed", ["deepspeed"])])
+def test_every_engine_evaluates_alone(warm: str, engines: list[str], tmp_path: Path) -> None:
+    """Ground truth: fp64, each set at once. Then both windows and evaluations, whoever loads the samples."""
+    if warm == "deepspeed":
+        pytest.importorskip("deepspeed")
+    script = WORKER.with_name("evaluation_engines.py")
+    succeed(tmp_path / "results.json", *engines, world=2, script=script, warm=warm, PYTHONPATH=str(ROOT))
+    found = json.loads((tmp_path / "results.json").read_text())
+    for engine in engines:
+        assert found[engine] == pytest.approx(found["fp64"], rel=1e-6)
+        first, second = found[f"{engine} trained"]
+        assert first == second != found[engine]
+
+
+@pytest.mark.slow
+def test_the_command_line_evaluates_weights_alone(tmp_path: Path) -> None:
+    """Sets by name, of token shards; the weights of another run; on two ranks as on one."""
+    for number, name in enumerate(("train", "news", "code")):
+        ids = np.random.default_rng(number).integers(0, 64, 200 + 40 * number)
+        ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
+    data = [*TINY, "data=tokens", f"data.path={tmp_path}/train.bin", "data.vocab_size=64", "metrics=jsonl"]
+    data += [f"data.held_out_path={{news: {tmp_path}/news.bin, code: {tmp_path}/code.bin}}", "batch.micro_size=3"]
+    data += ["trainer.log_every=1"]
+    succeed(*data, "trainer.max_steps=2", f"hydra.run.dir={tmp_path / 'trained'}")
+    trained = metrics(tmp_path / "trained")[-1]
+    weights = tmp_path / "trained" / "checkpoints" / "step-2"
+    for world, start in ((1, f"init_from={weights}"), (2, f"init_from={weights}"), (1, f"resume={weights}")):
+        folder = tmp_path / f"{world}-{start[0]}"
+        ended = succeed(
+            *data, "trainer.max_steps=0", start, "metrics.console=true", f"hydra.run.dir={folder}", world=world
+        )
+        (record,) = metrics(folder)
+        names = [name for name in trained if name.startswith("eval_")]
+        assert {"eval_news_loss", "eval_code_loss", "eval_news_samples", "eval_code_samples"} < set(names)
+        assert {name: record[name] for name in names} == pytest.approx(
+            {name: trained[name] for name in names}, rel=1e-12
+        )
+        assert status(folder)["state"] == "done"
+        assert not (folder / "checkpoints").exists()
+        assert "no update to make, only an evaluation" in ended.stdout
+        assert "evaluated the weights after" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_result_of_no_set_is_a_bad_configuration(tmp_path: Path) -> None:
+    np.arange(64, dtype="<u2").tofile(tmp_path / "a.bin")
+    sets = f"data.held_out_path={{news: {tmp_path}/a.bin, code: {tmp_path}/a.bin}}"
+    data = [
+        "data=tokens",
+        f"data.path={tmp_path}/a.bin",
+        "data.vocab_size=64",
+        sets,
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    refused = run(*TINY, *data, "callbacks=early_stop", "batch.global_size=3", "batch.micro_size=3")
+    assert refused.returncode == 2
+    assert "Use one of eval_news_loss, eval_code_loss" in " ".join(refused.stderr.split())

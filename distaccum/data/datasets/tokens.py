@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def tokens(
     seq_len: int,
     dtype: str = "uint16",
     held_out: float = 0.01,
-    held_out_path: str | None = None,
+    held_out_path: str | Mapping[str, str] | None = None,
 ) -> DataSpec:
     """The shards that match the glob ``path``, sorted by name; a shard is memory-mapped, never loaded whole.
 
@@ -31,7 +32,7 @@ def tokens(
         seq_len: tokens per sample.
         dtype: ``uint16`` or ``uint32``.
         held_out: share of the last shard to hold out at its end, without ``held_out_path``.
-        held_out_path: glob of shards to hold out.
+        held_out_path: glob of shards to hold out, or several globs by name: ``{news: "n/*.bin", code: "c/*.bin"}``.
 
     Raises:
         ConfigError: no shard matches, or a shard is empty, too short, or no whole number of ids long.
@@ -41,14 +42,22 @@ def tokens(
     if vocab_size < 1:
         raise ConfigError("data.vocab_size", vocab_size, "must be at least 1", "Give the tokenizer's size")
     shards = _open("data.path", path, _DTYPES[dtype])
+    rest: TokenBlocks | dict[str, TokenBlocks]
     if held_out_path is None:
         *whole, last = shards
         _, rest = split(last, held_out=held_out, seq_len=seq_len, vocab_size=vocab_size)
         shards = [*whole, last[: training_size(len(last), held_out)]]
     else:
-        rest = TokenBlocks(
-            _open("data.held_out_path", held_out_path, _DTYPES[dtype]), seq_len=seq_len, vocab_size=vocab_size
-        )
+        by_name = held_out_path if isinstance(held_out_path, Mapping) else {"": held_out_path}
+        sets = {
+            name: TokenBlocks(
+                _open(f"data.held_out_path{'.' if name else ''}{name}", pattern, _DTYPES[dtype]),
+                seq_len=seq_len,
+                vocab_size=vocab_size,
+            )
+            for name, pattern in by_name.items()
+        }
+        rest = sets if isinstance(held_out_path, Mapping) else sets[""]
     train = TokenBlocks(shards, seq_len=seq_len, vocab_size=vocab_size)
     size = sum(len(shard) for shard in shards)
     return DataSpec(train=train, eval_dataset=rest, description=f"{path}: {size:,} tokens in {len(shards)} shards")

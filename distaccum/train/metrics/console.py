@@ -29,25 +29,10 @@ class ConsoleLogger(Logger):
 
     def log(self, record: Record) -> None:
         """Prints or updates one line."""
-        line = (
-            f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-            f"{record['tokens_per_s']:,.0f} tokens/s"
-        )
-        if "tflops_per_rank" in record:
-            line += f"  {record['tflops_per_rank']:.3g} TFLOP/s"
-        if "mfu" in record:
-            line += f"  MFU {record['mfu']:.1%}"
-        if record["loss_scale"] != 1.0:
-            line += f"  loss scale {record['loss_scale']:.10g}"
-        if "underflow_share" in record:
-            line += f"  underflow {record['underflow_share']:.2%}"
-        if record["skipped"]:
-            line += f"  skipped {record['skipped']}"
-        if not record["applied"]:
-            spikes = "spikes" in record and math.isfinite(record["grad_norm"])
-            line += f"  SKIPPED: the gradient {'norm spikes' if spikes else 'is NaN or infinite'}"
+        line = _of_window(record) if "loss" in record else "no update"
         evaluated = "".join(
-            f"  {name.removeprefix('eval_').replace('_', ' ')} {value:.4f}"
+            f"  {name.removeprefix('eval_').replace('_', ' ')} "
+            + (f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
             for name, value in record.items()
             if name.startswith("eval_")
         )
@@ -66,3 +51,24 @@ class ConsoleLogger(Logger):
         """Leaves the last progress line standing."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def _of_window(record: Record) -> str:
+    line = (
+        f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+        f"{record['tokens_per_s']:,.0f} tokens/s"
+    )
+    if "tflops_per_rank" in record:
+        line += f"  {record['tflops_per_rank']:.3g} TFLOP/s"
+    if "mfu" in record:
+        line += f"  MFU {record['mfu']:.1%}"
+    if record["loss_scale"] != 1.0:
+        line += f"  loss scale {record['loss_scale']:.10g}"
+    if "underflow_share" in record:
+        line += f"  underflow {record['underflow_share']:.2%}"
+    if record["skipped"]:
+        line += f"  skipped {record['skipped']}"
+    if not record["applied"]:
+        spikes = "spikes" in record and math.isfinite(record["grad_norm"])
+        line += f"  SKIPPED: the gradient {'norm spikes' if spikes else 'is NaN or infinite'}"
+    return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
@@ -15,8 +16,10 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from distaccum import Accumulator, DataSpec, Trainer, World
 from distaccum.config.schema import RunConfig
+from distaccum.data.spec import WorkerOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, Run
+from distaccum.train.evaluate import Evaluation
 
 
 class OneRankStops(Callback):
@@ -57,6 +60,21 @@ def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
     return trainer.fit() | json.loads((folder / "status.json").read_text())
 
 
+def of_fixed_weights(world: World, num_workers: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(4, 3), CrossEntropy()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = Accumulator(model, optimizer, global_batch_size=8, micro_batch_size=3, count=loss.count, world=world)
+    data = DataSpec(train=samples(40), eval_dataset=samples(23))
+    evaluation = Evaluation(
+        acc.engine, data, loss, world, micro_batch_size=3, workers=WorkerOptions(num_workers=num_workers)
+    )
+    x, labels = (torch.stack(parts) for parts in zip(*samples(23), strict=True))
+    expected = nn.functional.cross_entropy(reference.double()(x.double()), labels)
+    return {"fp64": expected.item(), **evaluation.run(), **evaluation.samples}
+
+
 def stop_at_level_two(world: World) -> int:
     model = nn.Linear(4, 3)
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), CrossEntropy()
@@ -74,6 +92,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(world.broadcast_str(folder))
         results: dict[str, Any] = {str(size): train(world, size, shared / str(size)) for size in (23, 2)}
+        for number in (0, 2):
+            results[f"{number} workers"] = of_fixed_weights(world, number)
         results["level 2"] = stop_at_level_two(world)
         if world.is_main:
             Path(sys.argv[1]).write_text(json.dumps(results))

@@ -57,6 +57,19 @@ def test_token_shards_are_mapped_and_give_every_block_once(tmp_path: Path, dtype
     assert isinstance(source.train._arrays[0], np.memmap)  # type: ignore[attr-defined]  never loaded whole
 
 
+def test_token_shards_are_held_out_by_name(tmp_path: Path) -> None:
+    for number, name in enumerate(("train", "news", "code")):
+        (np.arange(9 + number * 4) + 100 * number).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    held_out = {name: str(tmp_path / f"{name}.bin") for name in ("news", "code")}
+    source = tokens(path=str(tmp_path / "train.bin"), vocab_size=400, seq_len=4, held_out_path=held_out)
+    assert {name: (len(one), int(one[0][0][0])) for name, one in source.held_out.items()} == {
+        "news": (3, 100),
+        "code": (4, 200),
+    }
+    with pytest.raises(ConfigError, match=r"data\.held_out_path\.code=nowhere: matches no file"):
+        tokens(path=str(tmp_path / "train.bin"), vocab_size=9, seq_len=4, held_out_path=held_out | {"code": "nowhere"})
+
+
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     np.full(100, 500, dtype="<u2").tofile(tmp_path / "a.bin")
     source = tokens(path=str(tmp_path / "a.bin"), vocab_size=500, seq_len=4, held_out=0.5)

@@ -221,7 +221,7 @@ def test_how_long_is_stated_in_one_place(keywords: dict[str, int], limits: tuple
     [
         ({"global_batch_size": 0}, r"batch\.global_size=0: must be at least 1\. State a positive number"),
         ({"micro_batch_size": 64}, r"batch\.micro_size=64: "),
-        ({"max_steps": -1}, r"trainer\.max_steps=-1: must be at least 1"),
+        ({"max_steps": -1}, r"trainer\.max_steps=-1: must be at least 0"),
         ({"max_steps": "7"}, r"trainer\.max_steps=7: not of type int or None"),
         ({"engine": "horovod"}, r"engine=horovod: no such choice\. Use one of ddp"),
         ({"engine": 3}, r"engine=3: neither a name nor settings"),

@@ -1,0 +1,155 @@
+"""Held-out samples on their way to an evaluation: which of them a rank takes, in which batches, and who loads them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, repeat
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from distaccum.data import loading_processes
+from distaccum.data.factory import loading_options
+from distaccum.data.loader import Collate, generator_of, torch_loader
+from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions
+from distaccum.distributed.world import World
+
+
+class HeldOut:
+    """A held-out set on this rank: its batches, loaded by torch's ``DataLoader`` as the training samples are.
+
+    The samples come in the dataset's own order, each once. A batch holds the same samples on any number of ranks, to
+    which whole batches are dealt in turn, so that their sums are the same numbers. Only where there are fewer samples
+    than ``micro_batch_size`` for each rank are batches smaller, so that every rank has one.
+
+    Forked workers live for one evaluation: one costs tens of milliseconds, and what it holds would lie idle in between.
+    Workers that are started otherwise import everything anew, for seconds, and stay until the end of the run.
+
+    Args:
+        dataset: map-style samples.
+        world: this rank.
+        limit: the most samples, the first of the dataset; None for all.
+        micro_batch_size: the most samples of a batch.
+        collate: from samples to a batch; None for torch's ``default_collate``.
+        workers: how samples are loaded; no more of them than batches are started.
+        seed: of the workers' seeds.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        world: World,
+        *,
+        limit: int | None,
+        micro_batch_size: int,
+        collate: Collate | None,
+        workers: WorkerOptions,
+        seed: int,
+    ) -> None:
+        self.samples = len(dataset) if limit is None else min(limit, len(dataset))
+        """How many of its samples are evaluated, over all ranks."""
+        size = max(1, min(micro_batch_size, self.samples // world.size))
+        self._size, self._rank, self._world_size = size, world.rank, world.size
+        batches = -(-self.samples // size)
+        self.rounds = -(-batches // world.size)
+        """The most batches that a rank has."""
+        self._own = len(range(world.rank, batches, world.size))
+        self._world, self._ids = world, _Ids()
+        self._processes: list[BaseProcess] = []
+        workers = replace(workers, num_workers=min(workers.num_workers, max(1, self._own)))
+        self._loader: DataLoader[Any] = torch_loader(
+            dataset,
+            self._ids,
+            world,
+            collate=collate,
+            workers=workers,
+            generator=generator_of(seed if workers.seed is None else workers.seed, world),
+            persistent=workers.num_workers > 0 and _start_method(workers.multiprocessing_context) != "fork",
+        )
+        assert self._loader.generator is not None
+        self._seed = self._loader.generator.initial_seed()
+
+    @property
+    def first_ids(self) -> list[int]:
+        """The samples of this rank's first batch; empty where it has none."""
+        return next(self._own_ids(), [])
+
+    def batches(self, *, in_lockstep: bool) -> Iterator[tuple[Any, bool]]:
+        """This rank's batches on the host; ``in_lockstep`` also those that only match the other ranks' number.
+
+        Yields:
+            A batch, and whether it counts.
+
+        Raises:
+            DataError: a loading process has died.
+        """
+        extra = self.rounds - self._own if in_lockstep else 0
+        if self._own + extra:
+            flags = chain(repeat(True, self._own), repeat(False))
+            yield from zip(self.load(chain(self._own_ids(), repeat([0], extra))), flags, strict=False)
+
+    def load(self, ids: Iterable[list[int]]) -> Iterator[Any]:
+        """The batches of these samples.
+
+        Raises:
+            DataError: a loading process has died.
+        """
+        self._ids.given = ids
+        assert self._loader.generator is not None
+        self._loader.generator.manual_seed(self._seed)  # what the workers draw depends on no evaluation before
+        others = loading_processes.children()
+        batches = iter(self._loader)
+        started = [process for process in loading_processes.children() if process not in others]
+        self._processes = started or self._processes  # those that stay were started before
+        try:
+            yield from batches
+        except Exception as problem:
+            meant = loading_processes.explain(problem, self._processes, "the held-out data", self._world)
+            if meant is problem:
+                raise
+            raise meant from problem
+
+    def _own_ids(self) -> Iterator[list[int]]:
+        step = self._size * self._world_size
+        for first in range(self._size * self._rank, self.samples, step):
+            yield list(range(first, min(first + self._size, self.samples)))
+
+
+class _Ids:
+    """A batch sampler that gives what it was given last."""
+
+    def __init__(self) -> None:
+        self.given: Iterable[list[int]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.given)
+
+
+def _start_method(context: Any) -> str | None:
+    """That of a ``DataLoader``'s ``multiprocessing_context``: a context, a name, or None for the default."""
+    if isinstance(context, str):
+        return context
+    return str((multiprocessing if context is None else context).get_start_method())
+
+
+def evaluation_workers(data: DataSpec, num_workers: int, options: Mapping[str, Any] | None = None) -> WorkerOptions:
+    """How held-out samples are loaded: as those to train on.
+
+    Of a stream's ``DataLoader`` that is all but ``worker_init_fn``, which divides the stream.
+
+    Args:
+        data: of the run.
+        num_workers: loading processes of this rank, where the data name none.
+        options: of those processes, under torch's names; None for what torch has.
+    """
+    if num_workers == 0 and isinstance(data.train, DataLoader):
+        return WorkerOptions(
+            num_workers=data.train.num_workers,
+            multiprocessing_context=data.train.multiprocessing_context,
+            timeout=data.train.timeout,
+            prefetch_factor=data.train.prefetch_factor,
+        )
+    return loading_options(data, num_workers=num_workers, options=options)
