@@ -6,7 +6,8 @@ needs. An engine with its own format of optimizer state adds files that only it 
 ::
 
     model.safetensors       parameters and buffers by name; model-R.safetensors where several ranks write some each
-    optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors
+    optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors; a large one in parts,
+                            optimizer-I.safetensors or optimizer-R-I.safetensors
     state.json              version, progress (as "clocks"), position, optimizer values, scaler, W&B run, config,
                             callbacks, world size, the format of the optimizer state, and what tells the model and
                             the data
@@ -21,6 +22,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
 from distaccum.checkpoint.files import retried
+from distaccum.checkpoint.hashing import HashingWriter
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -72,8 +75,8 @@ class RunState:
     logged: Mapping[str, int] = field(default_factory=dict)
 
 
-def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
-    """Writes this rank's part of a checkpoint into ``folder``; all ranks call it.
+def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> dict[str, str]:
+    """Writes this rank's part of a checkpoint into ``folder``, where it is durable then; all ranks call it.
 
     Args:
         folder: exists already.
@@ -81,26 +84,34 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         run: the rest.
         data: the state of this rank's loader; None for data whose position says it all.
         world: this rank.
+
+    Returns:
+        By name the SHA-256 of the files that were hashed while this rank wrote them: of all but an engine's own.
     """
     state = engine.state()
     shared = engine.state_layout is StateLayout.SHARDED
-    tensors.write(folder, "model", state.model, world, shared=shared)
-    tensors.write(folder, "optimizer", state.optimizer, world, shared=shared)
-    values = merged(state.optimizer_values, world) if shared else state.optimizer_values
-    engine.save_files(folder)
-    if world.is_main:
-        record = {
-            "version": VERSION,
-            "world_size": world.size,
-            "clocks": asdict(run.progress),
-            **{name: value for name, value in asdict(run).items() if name != "progress"},
-            "scaler": state.scaler,
-            "optimizer_values": values,
-        }
-        (folder / "state.json").write_text(json.dumps(record, indent=2))
-    (folder / f"random-{world.rank}.json").write_text(json.dumps(RNGState.capture(world.device).to_json()))
-    if data is not None:
-        torch.save(data, folder / f"data-{world.rank}.pt")
+    with HashingWriter(folder) as writer:
+        tensors.write(writer, "model", state.model, world, shared=shared)
+        tensors.write(writer, "optimizer", state.optimizer, world, shared=shared, in_parts=True)
+        values = merged(state.optimizer_values, world) if shared else state.optimizer_values
+        engine.save_files(folder)
+        if world.is_main:
+            record = {
+                "version": VERSION,
+                "world_size": world.size,
+                "clocks": asdict(run.progress),
+                **{name: value for name, value in asdict(run).items() if name != "progress"},
+                "scaler": state.scaler,
+                "optimizer_values": values,
+            }
+            writer.write("state.json", [json.dumps(record, indent=2).encode()])
+        random = RNGState.capture(world.device).to_json()
+        writer.write(f"random-{world.rank}.json", [json.dumps(random).encode()])
+        if data is not None:
+            stream = BytesIO()
+            torch.save(data, stream)
+            writer.write(f"data-{world.rank}.pt", [stream.getbuffer()])
+        return writer.digests
 
 
 @dataclass(frozen=True, kw_only=True)

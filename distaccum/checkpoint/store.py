@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from stat import S_ISREG
+from types import MappingProxyType
 from typing import Any
 
 from distaccum.checkpoint.files import ABSENT, listed, retried, sync, write_json, write_text
+from distaccum.checkpoint.hashing import digests, is_file
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -51,12 +51,15 @@ class CheckpointStore:
         self,
         step: int,
         world: World,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Mapping[str, str] | None],
         *,
         again: bool = False,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> Path:
         """Every rank calls ``write`` with the same folder; it becomes ``step-N`` once all have written.
+
+        ``write`` may return, by name in the folder, the SHA-256 of what it has written and synced; rank 0 syncs and
+        reads the files for which no rank gives one.
 
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
         With ``again`` the ``step-N`` that is there was read by this run, and is replaced once the new one is complete.
@@ -68,10 +71,9 @@ class CheckpointStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             world.barrier()
-            write(temporary)
-            world.barrier()
+            given = world.all_gather_object(dict(write(temporary) or {}))  # all have written
             if world.is_main:
-                _seal(temporary)
+                _seal(temporary, {name: digest for found in given for name, digest in found.items()})
                 before_publishing()
                 before = self.root / f"{_REPLACED}step-{step}"
                 if again and final.is_dir():
@@ -267,25 +269,34 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
 
 
-def _seal(folder: Path) -> None:
+def _seal(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Syncs what is not ``known`` to be durable, with its digest, and writes the manifest.
+
+    A file of another host that this one does not see yet is in it, as that host has written and synced it.
+    """
     for parent, folders, files in _walk(folder):
         for name in (*folders, *files):
-            sync(Path(parent, name))
-    write_json(folder / MANIFEST, _digests(folder))  # syncs the folder too
+            path = Path(parent, name)
+            if path.relative_to(folder).as_posix() not in known:
+                sync(path)
+    write_json(folder / MANIFEST, _digests(folder, known))  # syncs the folder too
 
 
-def _digests(folder: Path) -> dict[str, str | None]:
+def _digests(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str | None]:
     """By name: the SHA-256 of a file, "" for a folder, and None for what is neither, such as a link."""
-    digests: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict(known)
+    unknown: dict[str, Path] = {}
     for parent, folders, files in _walk(folder):
         for name in folders:
             path = Path(parent, name)
-            digests[f"{path.relative_to(folder).as_posix()}/"] = None if path.is_symlink() else ""
+            found[f"{path.relative_to(folder).as_posix()}/"] = None if path.is_symlink() else ""
         for name in files:
             path = Path(parent, name)
-            if path != folder / MANIFEST:
-                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path), of=path)
-    return dict(sorted(digests.items()))
+            relative = path.relative_to(folder).as_posix()
+            if path != folder / MANIFEST and relative not in known:
+                unknown[relative] = path
+    found |= zip(unknown, digests(list(unknown.values())), strict=True)
+    return dict(sorted(found.items()))
 
 
 def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
@@ -293,21 +304,9 @@ def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
 
 
 def _manifest(folder: Path) -> bytes:
-    if not _is_file(folder / MANIFEST):
+    if not is_file(folder / MANIFEST):
         raise CheckpointError(f"{folder}: {MANIFEST} is no manifest")
     return (folder / MANIFEST).read_bytes()
-
-
-def _is_file(path: Path) -> bool:
-    """Whether it is no link, pipe or device: what a link names may be anywhere, and to read the others may not end."""
-    return S_ISREG(path.lstat().st_mode)
-
-
-def _digest(path: Path) -> str | None:
-    if not _is_file(path):
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _raise(error: OSError) -> None:
