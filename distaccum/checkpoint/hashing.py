@@ -1,4 +1,4 @@
-"""SHA-256 by threads: of what is written, beside its writing, and of several large files at once.
+"""Files written and hashed by threads: SHA-256 of what is written, beside its writing, and of several files at once.
 
 ``hashlib``, reads, writes and syncs release the interpreter's lock, so that one core hashes what another one writes.
 """
@@ -24,10 +24,10 @@ _LARGE = 2**22  # bytes: a thread costs more than it saves where there are fewer
 
 
 class HashingWriter:
-    """Writes files into a folder, and hashes the same memory in other threads meanwhile; a context.
+    """Writes files into a folder, and hashes the same memory beside; a context, at whose end all of them are durable.
 
     A digest tells what a file is to hold, not what the disk gives back: a write that is torn or lost in silence does
-    not agree with it. When the block ends, whatever the threads had is hashed, or dropped after an error.
+    not agree with it. Large files are written by threads, some at once, and others hash them; small ones at once.
 
     Args:
         folder: exists already.
@@ -35,8 +35,9 @@ class HashingWriter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sha256")
-        self._digests: dict[str, str | Future[str]] = {}
+        self._threads = ThreadPoolExecutor(2 * THREADS, thread_name_prefix="checkpoint")
+        self._running: list[tuple[str, Future[None], Future[str]]] = []
+        self._digests: dict[str, str] = {}
 
     def __enter__(self) -> HashingWriter:
         return self
@@ -44,37 +45,42 @@ class HashingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(cancel_futures=kind is not None)
+        try:
+            if kind is None:
+                self._finish(most=0)
+        finally:
+            self._threads.shutdown(cancel_futures=True)
 
     def write(self, name: str, pieces: Pieces) -> None:
-        """Writes one file, durable when this returns; ``pieces`` may not change before :attr:`digests` are read.
+        """Writes one file, or has it written; returns when fewer files than there are threads are still in memory.
 
-        No more files are kept in memory than there are threads.
+        Args:
+            name: of the file in the folder.
+            pieces: its content, which may not change before :attr:`digests` are read.
 
         Raises:
-            OSError: the disk is full, or gone; with the file's name.
+            OSError: the disk is full, or gone; with the name of this file, or of one before.
         """
-        file, size = self.folder / name, sum(map(len, pieces))
-        running = [digest for digest in self._digests.values() if isinstance(digest, Future) and not digest.done()]
-        if len(running) >= THREADS:
-            running[0].result()
-        self._digests[name] = self._threads.submit(_sha256, pieces) if size >= _LARGE else _sha256(pieces)
-        try:
-            with file.open("wb") as opened:
-                for piece in pieces:
-                    opened.write(piece)
-            sync(file)
-        except OSError as error:
-            if error.filename is None:
-                error.filename = str(file)
-            raise
+        if sum(map(len, pieces)) < _LARGE:
+            _write(self.folder / name, pieces)
+            self._digests[name] = _sha256(pieces)
+            return
+        written = self._threads.submit(_write, self.folder / name, pieces)
+        self._running.append((name, written, self._threads.submit(_sha256, pieces)))
+        self._finish(most=THREADS - 1)
 
     @property
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each file by its name; waits for the threads."""
-        return {
-            name: digest.result() if isinstance(digest, Future) else digest for name, digest in self._digests.items()
-        }
+        """The SHA-256 of each file by its name, once all are durable; raises what :meth:`write` does."""
+        self._finish(most=0)
+        return dict(self._digests)
+
+    def _finish(self, *, most: int) -> None:
+        """Waits until so many files are still being written, or fewer."""
+        while len(self._running) > most:
+            name, written, digest = self._running.pop(0)
+            written.result()
+            self._digests[name] = digest.result()
 
 
 def digests(files: Sequence[Path]) -> list[str | None]:
@@ -93,6 +99,18 @@ def digests(files: Sequence[Path]) -> list[str | None]:
         return [task() for task in tasks]
     finally:
         threads.shutdown(cancel_futures=True)
+
+
+def _write(file: Path, pieces: Pieces) -> None:
+    try:
+        with file.open("wb") as opened:
+            for piece in pieces:
+                opened.write(piece)
+        sync(file)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
 
 
 def is_file(path: Path) -> bool:

@@ -122,10 +122,9 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(pairs):
         for name, way in ways.items():
-            shutil.rmtree(plain, ignore_errors=True)
             if world.is_main:
+                shutil.rmtree(plain, ignore_errors=True)
                 plain.mkdir()
-                os.sync()  # what an earlier way has left is not this one's
             world.barrier()
             if world.is_main or name == SAVE:
                 began = perf_counter()

@@ -7,6 +7,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -133,10 +134,21 @@ def test_an_error_while_a_large_file_is_read_is_tried_again(
     assert len(failed) == 2
 
 
-def test_an_error_names_the_file_and_ends_the_threads(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space left") as caught, HashingWriter(Path("/dev")) as writer:
-        writer.write("full", [bytes(LARGE)])
+@pytest.mark.parametrize("size", [100, LARGE])
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_error_names_the_file_whoever_writes_it(size: int, asks: bool) -> None:
+    """A thread's error is raised at the end of the block, also where nobody asks for digests."""
+
+    def write() -> None:
+        with HashingWriter(Path("/dev")) as writer:
+            writer.write("full", [bytes(size)])
+            if asks:
+                _ = writer.digests
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        write()
     assert caught.value.filename == "/dev/full"
+    assert not [thread for thread in enumerate_threads() if thread.name.startswith("checkpoint")]
 
 
 def _engine(world: World) -> Any:
