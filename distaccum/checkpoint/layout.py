@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,12 +33,15 @@ _PLACES = {dtype: place for place, dtype in enumerate(TYPES)}
 _ALIGNED = 8  # bytes, of a header
 
 
-def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview | bytes]:
+def pieces(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], host: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> list[memoryview | bytes]:
     """The bytes of a file with these tensors, in its order; those of tensors on the host are theirs, no copy.
 
     Args:
         tensors: contiguous, of :data:`TYPES`, without overlaps.
         metadata: for the header; left out where it is empty.
+        host: brings a tensor to the host.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     content, end = list[memoryview | bytes](), 0
@@ -46,7 +49,7 @@ def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[m
         tensor, begin = tensors[name], end
         end += tensor.nbytes
         entries[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        content.append(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+        content.append(host(tensor).reshape(-1).view(torch.uint8).numpy().data)
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNED)
     return [struct.pack("<Q", len(header)) + header, *content]

@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
 from distaccum.checkpoint.files import retried
-from distaccum.checkpoint.hashing import HashingWriter
+from distaccum.checkpoint.hashing import HashingWriter, Pieces
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -88,30 +89,41 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
     Returns:
         By name the SHA-256 of the files that were hashed while this rank wrote them: of all but an engine's own.
     """
+    with HashingWriter(folder) as writer:
+        for name, content in contents(engine, run, data, world):
+            writer.write(name, content)
+        engine.save_files(folder)
+        return writer.digests
+
+
+def contents(
+    engine: Engine, run: RunState, data: Any, world: World, *, host: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> Iterator[tuple[str, Pieces]]:
+    """This rank's files by name, but for an engine's own; all ranks go through all of theirs, between two windows.
+
+    What is given of tensors is as good as ``host`` makes it: their own memory where that is where they are.
+    """
     state = engine.state()
     shared = engine.state_layout is StateLayout.SHARDED
-    with HashingWriter(folder) as writer:
-        tensors.write(writer, "model", state.model, world, shared=shared)
-        tensors.write(writer, "optimizer", state.optimizer, world, shared=shared, in_parts=True)
-        values = merged(state.optimizer_values, world) if shared else state.optimizer_values
-        engine.save_files(folder)
-        if world.is_main:
-            record = {
-                "version": VERSION,
-                "world_size": world.size,
-                "clocks": asdict(run.progress),
-                **{name: value for name, value in asdict(run).items() if name != "progress"},
-                "scaler": state.scaler,
-                "optimizer_values": values,
-            }
-            writer.write("state.json", [json.dumps(record, indent=2).encode()])
-        random = RNGState.capture(world.device).to_json()
-        writer.write(f"random-{world.rank}.json", [json.dumps(random).encode()])
-        if data is not None:
-            stream = BytesIO()
-            torch.save(data, stream)
-            writer.write(f"data-{world.rank}.pt", [stream.getbuffer()])
-        return writer.digests
+    yield from tensors.contents("model", state.model, world, shared=shared, host=host)
+    yield from tensors.contents("optimizer", state.optimizer, world, shared=shared, in_parts=True, host=host)
+    values = merged(state.optimizer_values, world) if shared else state.optimizer_values
+    if world.is_main:
+        record = {
+            "version": VERSION,
+            "world_size": world.size,
+            "clocks": asdict(run.progress),
+            **{name: value for name, value in asdict(run).items() if name != "progress"},
+            "scaler": state.scaler,
+            "optimizer_values": values,
+        }
+        yield "state.json", [json.dumps(record, indent=2).encode()]
+    random = RNGState.capture(world.device).to_json()
+    yield f"random-{world.rank}.json", [json.dumps(random).encode()]
+    if data is not None:
+        stream = BytesIO()
+        torch.save(data, stream)
+        yield f"data-{world.rank}.pt", [stream.getbuffer()]
 
 
 @dataclass(frozen=True, kw_only=True)

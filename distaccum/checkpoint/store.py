@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -65,29 +66,58 @@ class CheckpointStore:
         With ``again`` the ``step-N`` that is there was read by this run, and is replaced once the new one is complete.
         Rank 0 calls ``before_publishing`` when all is written, and an error there leaves the store as it was.
         """
-        final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
-        try:
+        temporary = self.begin(step, world)
+        with _named(temporary):
+            given = world.all_gather_object(dict(write(temporary) or {}))  # all have written
+            if world.is_main:
+                self.publish(step, given, again=again, before_publishing=before_publishing)
+        world.barrier()
+        return self.root / f"step-{step}"
+
+    def begin(self, step: int, world: World) -> Path:
+        """An empty folder that every rank writes its part of ``step-N`` into; a collective."""
+        temporary = self._temporary(step)
+        with _named(temporary):
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             world.barrier()
-            given = world.all_gather_object(dict(write(temporary) or {}))  # all have written
-            if world.is_main:
-                _seal(temporary, {name: digest for found in given for name, digest in found.items()})
-                before_publishing()
-                before = self.root / f"{_REPLACED}step-{step}"
-                if again and final.is_dir():
-                    shutil.rmtree(before, ignore_errors=True)
-                    final.rename(before)
-                self._publish(temporary, final)
+        return temporary
+
+    def publish(
+        self,
+        step: int,
+        given: Sequence[Mapping[str, str]],
+        *,
+        again: bool = False,
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes ``step-N`` of what all ranks have written since :meth:`begin`; called by rank 0.
+
+        Args:
+            step: its number.
+            given: each rank's digests of the files that it has written and synced.
+            again: see :meth:`save`.
+            before_publishing: see :meth:`save`.
+        """
+        final, temporary = self.root / f"step-{step}", self._temporary(step)
+        with _named(temporary):
+            _seal(temporary, {name: digest for found in given for name, digest in found.items()})
+            before_publishing()
+            before = self.root / f"{_REPLACED}step-{step}"
+            if again and final.is_dir():
                 shutil.rmtree(before, ignore_errors=True)
-                self._prune()
-        except OSError as error:
-            if error.errno is not None:
-                error.filename = error.filename or str(temporary)  # what is full, where a call names no file
-            raise
-        world.barrier()
-        return final
+                final.rename(before)
+            self._publish(temporary, final)
+            shutil.rmtree(before, ignore_errors=True)
+            self._prune()
+
+    def drop(self, step: int) -> None:
+        """Removes what was written since :meth:`begin`, as far as it can be; called by rank 0 when nobody writes."""
+        shutil.rmtree(self._temporary(step), ignore_errors=True)
+
+    def _temporary(self, step: int) -> Path:
+        return self.root / f".saving-step-{step}"
 
     def recover(self) -> None:
         """Puts back a checkpoint that a process which died was about to replace; before a run goes on, on rank 0."""
@@ -211,6 +241,17 @@ class CheckpointStore:
                 return False
             self._whole.add(path.name)
         return True
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of a call that names no file names this one: it says what is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
 
 
 def _rename_to_remove(path: Path) -> Path:

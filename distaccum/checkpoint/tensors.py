@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distaccum.checkpoint.files import retried
-from distaccum.checkpoint.hashing import HashingWriter
+from distaccum.checkpoint.hashing import Pieces
 from distaccum.checkpoint.layout import TYPES, pieces
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
@@ -31,22 +31,20 @@ _KNOWN = frozenset(TYPES)  # of other types the bytes are stored
 _PART, _MOST_PARTS = 2**27, 16
 
 
-def write(
-    writer: HashingWriter,
+def contents(
     kind: str,
     tensors: Mapping[str, Tensor],
     world: World,
     *,
     shared: bool,
     in_parts: bool = False,
-) -> None:
-    """Writes this rank's share to ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
+    host: Callable[[Tensor], Tensor] = Tensor.cpu,
+) -> Iterator[tuple[str, Pieces]]:
+    """This rank's share, as ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
 
-    A tensor of several ranks is written by the first of them. A collective if ``shared``; else rank 0 has every tensor.
-    What is large is written ``in_parts``, to as many files with ``-I`` at the end of their names.
-
-    Raises:
-        OSError: the disk is full, or gone; with the file's name.
+    A tensor of several ranks is given by the first of them. A collective if ``shared``; else rank 0 has every tensor.
+    What is large comes ``in_parts``, as many files with ``-I`` at the end of their names. ``host`` brings a tensor to
+    the host.
     """
     given = world.all_gather_object(list(tensors)) if shared else [list(tensors)]
     before: set[str] = set().union(*given[: world.rank])
@@ -59,7 +57,7 @@ def write(
         for i, part in enumerate(parts):
             noted = {name: note for name, note in notes.items() if name in part}
             metadata = {_NOTES: json.dumps(noted)} if noted else {}
-            writer.write(f"{stem}{f'-{i}' if len(parts) > 1 else ''}.safetensors", pieces(part, metadata))
+            yield f"{stem}{f'-{i}' if len(parts) > 1 else ''}.safetensors", pieces(part, metadata, host)
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
