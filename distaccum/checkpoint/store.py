@@ -76,7 +76,7 @@ class CheckpointStore:
 
     def begin(self, step: int, world: World) -> Path:
         """An empty folder that every rank writes its part of ``step-N`` into; a collective."""
-        temporary = self._temporary(step)
+        temporary = self.folder_of(step)
         with _named(temporary):
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -100,7 +100,7 @@ class CheckpointStore:
             again: see :meth:`save`.
             before_publishing: see :meth:`save`.
         """
-        final, temporary = self.root / f"step-{step}", self._temporary(step)
+        final, temporary = self.root / f"step-{step}", self.folder_of(step)
         with _named(temporary):
             _seal(temporary, {name: digest for found in given for name, digest in found.items()})
             before_publishing()
@@ -114,9 +114,10 @@ class CheckpointStore:
 
     def drop(self, step: int) -> None:
         """Removes what was written since :meth:`begin`, as far as it can be; called by rank 0 when nobody writes."""
-        shutil.rmtree(self._temporary(step), ignore_errors=True)
+        shutil.rmtree(self.folder_of(step), ignore_errors=True)
 
-    def _temporary(self, step: int) -> Path:
+    def folder_of(self, step: int) -> Path:
+        """Where ``step-N`` is written until it is published."""
         return self.root / f".saving-step-{step}"
 
     def recover(self) -> None:

@@ -22,8 +22,8 @@ from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.engines.base import StateLayout
-from distaccum.errors import MisuseError, NonFiniteError, PeerError, SpikeError
-from distaccum.train.background_save import BackgroundSave
+from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, PeerError, SpikeError
+from distaccum.train.background_save import BackgroundSave, clear
 from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
@@ -40,6 +40,7 @@ from distaccum.train.time_limit import TimeLimit
 _log = logging.getLogger(__name__)
 
 TRAINING = "training"
+_RESCUE_S = 20.0  # after an error, for what is still being written; a launcher ends the ranks after 30
 
 
 def _tell_nobody(_: str) -> None:
@@ -168,9 +169,8 @@ class Loop:
             self._look_at_last(self._tracker.known_progress)  # what ends the run stands in the log
             self._settle(at_end=True)
             raise
-        except Exception:
-            if self._world.size == 1:
-                self._settle(at_end=True)
+        except BaseException:
+            self._rescue()
             raise
         return self._finish()
 
@@ -308,7 +308,7 @@ class Loop:
             if self._world.is_main:
                 _log.warning("checkpoint.background: the engine writes files of its own, so training waits for saves")
             return
-        self._background = BackgroundSave(self._world.size)
+        self._background = BackgroundSave(self._world.rank, self._world.size)
         self._accumulator.add_rider(self._background)
 
     def _save(self, *, best: bool = False, again: bool = False, waits: bool = False) -> None:
@@ -390,8 +390,7 @@ class Loop:
         outcomes = self._world.all_gather_object((dict(written.digests), reason))
         if self._world.is_main and not any(reason for _, reason in outcomes):
             try:
-                digests = [digests for digests, _ in outcomes]
-                self._store.publish(written.step, digests, before_publishing=self._run_dir.require_owned)
+                self._publish(written.step, [digests for digests, _ in outcomes])
             except OSError as failed:
                 error, reason = failed, self._run_dir.hidden(reason_of(self._world.rank, failed))
         reasons = [*(reason for _, reason in outcomes if reason), self._world.broadcast_str(reason)]
@@ -402,6 +401,23 @@ class Loop:
             self._failed(written.step, first, error, at_end=at_end)
         self._time_limit.saved(behind=written.seconds)
         self._goes_on()
+
+    def _publish(self, step: int, digests: Sequence[Mapping[str, str]]) -> None:
+        clear(self._store.folder_of(step))
+        self._store.publish(step, digests, before_publishing=self._run_dir.require_owned)
+
+    def _rescue(self) -> None:
+        """Publishes what was saved in the background before an error, without a collective: ranks may be gone."""
+        if self._background is None or not self._background.pending:
+            return
+        try:
+            written = self._background.take(_RESCUE_S)
+            if self._world.is_main and written.error is None:
+                folder = self._store.folder_of(written.step)
+                self._publish(written.step, self._background.left_by_all(folder, _RESCUE_S))
+                self._run_dir.note_saved(written.step)
+        except (OSError, ValueError, DistaccumError) as error:
+            _log.warning("step %d, which was being saved, is lost (%s)", self._background.step, error)
 
     def _failed(self, step: int, reason: str, error: Exception | None, *, at_end: bool) -> None:
         """What could not be saved in the background; the checkpoint before is there."""

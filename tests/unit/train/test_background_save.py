@@ -176,11 +176,11 @@ def test_an_error_in_the_run_waits_for_the_save(gloo_world: Any, tmp_path: Path)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-4\n"
 
 
-def test_only_its_own_number_says_that_a_save_has_ended() -> None:
+def test_only_its_own_number_says_that_a_save_has_ended(tmp_path: Path) -> None:
     """Counts are sent ahead: what arrives after a save has begun may have been sent before."""
-    saves = BackgroundSave(2)
+    saves = BackgroundSave(0, 2)
     assert saves.outgoing(1, 1) == [0.0]
-    saves.begin(1, Path("/nowhere"), [])
+    saves.begin(1, tmp_path, [])
     while saves.outgoing(1, 1) != [1.0]:
         pass
     saves.incoming([1.0])
@@ -189,7 +189,7 @@ def test_only_its_own_number_says_that_a_save_has_ended() -> None:
     assert saves.ready
     assert saves.take().error is None
     assert not saves.ready
-    saves.begin(2, Path("/nowhere"), [("file", [b"x"])])
+    saves.begin(2, tmp_path / "nowhere", [("file", [b"x"])])
     saves.incoming([2.0])
     assert not saves.ready
     written = saves.take()
