@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from time import perf_counter
 from typing import Any
 
@@ -151,8 +152,6 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
                 f"time / {base}": _summary([a / b for a, b in zip(taken, times[base], strict=True)])
                 for base in COMPARED.get(name, ())
             }
-        for made in (plain, store.root):
-            shutil.rmtree(made, ignore_errors=True)
     world.barrier()
     return figures
 
@@ -163,7 +162,14 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 def compare(world: World, sizes: Sequence[int], folder: Path, *, pairs: int) -> Figures:
     """The figures by size; each way is timed ``pairs`` times, in turn, on the disk that has ``folder``."""
-    return {str(size): measure(size, world, folder, pairs=pairs) for size in sizes}
+    figures = {}
+    for size in sizes:
+        # Below the folder, which may be that of a run that has checkpoints.
+        made = Path(world.broadcast_str(mkdtemp(prefix="saves-", dir=folder) if world.is_main else ""))
+        figures[str(size)] = measure(size, world, made, pairs=pairs)
+        if world.is_main:
+            shutil.rmtree(made)
+    return figures
 
 
 def show(figures: Figures, ranks: int) -> None:
