@@ -102,6 +102,7 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(
     assert watch.seen[-1][0] == 8
 
 
+@pytest.mark.slow
 def test_it_continues_bitwise(gloo_world: Any, tmp_path: Path) -> None:
     _train(tmp_path / "whole", background=True)
     _train(tmp_path / "run", background=True, steps=4)
