@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distaccum.accumulation.accumulator import Accumulator as Accumulator
     from distaccum.accumulation.diagnose import diagnose as diagnose
     from distaccum.auditing.session import audit as audit
+    from distaccum.config.compile import CompileConfig as CompileConfig
     from distaccum.config.engine import DDPConfig as DDPConfig
     from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
     from distaccum.config.engine import FSDP2Config as FSDP2Config
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from distaccum.errors import DistaccumError as DistaccumError
     from distaccum.errors import MisuseError as MisuseError
     from distaccum.errors import NonFiniteError as NonFiniteError
+    from distaccum.errors import SpikeError as SpikeError
     from distaccum.errors import VerificationError as VerificationError
     from distaccum.losses.base import Loss as Loss
     from distaccum.losses.cross_entropy import CrossEntropy as CrossEntropy
@@ -57,6 +59,7 @@ _HOMES = {
     "CausalLM": "distaccum.losses.transformers",
     "CheckpointConfig": "distaccum.config.schema",
     "CheckpointError": "distaccum.errors",
+    "CompileConfig": "distaccum.config.compile",
     "ConfigError": "distaccum.errors",
     "CrossEntropy": "distaccum.losses.cross_entropy",
     "DDPConfig": "distaccum.config.engine",
@@ -78,6 +81,7 @@ _HOMES = {
     "RunConfig": "distaccum.config.schema",
     "ScalerConfig": "distaccum.config.precision",
     "SequenceClassification": "distaccum.losses.transformers",
+    "SpikeError": "distaccum.errors",
     "StopSignals": "distaccum.distributed.signals",
     "Trainer": "distaccum.train.trainer",
     "TrainerConfig": "distaccum.config.schema",

@@ -125,6 +125,7 @@ def test_engines_are_named_in_their_factory_only() -> None:
     shared = {
         "base",
         "buffers",
+        "compiled",
         "context",
         "dtensor",
         "extra_state",

@@ -80,6 +80,9 @@ ELSEWHERE = {
         "distributed/test_examples.py::test_the_text_classifier_learns"
     ),
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
+    "distaccum-train experiment=gpt2-124m-openwebtext data.path=shards/": (
+        "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
+    ),
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
@@ -469,7 +472,7 @@ def _written(value: object) -> str:
 def test_the_reference_has_every_key_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
     for key, default in _settings(RunConfig):
-        if key == "precision.name" or key.startswith("precision.scaler."):
+        if key in ("precision.name", "compile.name") or key.startswith("precision.scaler."):
             continue
         assert key in rows, key
         if isinstance(default, str | int | float | bool | None) or default == []:
@@ -490,13 +493,28 @@ def test_the_reference_has_every_setting_of_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    "group", ["batch", "engine", "precision", "data", "model", "loss", "optim", "schedule", "callbacks", "metrics"]
+    "group",
+    [
+        "batch",
+        "engine",
+        "precision",
+        "compile",
+        "data",
+        "model",
+        "loss",
+        "optim",
+        "schedule",
+        "callbacks",
+        "metrics",
+        "experiment",
+    ],
 )
 def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
-    (row,) = [line for line in text_of("docs/reference.md").splitlines() if line.startswith(f"| `{group}` | `")][-1:]
+    (row,) = [line for line in text_of("docs/reference.md").splitlines() if line.startswith(f"| `{group}` | ")][-1:]
     choices = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
     choices |= set(ALIASES) if group == "precision" else set()
-    assert set(re.findall(r"`([\w-]+)`", row)) == {group} | choices
+    named = {name for name in re.findall(r"`([\w.-]+)`", row) if not name.startswith(f"{group}.")}  # or a setting
+    assert named == {group} | choices
 
 
 def test_the_reference_names_every_command() -> None:

@@ -38,6 +38,7 @@ from distaccum.config.checks import (
     require_verify,
     whole_number,
 )
+from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.counter import GlobalCounter, Rider
@@ -99,14 +100,16 @@ class Accumulator:
         spike_window: of how many windows before; half as many are enough to begin.
         engine: owner of the wrapped parameters, by name or with settings.
         precision: the precision policy, by name or with settings.
+        compile: what ``torch.compile`` is given until :meth:`close`: nothing (``none``), each of the model's
+            ``blocks``, or the ``model``; or settings.
         seed: for the order of samples, and for the random numbers that the model draws in micro-steps, as for dropout.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         verify: which windows prove their gradient before their step: the ``first`` of this process, that and one
             every so many, or ``never``; see docs/verification.md.
         on_divergence: what ranks whose weights differ do: ``stop`` the run or ``warn``.
         world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
-        prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``clip_norm``
-            and ``clip_value``.
+        prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``compile``,
+            ``clip_norm`` and ``clip_value``.
 
     Raises:
         ConfigError: sizes or names that cannot work.
@@ -133,6 +136,7 @@ class Accumulator:
         spike_window: int = 100,
         engine: str | EngineConfig = "ddp",
         precision: str | PrecisionConfig = "fp32",
+        compile: str | CompileConfig = "none",  # noqa: A002  torch's own word
         seed: int = 0,
         prefetch: int = 2,
         verify: str | int = "first",
@@ -175,6 +179,7 @@ class Accumulator:
             world_size=self.world.size,
             device=self.world.device,
             seed=seed,
+            compile=compile,
         )
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         check_schedulers(schedulers, self._optimizers)

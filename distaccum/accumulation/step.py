@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn
@@ -51,10 +51,17 @@ class Outcome:
         return 1.0 if self.step is None else self.step.loss_scale
 
 
-def all_reduce_loss_sums(outcome: Outcome, world: World) -> Tensor:
-    """The losses of a window summed over all ranks: fp64, one for each of ``outcome.counts``; a collective."""
+def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float] = ()) -> Tensor:
+    """The losses of a window summed over all ranks: fp64, one for each of ``outcome.counts``; a collective.
+
+    After them come the ``own`` numbers of every rank, one rank after the other; each has as many.
+    """
     # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
     sums = torch.stack(list(outcome.loss_sums.values())).double()
+    if own:
+        others = world.size - world.rank - 1
+        slots = [*[0.0] * (len(own) * world.rank), *own, *[0.0] * (len(own) * others)]
+        sums = torch.cat([sums, torch.tensor(slots, dtype=sums.dtype).to(sums.device)])
     return world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
 
 

@@ -81,6 +81,28 @@ def require_seed(key: str, value: int) -> None:
     require(0 <= value < 2**63, key, value, "out of range", "Use a whole number from 0 to 2**63-1")
 
 
+def require_group(key: str, group: Any) -> None:
+    """A parameter group: what it takes, and what it states for that. Whether its optimizer has it is seen later."""
+    remedy = "Write {match: '*.bias', weight_decay: 0.0}, for example"
+    require(isinstance(group, dict), key, group, "is no mapping", remedy)
+    require("match" in group or "dims" in group, key, group, "says neither match nor dims", remedy)
+    globs, dims = group.get("match", "*"), group.get("dims", 0)
+    globs, dims = (one if isinstance(one, list) else [one] for one in (globs, dims))
+    texts = bool(globs) and all(isinstance(glob, str) and glob for glob in globs)
+    require(texts, f"{key}.match", globs, "not globs over the names of parameters", remedy)
+    whole = bool(dims) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in dims)
+    require(whole, f"{key}.dims", dims, "not numbers of dimensions", "Write 2, or [0, 1], for example")
+    states = [str(name) for name in group if name not in ("match", "dims")]
+    require(bool(states), key, group, "states nothing for what it takes", remedy)
+    node = group.get("optimizer", {"_target_": None})
+    another = "Name another optimizer as optimizer: {_target_: torch.optim.Muon}"
+    require(isinstance(node, dict) and "_target_" in node, f"{key}.optimizer", node, "names no class", another)
+    for name in states:
+        require(not name.startswith("_"), f"{key}.{name}", group[name], "is no setting of a group", another)
+        problem = f"and {key}.optimizer.{name}={node.get(name)} too"
+        require(name not in node, f"{key}.{name}", group[name], problem, "State it once")
+
+
 def require_verify(key: str, value: object) -> None:
     """``first``, ``never`` or a number of windows."""
     number = isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -84,7 +84,8 @@ class PrecisionConfig:
     ``name``: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or one of ``ALIASES``. ``reduce_dtype``: the format of gradients
     between ranks. ``keep_fp32``: globs of module names that autocast leaves alone; ``only``: globs of the modules that
     autocast covers, if it is not to cover all. ``underflow_every``: in fp16, attempts between two samples of
-    the share of gradients that are flushed to zero (0: none).
+    the share of gradients that are flushed to zero (0: none). ``split_k_16bit``: whether a GPU's 16-bit matrix products
+    may be added up from parts that are rounded to 16 bits, as torch's own default has it.
     """
 
     name: str = "fp32"
@@ -92,12 +93,14 @@ class PrecisionConfig:
     keep_fp32: list[str] = field(default_factory=list)
     only: list[str] = field(default_factory=list)
     underflow_every: int = 100
+    split_k_16bit: bool = False
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", canonical(self.name))
         require_choice("precision", self.name, PRECISIONS)
         require_choice("precision.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        require_choice("precision.split_k_16bit", self.split_k_16bit, (True, False))
         require_count("precision.underflow_every", self.underflow_every, off="0 to sample none")
 
     @classmethod

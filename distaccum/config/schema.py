@@ -23,10 +23,12 @@ from distaccum.config.checks import (
     require,
     require_choice,
     require_count,
+    require_group,
     require_positive,
     require_types,
     require_verify,
 )
+from distaccum.config.compile import CompileConfig
 from distaccum.config.durations import seconds_of
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.precision import PrecisionConfig
@@ -73,6 +75,10 @@ class OptimConfig:
     """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
 
     ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
+
+    ``groups``: parameters with settings of their own, in order: the first that fits a parameter takes it. Each has
+    ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both; next to them the settings,
+    as the optimizer's groups have them (``lr`` is a rate, not a factor), or another ``optimizer`` for these.
     """
 
     lr: float = 3e-3
@@ -80,10 +86,11 @@ class OptimConfig:
     clip_value: Optional[float] = None  # noqa: UP045
     fused: Any = "auto"
     optimizer: Node = field(default_factory=_adamw)
+    groups: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict)
+        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict, groups=list)
         require_positive("optim.lr", self.lr)
         require_positive("optim.clip_norm", self.clip_norm)
         require_positive("optim.clip_value", self.clip_value)
@@ -91,6 +98,8 @@ class OptimConfig:
         remedy = "Set one of them to null"
         require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
         require_choice("optim.fused", self.fused, ("auto", True, False))
+        for i, group in enumerate(self.groups):
+            require_group(f"optim.groups.{i}", group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +220,22 @@ class WandbConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """The loggers; ``metrics.jsonl`` is always written."""
+    """The loggers; ``metrics.jsonl`` is always written.
+
+    ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
+    on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
+    """
 
     console: bool = True
+    peak_tflops: Optional[float] = None  # noqa: UP045
+    flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        number = (float, NoneType)
+        require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
+        require_positive("metrics.peak_tflops", self.peak_tflops)
+        require_positive("metrics.flops_per_sample", self.flops_per_sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,16 +245,19 @@ class RunConfig:
     ``resume``: ``never``, ``auto`` or a checkpoint's path. ``resume_allow``: keys of settings, or their beginnings,
     that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
     safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
-    while there is no checkpoint.
+    while there is no checkpoint. ``deterministic``: kernels that give the same bits in every run; one that has no such
+    form ends the run.
     """
 
     seed: int = 0
+    deterministic: bool = False
     resume: str = "never"
     resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
     batch: BatchConfig = field(default_factory=BatchConfig)
     engine: Any = field(default_factory=DDPConfig)  # an EngineConfig: OmegaConf has no union of dataclasses
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     model: Node = field(default_factory=dict)
     data: Node = field(default_factory=dict)
     loss: Node = field(default_factory=dict)
@@ -245,9 +269,9 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self) -> None:
-        for key, kind in (("seed", int), ("resume", str)):
+        for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):
             value = getattr(self, key)
-            holds = isinstance(value, kind) and not isinstance(value, bool)
+            holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
@@ -264,7 +288,7 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The configuration of nested plain values, by the keys of ``conf/``; what is left out has its default.
 
-        An engine or a precision may be given by its name alone.
+        An engine, a precision or what to compile may be given by its name alone.
 
         Raises:
             ConfigError: an unknown key, or a value of the wrong type or out of range.
@@ -308,7 +332,7 @@ def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> 
 
 
 def _from_plain(node: Mapping[str, Any]) -> RunConfig:
-    named = {key: {"name": node[key]} for key in ("engine", "precision") if isinstance(node.get(key), str)}
+    named = {key: {"name": node[key]} for key in ("engine", "precision", "compile") if isinstance(node.get(key), str)}
     node = {**node, **named}
     if is_dataclass(node.get("engine", "")) and not isinstance(node["engine"], type):
         node["engine"] = asdict(engine_config(node["engine"]))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+from distaccum.engines.compiled import Compiled
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
@@ -133,6 +134,8 @@ class Engine(ABC):
     """Whether a backward of :attr:`model`'s output does more than reach the parameters' gradients."""
     steps_parts: bool = False
     """Whether an optimizer's step on a rank moves a part of the parameters only, or copies of them."""
+    leaves_out_unused: bool = True
+    """Whether a parameter without a gradient is left out of a step, and not a fault."""
     state_layout: StateLayout = StateLayout.FULL
     norm_bound: float = math.inf
     """No optimizer steps where the gradient's norm is not below this; a number of fp32, the same on every rank."""
@@ -141,6 +144,8 @@ class Engine(ABC):
     meet: Callable[[], object] | None = None
     """Called before a forward outside of a window where :attr:`forward_communicates`: a collective by which ranks that
     have gone on without it notice; None: nobody does."""
+    compiled: Compiled | None = None
+    """What is compiled of the model; ``factory.create`` sets it."""
     artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """The engine's own configuration files, by name, for the run directory; written as JSON."""
 
@@ -167,6 +172,11 @@ class Engine(ABC):
         return self._window_open
 
     @property
+    def recompiles(self) -> int | None:
+        """Graphs that this rank has compiled in its windows, from the third one on; None where nothing is compiled."""
+        return None if self.compiled is None else self.compiled.recompiles
+
+    @property
     def gives_optimizers_back(self) -> bool:
         """Whether optimizers are whole after :meth:`close`; otherwise a rank is left with a share of their state."""
         return self.state_layout is StateLayout.FULL
@@ -191,6 +201,8 @@ class Engine(ABC):
         if not self._window_open:
             self._drop_stray_gradients()
             self._window_open = True
+            if self.compiled is not None:
+                self.compiled.window_began()
 
     def _meet_others(self) -> None:
         """Before a forward that is in no micro-step."""
@@ -198,6 +210,8 @@ class Engine(ABC):
             self.meet()
 
     def _close_window(self) -> None:
+        if self._window_open and self.compiled is not None:
+            self.compiled.window_ended()
         self._window_open = False
 
     def _drop_stray_gradients(self) -> None:  # noqa: B027  an engine that has nothing to drop needs none
@@ -398,6 +412,8 @@ class Engine(ABC):
                 group.pop("initial_lr", None)
         self._closed = True
         self._close_window()
+        if self.compiled is not None:
+            self.compiled.undo()
         if self.ownership is not None:
             self.ownership.release(keeps_optimizers=not self.gives_optimizers_back)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.engines.fused_update import StepOptions
@@ -32,6 +33,7 @@ class EngineContext:
         device: this rank's.
         seed: of weights that the engine makes.
         planned: True where the processes are not launched yet.
+        compile: what of the model is compiled.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
 
@@ -46,6 +48,7 @@ class EngineContext:
     device: torch.device
     seed: int
     planned: bool
+    compile: CompileConfig = field(default_factory=CompileConfig)
     generated: Mapping[str, Any] = field(default_factory=dict)
 
     @property

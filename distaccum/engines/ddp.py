@@ -118,6 +118,7 @@ class DDPEngine(Engine):
             self._settings,
             window_open=lambda: self.window_open,
         )
+        self.leaves_out_unused = config.find_unused_parameters
         self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None
         self._ran = self._syncs = self._reduced = False
         self._fault = ""  # why this rank's gradient is NaN

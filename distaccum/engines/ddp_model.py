@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -23,6 +25,15 @@ class DDPModel(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """In place of what tells ``torch.compile`` to cut the model at the ends of DDP's buckets.
+
+        It does so for a backward that overlaps with its reduction, which here one micro-step of many does; the cuts are
+        in all of them, and a graph with a checkpoint cannot be cut. Blocks that are compiled one by one overlap.
+        """
+        yield
 
     def __getattr__(self, name: str) -> Any:
         """Called for what an instance's dictionary and the class have not: modules, torch's and the user's."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distaccum.config.checks import require_positive_number, whole_number
+from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import (
     DDPConfig,
     DeepSpeedConfig,
@@ -27,6 +28,7 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
+from distaccum.engines import compiled
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.model_checks import check_dtypes, check_sparse, check_wrappers
@@ -79,6 +81,7 @@ def create_engine(
     global_batch_size: int | None = None,
     micro_batch_size: int | None = None,
     seed: int = 0,
+    compile: str | CompileConfig = "none",  # noqa: A002  torch's own word
 ) -> Engine:
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
@@ -93,6 +96,7 @@ def create_engine(
         clip_value: instead, largest absolute value of its elements.
         global_batch_size, micro_batch_size: for engines that state them in their own configuration.
         seed: of the weights of a model on the meta device.
+        compile: nothing (``none``), each of its ``blocks``, or the ``model``; or settings.
 
     Raises:
         ConfigError: no such engine or policy; an optimizer over parameters that are not the model's, whose gradients
@@ -110,6 +114,7 @@ def create_engine(
         world_size=world.size,
         device=world.device,
         seed=seed,
+        compile=compile,
     )
     return create(context, model, optimizer, world)
 
@@ -127,12 +132,13 @@ def prepare(
     device: torch.device,
     seed: int,
     planned: bool = False,
+    compile: str | CompileConfig = "none",  # noqa: A002
 ) -> EngineContext:
     """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
 
     Args:
-        model, engine, precision, clip_norm, clip_value, global_batch_size, micro_batch_size, seed: see
-            :func:`create_engine`.
+        model, engine, precision, clip_norm, clip_value, global_batch_size, micro_batch_size, seed, compile:
+            see :func:`create_engine`.
         world_size: number of ranks.
         device: this rank's.
         planned: True where the processes are not launched yet.
@@ -161,6 +167,7 @@ def prepare(
         device=device,
         seed=seed,
         planned=planned,
+        compile=CompileConfig.of(compile),
     )
     return replace(context, generated=check_engine(model, context))
 
@@ -185,13 +192,30 @@ def create(
         if world.is_main:
             hardware.warn(context.policy, world.device)
         hardware.configure(context.policy, world.device)
+        parts = _parts_to_compile(model, context)
         made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
     except BaseException:
         ownership.release()
         raise
+    if parts:
+        made.compiled = compiled.Compiled(parts, context.compile, tells=world.is_main)
     ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
     made.ownership = ownership
     return made
+
+
+def _parts_to_compile(model: nn.Module, context: EngineContext) -> list[nn.Module]:
+    """Of a model that is not wrapped yet; none where nothing is compiled."""
+    if not context.compile.compiles:
+        return []
+    if context.compile.name == "model":
+        return [model]
+    named = context.compile.blocks
+    if not named:
+        return compiled.innermost(blocks_of(model, context.engine))
+    from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
+
+    return compiled.innermost(wrap.blocks_of(model, named, key="compile.blocks"))
 
 
 def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
@@ -211,6 +235,16 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
         able = ", ".join(name for name, other in SPECS.items() if other.makes_weights)
         remedy = f"Use engine={able}, or build the model where it has memory"
         raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
+    if context.compile.compiles:
+        parts = _parts_to_compile(model, context)
+        compiled.check(
+            model,
+            parts,
+            context.compile,
+            engine=context.engine,
+            casts=context.policy.casts,
+            device=None if context.planned else context.device,
+        )
     generated = _load(spec.check)(model, context) if spec.check else None
     return generated or {}
 

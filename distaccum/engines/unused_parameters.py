@@ -25,12 +25,15 @@ class UnusedParameters:
         self._parameters = parameters
         self._used = [0] * len(parameters)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
             for i, parameter in enumerate(parameters)
         ]
 
-    def _mark(self, i: int, _: Tensor) -> None:
-        self._used[i] = 1
+    def _mark(self, i: int, gradient: Tensor | None) -> None:
+        # None comes through a function of several outputs, of which the loss takes others: a post-accumulate hook is
+        # called then, too, and cannot tell.
+        if gradient is not None:
+            self._used[i] = 1
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum.errors import MisuseError
+from distaccum.errors import ConfigError, MisuseError
+from distaccum.losses.linear_cross_entropy import CHUNK, ChunkedOutput
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -47,26 +51,55 @@ def _long(shape: torch.Size) -> list[int]:
 class CrossEntropy:
     """Cross entropy in nats, for batches ``(inputs, labels)``.
 
-    ``model(inputs)`` returns logits of shape ``(*labels.shape, classes)``: ``(B, T, V)`` for tokens.
+    ``model(inputs)`` returns logits of shape ``(*labels.shape, classes)``: ``(B, T, V)`` for tokens. With ``chunk`` the
+    model makes the loss itself, inside its forward, and logits are never in memory as a whole: ``model(inputs,
+    output=...)`` calls that in place of its output layer, and returns what it gives (see
+    :class:`~distaccum.losses.linear_cross_entropy.ChunkedOutput`). ``predictions`` are whole logits all the same.
 
     Args:
         ignore_index: labels of this value neither contribute nor count.
+        chunk: the most tokens of a micro-batch whose logits are in memory at once; None: all.
+
+    Raises:
+        ConfigError: the chunk is no positive whole number.
     """
 
-    def __init__(self, *, ignore_index: int = -100) -> None:
+    def __init__(self, *, ignore_index: int = -100, chunk: int | None = None) -> None:
         self.ignore_index = ignore_index
+        self._chunk = checked_chunk(chunk)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuses a model that cannot make the loss in chunks.
+
+        Raises:
+            ConfigError: its forward has no argument ``output``.
+        """
+        if self._chunk is not None and "output" not in inspect.signature(model.forward).parameters:
+            problem = f"{type(model).__name__}.forward has no argument output, which would make the loss"
+            remedy = "Leave the chunk out, or add output=F.linear to it: its last line is then"
+            remedy += " return output(hidden, self.out.weight, self.out.bias)"
+            raise ConfigError("loss.chunk", self._chunk, problem, remedy)
 
     def count(self, batch: tuple[Tensor, Tensor]) -> int:
         """The number of labels that are not ignored."""
         return count_labels(batch[1], ignore_index=self.ignore_index)
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The summed cross entropy, 0-dim fp32."""
+        """The summed cross entropy, 0-dim fp32.
+
+        Raises:
+            MisuseError: the model gives no logits of the labels; or, in chunks, something else than ``output`` gave.
+        """
         inputs, labels = batch
+        if self._chunk is not None:
+            return self._in_chunks(model, batch, self._chunk, scores=False)
         return _cross_entropy_sum(model(inputs), labels, self.ignore_index)
 
     def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The summed cross entropy as ``loss``, and the number of correct predictions as ``accuracy``."""
+        if self._chunk is not None:
+            loss, right = self._in_chunks(model, batch, self._chunk, scores=True)
+            return {"loss": loss, "accuracy": right}
         inputs, labels = batch
         logits = model(inputs)
         total = _cross_entropy_sum(logits, labels, self.ignore_index)
@@ -79,3 +112,25 @@ class CrossEntropy:
         labels = labels.reshape(logits.shape[:-1])
         counted = labels != self.ignore_index
         return logits[counted], labels[counted]
+
+    def _in_chunks(self, model: nn.Module, batch: tuple[Tensor, Tensor], chunk: int, *, scores: bool) -> Tensor:
+        inputs, labels = batch
+        output = ChunkedOutput.of(labels, ignore_index=self.ignore_index, chunk=chunk, scores=scores)
+        total: Any = model(inputs, output=output)
+        wanted = (2,) if scores else ()
+        if not isinstance(total, Tensor) or tuple(total.shape) != wanted:
+            given = f"shape {list(total.shape)}" if isinstance(total, Tensor) else f"type {type(total).__name__}"
+            problem = f"{type(model).__name__} was called with output=..., and its result has {given}"
+            raise MisuseError(f"{problem}: return what output(hidden, weight, bias) gives, as it is")
+        return total
+
+
+def checked_chunk(chunk: Any) -> int | None:
+    """The chunk of a loss.
+
+    Raises:
+        ConfigError: it is neither None nor a positive whole number.
+    """
+    if chunk is None or (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 1):
+        return chunk
+    raise ConfigError("loss.chunk", chunk, "no positive whole number", f"Give a number of tokens, such as {CHUNK}")

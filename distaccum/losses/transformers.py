@@ -1,6 +1,7 @@
 """Losses for models like those of Hugging Face transformers, which take a batch by name and return logits.
 
 Only the logits are used: the model gets no ``labels`` and no ``num_items_in_batch``, and its own loss is not called.
+The losses in chunks do without logits: they use the hidden states that the model gives to its output layer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distaccum.errors import ConfigError, MisuseError
+from distaccum.losses import output_layer
+from distaccum.losses.cross_entropy import checked_chunk
+from distaccum.losses.linear_cross_entropy import ChunkedOutput
 
 Batch = Mapping[str, Any]
 """Tensors by name: ``labels`` for the loss, the others for the model."""
@@ -27,10 +31,21 @@ class _Adapter:
         problem: one of ``_PROBLEMS``.
         ignore_index: class labels of this value neither contribute nor count.
         weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0; None: all are 1.
+        chunk: of classes alone: the most tokens whose logits are in memory at once; None: all.
     """
 
-    def __init__(self, *, problem: str, ignore_index: int, weights: str | None) -> None:
+    def __init__(self, *, problem: str, ignore_index: int, weights: str | None, chunk: int | None = None) -> None:
         self.problem, self.ignore_index, self.weights = problem, ignore_index, weights
+        self._chunk = checked_chunk(chunk)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuses a model whose output layer cannot be made to give the loss in chunks.
+
+        Raises:
+            ConfigError: it names none, it is no plain linear layer, or the model does more to its logits.
+        """
+        if self._chunk is not None:
+            output_layer.find(model, self._chunk)
 
     def count(self, batch: Batch) -> float:
         """The number of labels that count, or the sum of their weights; computed on the host."""
@@ -41,12 +56,18 @@ class _Adapter:
         """The sum of the (weighted) losses of all labels that count: 0-dim, at least fp32.
 
         Raises:
-            MisuseError: the model's output has no logits.
+            MisuseError: the model's output has no logits; or, in chunks, other ones than its output layer gave.
+            ConfigError: in chunks, as :meth:`check_model`.
         """
+        if self._chunk is not None:
+            return self._in_chunks(model, batch, self._chunk, scores=False)
         return self._total(self._losses(self._logits(model, batch), self._targets(batch["labels"])), batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """0-dim sums over the count: ``loss``, and for classes the (weighted) correct predictions as ``accuracy``."""
+        if self._chunk is not None:
+            loss, right = self._in_chunks(model, batch, self._chunk, scores=True)
+            return {"loss": loss, "accuracy": right}
         logits, targets = self._logits(model, batch), self._targets(batch["labels"])
         found = {"loss": self._total(self._losses(logits, targets), batch)}
         if self.problem == "regression":
@@ -90,9 +111,20 @@ class _Adapter:
         weights: Tensor = batch[self.weights].to(values.dtype)
         return (values * weights.reshape(len(values), *[1] * (values.dim() - 1))).sum()
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _in_chunks(self, model: nn.Module, batch: Batch, chunk: int, *, scores: bool) -> Tensor:
+        targets = self._targets(batch["labels"])
+        weights = None if self.weights is None else batch[self.weights]
+        if weights is not None:
+            weights = weights.reshape(len(targets), *[1] * (targets.dim() - 1)).expand(targets.shape)
+        output = ChunkedOutput.of(targets, weights=weights, ignore_index=self.ignore_index, chunk=chunk, scores=scores)
+        return output_layer.call(model, self._inputs(batch), output)
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
         own = ("labels", self.weights)
-        output: Any = model(**{name: value for name, value in batch.items() if name not in own})
+        return {name: value for name, value in batch.items() if name not in own}
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        output: Any = model(**self._inputs(batch))
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if isinstance(output, Mapping):
             logits = output.get("logits")
@@ -116,10 +148,15 @@ class CausalLM(_Adapter):
         ignore_index: labels of this value neither contribute nor count.
         weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0, which apply to their tokens:
             the loss is then sum(w * l) / sum(w). The model does not get them.
+        chunk: the most tokens of a micro-batch whose logits are in memory at once; None: all. The model needs a plain
+            linear output layer, which its ``get_output_embeddings`` names, and may do no more to its logits.
+
+    Raises:
+        ConfigError: the chunk is no positive whole number.
     """
 
-    def __init__(self, *, ignore_index: int = -100, weights: str | None = None) -> None:
-        super().__init__(problem="single_label", ignore_index=ignore_index, weights=weights)
+    def __init__(self, *, ignore_index: int = -100, weights: str | None = None, chunk: int | None = None) -> None:
+        super().__init__(problem="single_label", ignore_index=ignore_index, weights=weights, chunk=chunk)
 
     def _targets(self, labels: Tensor) -> Tensor:
         # The labels are shifted, not the logits: slicing those would copy the largest tensor of the step.
@@ -134,10 +171,14 @@ class MaskedLM(_Adapter):
 
     Args:
         ignore_index: labels of this value, such as tokens that were not masked, neither contribute nor count.
+        chunk: as of :class:`CausalLM`.
+
+    Raises:
+        ConfigError: the chunk is no positive whole number.
     """
 
-    def __init__(self, *, ignore_index: int = -100) -> None:
-        super().__init__(problem="single_label", ignore_index=ignore_index, weights=None)
+    def __init__(self, *, ignore_index: int = -100, chunk: int | None = None) -> None:
+        super().__init__(problem="single_label", ignore_index=ignore_index, weights=None, chunk=chunk)
 
 
 class SequenceClassification(_Adapter):

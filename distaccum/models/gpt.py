@@ -1,18 +1,32 @@
-"""A small GPT: pre-norm transformer blocks, scaled dot-product attention, rotary positions, tied embeddings.
+"""A GPT: pre-norm transformer blocks, scaled dot-product attention, rotary or learned positions, tied embeddings.
 
 Source: A. Radford et al., "Language models are unsupervised multitask learners" (2019), for the layout and for scaling
-the initial weights of residual projections by the depth; J. Su et al., "RoFormer" (2021), for the positions.
+the initial weights of residual projections by the depth; J. Su et al., "RoFormer" (2021), for rotary positions. With
+``positions=learned``, ``bias=true`` and ``gelu=tanh`` it is GPT-2, parameter by parameter.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distaccum.errors import ConfigError
+
+KERNELS = {
+    "auto": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NO_KERNEL = ("No available kernel", "No viable backend")  # CUDA's words, and the CPU's
+_CHOICES = {"positions": ("rotary", "learned"), "gelu": ("exact", "tanh"), "attention": tuple(KERNELS)}
 
 
 class GPT(nn.Module):
@@ -25,50 +39,98 @@ class GPT(nn.Module):
         n_head: attention heads; divides ``n_embd``.
         n_embd: width.
         dropout: share of activations dropped in training.
+        vocab_multiple: the embedding gets rows of zeros, up to a multiple of this. They are no token ids; logits, and
+            the loss, are those of ``vocab_size``. A loss in chunks multiplies with all rows, which is faster at
+            multiples of 64; whole logits are made of the others alone.
+        positions: ``rotary``, without parameters, or ``learned``.
+        bias: whether linear layers and norms have one.
+        gelu: ``exact``, or ``tanh``, an approximation of it that GPT-2 was trained with.
+        attention: the kernel, one of ``KERNELS``; ``auto`` leaves the choice to torch.
+
+    Raises:
+        ConfigError: a size is not positive, sizes do not go together, or there is no such choice.
     """
 
     def __init__(
-        self, *, vocab_size: int, seq_len: int, n_layer: int, n_head: int, n_embd: int, dropout: float = 0.0
+        self,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        n_layer: int,
+        n_head: int,
+        n_embd: int,
+        dropout: float = 0.0,
+        vocab_multiple: int = 1,
+        positions: str = "rotary",
+        bias: bool = False,
+        gelu: str = "exact",
+        attention: str = "auto",
     ) -> None:
         super().__init__()
         sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
-        for name, size in sizes.items():
+        for name, size in (sizes | {"vocab_multiple": vocab_multiple}).items():
             if size < 1:
                 raise ConfigError(f"model.{name}", size, "must be at least 1", "Give a positive size")
         if n_embd % n_head:
             remedy = "Make the width a multiple of the number of heads"
             raise ConfigError("model.n_embd", n_embd, f"not divisible by model.n_head={n_head}", remedy)
-        if n_embd // n_head % 2:
+        for name, choice in (("positions", positions), ("gelu", gelu), ("attention", attention)):
+            if choice not in _CHOICES[name]:
+                raise ConfigError(f"model.{name}", choice, "no such choice", f"Use one of {', '.join(_CHOICES[name])}")
+        if positions == "rotary" and n_embd // n_head % 2:
             remedy = "Rotary positions turn pairs of channels: make the width of a head even"
             raise ConfigError("model.n_embd", n_embd, f"gives heads of odd width {n_embd // n_head}", remedy)
         if not 0 <= dropout < 1:
             raise ConfigError("model.dropout", dropout, "not in [0, 1)", "Give the share of activations to drop")
         self.seq_len = seq_len
-        self.tokens = TokenEmbedding(vocab_size, n_embd)
-        self.rotation = Rotation(seq_len, n_embd // n_head)
+        self._vocab_size, self._padded = vocab_size, bool(vocab_size % vocab_multiple)
+        self.tokens = TokenEmbedding(vocab_size, n_embd, multiple=vocab_multiple)
+        if positions == "rotary":
+            self.rotation = Rotation(seq_len, n_embd // n_head)
+        else:
+            self.positions = TokenEmbedding(seq_len, n_embd)
         self.dropout = nn.Dropout(dropout)
-        blocks = [Block(n_embd, n_head, dropout, depth=n_layer) for _ in range(n_layer)]
+        kinds: dict[str, Any] = {"depth": n_layer, "bias": bias, "gelu": gelu, "attention": attention}
+        blocks = [Block(n_embd, n_head, dropout, **kinds) for _ in range(n_layer)]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(n_embd, bias=False)
+        self.norm = nn.LayerNorm(n_embd, bias=bias)
         self.apply(_initialise)
         for block in blocks:
             block.scale_residuals()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Raises ValueError if the sequence is longer than ``seq_len``."""
+    def forward(self, ids: Tensor, output: Callable[..., Tensor] = F.linear) -> Tensor:
+        """Logits; or what ``output(hidden, weight)`` gives in their place, such as a loss in chunks.
+
+        Where the vocabulary is padded, ``output`` is given ``classes``, the rows of the weight that are token ids.
+
+        Raises:
+            ValueError: the sequence is longer than ``seq_len``.
+        """
         length = ids.shape[1]
         if length > self.seq_len:
             raise ValueError(f"a sequence of {length} tokens, but the model was built for seq_len={self.seq_len}")
-        x = self.dropout(self.tokens(ids))
-        angles = self.rotation(length)
+        x, angles = self.tokens(ids), None
+        if hasattr(self, "rotation"):
+            angles = self.rotation(length)
+        else:
+            x = x + self.positions.weight[:length]
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x, angles)
-        logits: Tensor = F.linear(self.norm(x), self.tokens.weight)
-        return logits
+        x, weight = self.norm(x), self.tokens.weight
+        if not self._padded:
+            return output(x, weight)
+        if output is F.linear:
+            return F.linear(x, weight[: self._vocab_size])  # logits[..., :n] would be a view: FSDP2 warns
+        return output(x, weight, classes=self._vocab_size)
 
 
 class TokenEmbedding(nn.Embedding):
-    """With small initial weights, as they are the output's too."""
+    """With small initial weights, as they are the output's too; and rows of zeros, up to a multiple of so many."""
+
+    def __init__(self, size: int, width: int, *, multiple: int = 1) -> None:
+        self._size = size  # for reset_parameters, which the next line calls
+        super().__init__(math.ceil(size / multiple) * multiple, width)
 
     def reset_parameters(self) -> None:
         _initialise(self)
@@ -93,10 +155,10 @@ class Rotation(nn.Module):
     def reset_parameters(self) -> None:
         """Computes the buffers, also after the meta device."""
         seq_len, head_width = self._sizes
-        device = self.cosine.device
-        frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
-        angles = torch.outer(torch.arange(seq_len, device=device), frequencies)
-        self.cosine, self.sine = angles.cos(), angles.sin()
+        device, host = self.cosine.device, torch.device("cpu")  # one table for all devices: their powers differ
+        frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2, device=host) / head_width)
+        angles = torch.outer(torch.arange(seq_len, device=host), frequencies)
+        self.cosine, self.sine = angles.cos().to(device), angles.sin().to(device)
 
     def forward(self, length: int) -> Angles:
         return self.cosine[:length], self.sine[:length]
@@ -112,14 +174,26 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 class Block(nn.Module):
     """Attention and a feed-forward layer, each on a normalised residual; ``(B, T, C)`` to the same."""
 
-    def __init__(self, n_embd: int, n_head: int, dropout: float, *, depth: int) -> None:
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        dropout: float,
+        *,
+        depth: int,
+        bias: bool = False,
+        gelu: str = "exact",
+        attention: str = "auto",
+    ) -> None:
         super().__init__()
         self._depth = depth
-        self.attention_norm = nn.LayerNorm(n_embd, bias=False)
-        self.attention = Attention(n_embd, n_head, dropout)
-        self.norm = nn.LayerNorm(n_embd, bias=False)
-        self.expand = nn.Linear(n_embd, 4 * n_embd, bias=False)
-        self.contract = nn.Linear(4 * n_embd, n_embd, bias=False)
+        self.attention_norm = nn.LayerNorm(n_embd, bias=bias)
+        self.attention = Attention(n_embd, n_head, dropout, bias=bias, kernel=attention)
+        self.norm = nn.LayerNorm(n_embd, bias=bias)
+        self.expand = nn.Linear(n_embd, 4 * n_embd, bias=bias)
+        if gelu == "tanh":
+            self.activation = nn.GELU(approximate="tanh")  # a module, so that a checkpoint tells it from the exact one
+        self.contract = nn.Linear(4 * n_embd, n_embd, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def reset_parameters(self) -> None:
@@ -132,33 +206,56 @@ class Block(nn.Module):
         for projection in (self.attention.project, self.contract):
             nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self._depth))
 
-    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
-        fed: Tensor = self.dropout(self.contract(F.gelu(self.expand(self.norm(x)))))
+        expanded = self.expand(self.norm(x))
+        active = self.activation(expanded) if hasattr(self, "activation") else F.gelu(expanded)
+        fed: Tensor = self.dropout(self.contract(active))
         return x + fed
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention; ``(B, T, C)`` to the same."""
 
-    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+    def __init__(self, n_embd: int, n_head: int, dropout: float, *, bias: bool = False, kernel: str = "auto") -> None:
         super().__init__()
         self.n_head = n_head
-        self.query_key_value = nn.Linear(n_embd, 3 * n_embd, bias=False)
-        self.project = nn.Linear(n_embd, n_embd, bias=False)
+        self.query_key_value = nn.Linear(n_embd, 3 * n_embd, bias=bias)
+        self.project = nn.Linear(n_embd, n_embd, bias=bias)
         self.dropout = dropout
+        self._kernel = kernel  # changes no meaning: a checkpoint resumes with another one
 
-    def forward(self, x: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """Raises ConfigError if the kernel that was chosen cannot do it."""
         batch, length, width = x.shape
         split = self.query_key_value(x).view(batch, length, 3, self.n_head, width // self.n_head)
-        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixing = split.permute(2, 0, 3, 1, 4)
+        query, key = (mixing if angles is None else rotate(mixing[:2], angles))[:2]
+        value = mixing[2]
         drop = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, angles), rotate(key, angles), value, dropout_p=drop, is_causal=True
-        )
+        mixed = _attend(query, key, value, drop, self._kernel)
         return F.dropout(self.project(mixed.transpose(1, 2).reshape(batch, length, width)), drop, self.training)
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, drop: float, kernel: str) -> Tensor:
+    backend = KERNELS[kernel]
+    if backend is None:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+    try:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_KERNEL):
+            raise
+        problem = f"torch has no such kernel for {query.dtype} of head width {query.shape[-1]} on {query.device.type}"
+        raise ConfigError("model.attention", kernel, problem, "Use auto, or another kernel") from error
+
+
 def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(module, TokenEmbedding):
+        nn.init.normal_(module.weight[: module._size], std=0.02)
+        nn.init.zeros_(module.weight[module._size :])
+    elif isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -53,8 +53,11 @@ def warn(policy: PrecisionPolicy, device: torch.device) -> None:
 def configure(policy: PrecisionPolicy, device: torch.device) -> None:
     """Sets how a GPU multiplies fp32 tensors: in TF32 under ``tf32``, in fp32 under every other policy.
 
-    Torch has this for the process as a whole, so the last call decides for all models in it, and torch's own default,
-    which lets convolutions run in TF32, is not what ``fp32`` says. A CPU's settings are left alone.
+    And what 16-bit products are added up in, where cuBLAS splits one into parts (split-K): fp32, but for
+    ``split_k_16bit``.
+
+    Torch has this for the process as a whole, so the last call decides for all models in it, and torch's own defaults,
+    which let convolutions run in TF32 and sums in 16 bits, are not what a policy says. A CPU's settings are left alone.
     """
     if device.type != "cuda":
         return
@@ -63,6 +66,8 @@ def configure(policy: PrecisionPolicy, device: torch.device) -> None:
     # alone is an error there.
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = policy.split_k_16bit
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = policy.split_k_16bit
     for part in ("conv", "rnn"):  # from torch 2.9 on; switched off by the older name, these do as a wider setting says
         settings = getattr(torch.backends.cudnn, part, None)
         if settings is not None:

@@ -25,6 +25,7 @@ class PrecisionPolicy:
         reduce_dtype: what gradients travel in between ranks.
         keep_fp32: globs of module names that autocast leaves alone; a ModuleList stands for what it holds.
         only: globs of the modules that autocast covers, where it covers only some.
+        split_k_16bit: whether the parts of a GPU's 16-bit matrix product may be added up in 16 bits.
     """
 
     name: str
@@ -33,6 +34,7 @@ class PrecisionPolicy:
     reduce_dtype: torch.dtype = torch.float32
     keep_fp32: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    split_k_16bit: bool = False
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> PrecisionPolicy:
@@ -43,6 +45,7 @@ class PrecisionPolicy:
             reduce_dtype=_REDUCE[config.reduce_dtype],
             keep_fp32=tuple(config.keep_fp32),
             only=tuple(config.only),
+            split_k_16bit=config.split_k_16bit,
         )
 
     @property

@@ -34,13 +34,18 @@ from distaccum.engines.factory import prepare
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.train import determinism
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
+from distaccum.train.metrics.flops import ModelFlops, Utilization
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
-from distaccum.train.optimizer import build_optimizer
+from distaccum.train.metrics.peaks import peak_flops
+from distaccum.train.optimizer import build_optimizers
+from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
+from distaccum.train.torch_schedule import TorchSchedule
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +58,8 @@ class TrainingComponents:
     """All that can be built, and can fail for the user's reasons, before there is a process group.
 
     ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train, without secrets.
-    ``parameters`` is the number of elements, counted before an engine shards them.
+    ``parameters`` is the number of elements, counted before an engine shards them, and ``groups`` those of each
+    parameter group that the configuration states.
     """
 
     config: RunConfig
@@ -64,6 +70,7 @@ class TrainingComponents:
     parameters: int
     loss: Loss
     optimizers: Sequence[Optimizer]
+    groups: Sequence[GroupSize]
     schedule: Schedule
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
@@ -178,13 +185,17 @@ def build_components(
     best, evaluates = config.checkpoint.best, data.eval_dataset is not None and config.trainer.eval_every > 0
     if best is not None and not evaluates:
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
+    if config.deterministic:
+        determinism.check(device)
     check_loss(loss)
+    getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=data.eval_dataset is not None)
     engine = prepare(
         model,
         engine=config.engine,
         precision=config.precision,
+        compile=config.compile,
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
         global_batch_size=batch.global_size,
@@ -201,8 +212,14 @@ def build_components(
     total_steps = _total_steps(config, plan)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=data.eval_dataset is not None and config.trainer.eval_every > 0)
-    optimizers = optimizers or [build_optimizer(config.optim, model, device)]
+    if optimizers and config.optim.groups:
+        problem = "and optimizers are given, which have groups of their own"
+        raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
+    groups = [] if optimizers else group_sizes(config.optim, model)
+    built = not optimizers
+    optimizers = optimizers or build_optimizers(config.optim, model, device)
     _check_optimizers(optimizers)
+    peak = config.optim.lr if built else float(optimizers[0].param_groups[0]["lr"])
     if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
         _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
     return TrainingComponents(
@@ -214,7 +231,8 @@ def build_components(
         parameters=sum(p.numel() for p in model.parameters()),
         loss=loss,
         optimizers=optimizers,
-        schedule=_build_schedule(config.schedule, total_steps),
+        groups=groups,
+        schedule=_build_schedule(config.schedule, total_steps, peak),
         callbacks=everyone,
         metrics=metrics or {},
         engine=engine,
@@ -238,6 +256,19 @@ def build_loggers(
 
         loggers.append(WandbLogger(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
     return loggers
+
+
+def build_utilization(components: TrainingComponents, world_size: int) -> Utilization | None:
+    """What tells TFLOP/s and MFU; before an engine wraps the model. None where no card's peak is known or stated."""
+    metrics, device = components.config.metrics, components.device
+    stated = metrics.peak_tflops is not None or metrics.flops_per_sample is not None
+    if device.type != "cuda" and not stated:
+        return None
+    peak = None if metrics.peak_tflops is None else 1e12 * metrics.peak_tflops
+    if peak is None and device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), components.policy.name)
+    flops = metrics.flops_per_sample or ModelFlops(components.model, components.loss, device)
+    return Utilization(flops, peak=peak, ranks=world_size)
 
 
 def build_data(node: Node) -> DataSpec:
@@ -272,6 +303,10 @@ def check_loss(loss: Any) -> None:
         except TypeError as error:
             problem, remedy = f"{name} takes other arguments ({error})", f"Write {name}(self, {arguments})"
             raise ConfigError("loss", shown, problem, remedy) from error
+
+
+def _no_check(_: nn.Module) -> None:
+    """For losses that any model can have."""
 
 
 def _check_loss_parameters(loss: Any, model: nn.Module) -> None:
@@ -311,15 +346,17 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
             raise ConfigError("optimizer", shown, problem, remedy)
 
 
-def _build_schedule(node: Node, total_steps: int) -> Schedule:
+def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:
     target = target_of("schedule", node)
-    if inspect.isclass(target) and issubclass(target, LRScheduler):
+    if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         problem = "is a scheduler of an optimizer, and a schedule is a function of the applied updates"
-        remedy = "Use one of conf/schedule/"
-        if issubclass(target, ReduceLROnPlateau):
-            remedy = "Use callbacks=plateau (distaccum.train.callbacks.ReduceLROnPlateau), next to a schedule"
+        remedy = "Use callbacks=plateau (distaccum.train.callbacks.ReduceLROnPlateau), next to a schedule"
         raise ConfigError("schedule", node["_target_"], problem, remedy)
-    schedule: Schedule = build("schedule", node, total_steps=total_steps)
+    schedule: Schedule
+    if inspect.isclass(target) and issubclass(target, LRScheduler):
+        schedule = TorchSchedule(node, peak=peak, total_steps=total_steps)
+    else:
+        schedule = build("schedule", node, total_steps=total_steps)
     factor: Any = schedule(0) if callable(schedule) else None
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
         problem = f"gives {factor!r} for the first update"

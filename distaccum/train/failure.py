@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from time import time
 
-from distaccum.errors import GONE, PeerError
+from distaccum.errors import GONE, PeerError, SpikeError
 from distaccum.train.faults import is_lost_connection
 from distaccum.train.run_dir import RunDir
 
@@ -68,7 +68,7 @@ def lines_of(run_dir: RunDir, own: str = "") -> list[str]:
     cause = run_dir.failure() or own or str(status.get("reason") or "unknown")
     kept = "no checkpoint was saved" if saved is None else f"step {saved} is saved in {run_dir.checkpoints}"
     lines = [f"the run failed: {_short(cause)}", f"last logged step: {status.get('step', 0)}; {kept}"]
-    if saved is not None:
+    if saved is not None and f": {SpikeError.__name__}: " not in cause:  # which says another way on
         lines.append(f"to go on: the same command with resume=auto hydra.run.dir={run_dir.path}")
     logs = sorted(run_dir.logs.glob("rank-*.log")) if run_dir.logs.is_dir() else []
     if logs:

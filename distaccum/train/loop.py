@@ -30,6 +30,7 @@ from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import evaluate
 from distaccum.train.failure import reason_of
+from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.rollback import roll_back
@@ -62,6 +63,7 @@ class Loop:
         wandb_id: kept in every checkpoint.
         time_limit: says when the run has to save.
         logged: window and step of the last record of the run's own past.
+        utilization: of the cards, on the rank that logs.
         enter_phase: told what this rank does, for those who find it dead.
     """
 
@@ -77,6 +79,7 @@ class Loop:
         wandb_id: str,
         time_limit: TimeLimit,
         logged: Mapping[str, int] | None = None,
+        utilization: Utilization | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._components = components
@@ -103,7 +106,8 @@ class Loop:
         self._trouble = ""  # of the last save in the background
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
-        self._meter = Meter(self._world, self.progress)
+        self._meter = Meter(self._world, self.progress, utilization)
+        self._is_measured = utilization is None
         self._evaluation: tuple[int, dict[str, float]] | None = None
         # A run from another run's checkpoint has saved none itself.
         self._saved_step = self.progress.step if components.config.resume == "auto" else 0
@@ -180,6 +184,8 @@ class Loop:
         Whether the window was applied is read after the next window, when the device has finished it; or at once where
         something may be due.
         """
+        if not self._is_measured:
+            self._is_measured = self._meter.measure(window.plain)
         outcome = self._accumulator.step(window, self._components.loss)
         self._time_limit.window_ended()
         self._look_at_last(self._tracker.known_progress)
@@ -284,6 +290,8 @@ class Loop:
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = float(self._components.optimizers[0].param_groups[0]["lr"])
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
+        if (recompiles := self._accumulator.engine.recompiles) is not None:
+            record["recompiles"] = recompiles
         if self._accumulator.spikes is not None:
             record |= self._accumulator.spikes.metrics
         if evaluates:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 
 from distaccum.config.engine import DDPConfig
 from distaccum.config.instantiate import build
-from distaccum.config.schema import RunConfig
+from distaccum.config.schema import OptimConfig, RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
@@ -34,7 +34,8 @@ from distaccum.forecast.report import report
 from distaccum.forecast.window import Job, Sizes
 from distaccum.train.command import command, plot_file
 from distaccum.train.components import components_from_config
-from distaccum.train.optimizer import build_optimizer
+from distaccum.train.optimizer import build_optimizers
+from distaccum.train.parameter_groups import GroupSize, group_sizes, split
 from distaccum.train.timing import LocalTimer
 
 MIB = 2**20
@@ -66,10 +67,32 @@ def sizes_of(config: RunConfig) -> Sizes:
     )
 
 
+def groups_of(config: RunConfig) -> list[GroupSize]:
+    """The parameter groups that the configuration states, of the model without memory."""
+    with torch.device("meta"):
+        return group_sizes(config.optim, build("model", config.model))
+
+
 def moments_of(config: RunConfig) -> float:
-    """Bytes of the optimizer's state for each element of a matrix, found by stepping one."""
+    """Bytes of the optimizers' state for each element of a matrix; with several, on average over what they step."""
+    optim = config.optim
+    nodes = [group["optimizer"] for group in optim.groups if "optimizer" in group]
+    if not nodes:
+        return _moments(optim)
+    with torch.device("meta"):
+        *members, rest = split(optim.groups, build("model", config.model))
+    total = weighted = 0.0
+    for group, mine in zip([*optim.groups, {}], [*members, rest], strict=True):
+        size = sum(p.numel() for p in mine.values() if p.requires_grad)
+        total += size
+        weighted += size * _moments(replace(optim, optimizer=group.get("optimizer", optim.optimizer)))
+    return weighted / total
+
+
+def _moments(optim: OptimConfig) -> float:
+    """Those of ``optim.optimizer``, found by stepping one."""
     model = nn.Linear(SIDE, SIDE, bias=False)
-    optimizer = build_optimizer(config.optim, model, torch.device("cpu"))
+    (optimizer,) = build_optimizers(replace(optim, groups=[]), model, torch.device("cpu"))
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     state = optimizer.state[model.weight].values()
@@ -99,6 +122,8 @@ def show(values: Values) -> None:
     console = Console()
     say = console.out
     say(f"model      {model['parameters']:,} parameters in {model['tensors']} tensors, {model['blocks']} blocks")
+    if "groups" in model:
+        say(f"groups     {'; '.join(str(GroupSize(**group)) for group in model['groups'])}")
     say(f"engine     {values['engine']}; {values['precision']}")
     update = f"{batch['ranks']} ranks x {batch['accumulation']} micro-steps of at most {batch['micro_size']}"
     say(f"plan       global batch {batch['global_size']} samples = {update}")
@@ -183,9 +208,15 @@ def plan(values: Values) -> Values:
     report(job, guess, [cluster.ranks])  # raises for what cannot work, before anything is measured
     if cluster.micro_step_ms is None:
         cluster = measured(config, cluster)
-    model = {"parameters": sizes.elements + sizes.frozen, "tensors": len(sizes.tensors), "blocks": len(sizes.blocks)}
+    model: Values = {
+        "parameters": sizes.elements + sizes.frozen,
+        "tensors": len(sizes.tensors),
+        "blocks": len(sizes.blocks),
+    }
     plain = vars(type(config.engine)())
     settings = [f"{key}={value}" for key, value in vars(config.engine).items() if value != plain[key]]
+    if groups := groups_of(config):
+        model["groups"] = list(map(asdict, groups))
     engine = ", ".join([config.engine.name, *settings])
     precision = f"{config.precision.name}, gradients travel in {config.precision.reduce_dtype}"
     about = {"model": model, "block_sizes": sizes.blocks, "engine": engine, "precision": precision}

@@ -33,6 +33,8 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {components.total_steps} updates to make",
     }
+    if components.groups:
+        lines["groups"] = "; ".join(map(str, components.groups))
     if components.data.lengths is not None and not isinstance(plan, StreamPlan):
         lines["pad"] = _padding(components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():

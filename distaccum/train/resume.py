@@ -24,6 +24,7 @@ from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train.callbacks import named
 from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
+from distaccum.train.parameter_groups import SELECTS
 from distaccum.train.run_dir import RunDir
 
 
@@ -82,6 +83,7 @@ def find_checkpoint(
         raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
     if saved.run.optimizer_format == optimizer_format:
         _check_optimizers(saved.run.config, record, path)
+        _check_groups(saved.run.config, record, path)
     weights.check(model, path, key="resume")
     _check_changes(saved.run, record, facts or {}, path, config.resume_allow)
     return replace(saved, folder=path.resolve())
@@ -94,6 +96,15 @@ def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any] | None, 
         problem = f"and {path} has the state of {', '.join(saved)}"
         remedy = f"Continue with the same, or begin another run from its weights with init_from={path}"
         raise ConfigError("optimizer", ", ".join(given), problem, remedy)
+
+
+def _check_groups(before: Mapping[str, Any], now: Mapping[str, Any] | None, path: Path) -> None:
+    """Raises ConfigError where the parameters were grouped otherwise; what a group states for them may change."""
+    saved, given = _groups_of(before), _groups_of(now or {})
+    if saved is not None and given is not None and saved != given:
+        problem = f"and {path} has the state of optimizers whose groups take {saved or 'no parameters'}"
+        remedy = f"Continue with the same, or begin another run from its weights with init_from={path}"
+        raise ConfigError("optim.groups", given, problem, remedy)
 
 
 def _check_changes(
@@ -133,9 +144,22 @@ def changes_since(
 
 def _optimizers_of(record: Mapping[str, Any]) -> list[str]:
     """The names of the optimizers' classes; empty where they are not known."""
-    kept = record.get("optim", {}).get("optimizer", [])
+    optim = record.get("optim", {})
+    kept = optim.get("optimizer", [])
     nodes = kept if isinstance(kept, list) else [kept]
+    nodes = [*nodes, *(group["optimizer"] for group in optim.get("groups", []) if "optimizer" in group)]
     return [str(node.get("_target_", "")).rpartition(".")[2] for node in nodes if node]
+
+
+def _groups_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """What each group takes, and whether an optimizer of its own steps it; None where a program has made them."""
+    optim = record.get("optim", {})
+    if "lr" not in optim:  # no optimizer was built of it
+        return None
+    return [
+        {key: group[key] for key in SELECTS if key in group} | ({"optimizer": True} if "optimizer" in group else {})
+        for group in optim.get("groups", [])
+    ]
 
 
 def _read_named(resume: str) -> SavedState:

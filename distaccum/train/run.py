@@ -15,7 +15,7 @@ import random
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,13 @@ from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
-from distaccum.train.components import TrainingComponents, build_loggers
+from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
 from distaccum.train.coordination import JobRejectedError
+from distaccum.train.determinism import deterministic
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
@@ -175,7 +177,8 @@ def _in_group(
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
-                    with watchdog(trainer, world, run_dir, caught):
+                    wanted = components.config.deterministic
+                    with watchdog(trainer, world, run_dir, caught), deterministic(wanted):
                         return train(
                             components,
                             saved,
@@ -243,6 +246,7 @@ def train(
         check_shared(run_dir.path, world)
     restore = Restore(saved, components, world)
     restore.before_wrap()
+    utilization = build_utilization(components, world.size) if world.is_main else None
     accumulator = build_accumulator(components, world)
     config = components.config
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
@@ -255,6 +259,7 @@ def train(
         seed=config.seed,
     )
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
+    generators = RNGState.capture(world.device)
     console = _console() if world.is_main else None
     with ExitStack() as closing:
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
@@ -271,6 +276,7 @@ def train(
             plan = components.plan.as_dict() | {
                 "total_steps": components.total_steps,
                 "engine": engine.describe(),
+                **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
             }
             run_dir.write_plan(plan)
             about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
@@ -290,12 +296,14 @@ def train(
             loggers=loggers,
             wandb_id=wandb_id,
             logged=restore.logged,
+            utilization=utilization,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,
                 parameters=components.parameters,
             ),
         )
+        generators.restore()  # modules that were imported for the header and the loggers may have drawn
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
         for logger in loggers if loop.preempted else ():

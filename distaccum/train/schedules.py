@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from distaccum.config.checks import require_choice
 from distaccum.errors import ConfigError
@@ -27,16 +28,89 @@ class Cosine:
 
     def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.1) -> None:
         self._warmup = _Warmup(warmup_steps)
-        if not 0 <= final_ratio <= 1:
-            raise ConfigError("schedule.final_ratio", final_ratio, "not between 0 and 1", "Use a share of optim.lr")
-        self._warmup_steps, self._final_ratio = warmup_steps, final_ratio
-        self._decay_steps = max(1, total_steps - warmup_steps)
+        self._final_ratio = _ratio("final_ratio", final_ratio)
+        self._begin, self._steps = warmup_steps, max(1, total_steps - warmup_steps)
 
     def __call__(self, step: int) -> float:
         """Rises to 1, falls to ``final_ratio``."""
-        progress = min(max(0.0, (step - self._warmup_steps) / self._decay_steps), 1.0)
-        decay = self._final_ratio + (1 - self._final_ratio) * (1 + math.cos(math.pi * progress)) / 2
-        return self._warmup(step) * decay
+        left = (1 + math.cos(math.pi * _share(step - self._begin, self._steps))) / 2
+        return self._warmup(step) * _fallen(left, self._final_ratio)
+
+
+class Linear:
+    """A linear warm-up, then a straight line down to ``final_ratio`` at ``total_steps``, and constant after it.
+
+    Source: without ``final_ratio`` that of A. Defazio et al., "Optimal linear decay learning rate schedules and further
+    refinements" (2023).
+    """
+
+    def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> None:
+        self._warmup = _Warmup(warmup_steps)
+        self._final_ratio = _ratio("final_ratio", final_ratio)
+        self._begin, self._steps = warmup_steps, max(1, total_steps - warmup_steps)
+
+    def __call__(self, step: int) -> float:
+        """Rises to 1, falls to ``final_ratio``."""
+        return self._warmup(step) * _fallen(1 - _share(step - self._begin, self._steps), self._final_ratio)
+
+
+class WSD:
+    """Warm-up, stable, decay: a linear warm-up, the peak rate, and a fall in the last updates before ``total_steps``.
+
+    The stable part knows no end. To train on from a checkpoint of it, raise ``trainer.max_steps``: every step before
+    the decay of the longer run has the same rate.
+
+    Source: S. Hu et al., "MiniCPM" (2024); for the form and the length of the decay A. Hägele et al., "Scaling laws and
+    compute-optimal training beyond fixed training durations" (2024), where ``sqrt`` is 1 - sqrt(share of the decay).
+
+    Args:
+        total_steps: updates until the end of the decay.
+        warmup_steps: of the rise.
+        decay_ratio: share of ``total_steps`` that decays; the number of updates is rounded.
+        decay: ``linear``, ``sqrt`` or ``cosine``.
+        final_ratio: the factor at ``total_steps``, and after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        warmup_steps: int = 0,
+        decay_ratio: float = 0.2,
+        decay: str = "linear",
+        final_ratio: float = 0.0,
+    ) -> None:
+        require_choice("schedule.decay", decay, tuple(_FORMS))
+        self._warmup, self._form = _Warmup(warmup_steps), _FORMS[decay]
+        self._final_ratio = _ratio("final_ratio", final_ratio)
+        self._steps = max(1, round(_ratio("decay_ratio", decay_ratio) * total_steps))
+        self._begin = total_steps - self._steps
+
+    def __call__(self, step: int) -> float:
+        """Rises to 1, stays, falls to ``final_ratio``."""
+        return self._warmup(step) * _fallen(self._form(_share(step - self._begin, self._steps)), self._final_ratio)
+
+
+# From the share of a decay that is over to what is left of the peak.
+_FORMS: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1 - share,
+    "sqrt": lambda share: 1 - math.sqrt(share),
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+}
+
+
+def _share(step: int, steps: int) -> float:
+    return min(max(0.0, step / steps), 1.0)
+
+
+def _fallen(left: float, final_ratio: float) -> float:
+    return final_ratio + (1 - final_ratio) * left
+
+
+def _ratio(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"schedule.{name}", value, "not between 0 and 1", "Give a share, such as 0.1")
+    return value
 
 
 class _Warmup:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import RunConfig
@@ -48,6 +49,7 @@ class Trainer:
         max_epochs: passes over the data; the earlier of the two limits ends the run.
         engine: ``ddp``, ``zero1``, ``fsdp2`` or ``deepspeed``, or the settings of one.
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or a ``PrecisionConfig``.
+        compile: ``none``, ``blocks`` or ``model``, or a ``CompileConfig``.
         clip_norm: the largest norm of the global gradient.
         seed: of the order of samples and of random numbers.
         resume: ``never``, ``auto`` (the newest checkpoint of ``run_dir``) or a checkpoint's path.
@@ -75,6 +77,7 @@ class Trainer:
         max_epochs: int | None = None,
         engine: str | EngineConfig | None = None,
         precision: str | PrecisionConfig | None = None,
+        compile: str | CompileConfig | None = None,  # noqa: A002  torch's own word
         clip_norm: float | None = None,
         seed: int | None = None,
         resume: str | Path | None = None,
@@ -100,6 +103,7 @@ class Trainer:
             optim=replace(config.optim, **_given(clip_norm=clip_norm)),
             engine=config.engine if engine is None else engine_config(engine),
             precision=config.precision if precision is None else PrecisionConfig.of(precision),
+            compile=config.compile if compile is None else CompileConfig.of(compile),
             **_given(seed=seed, resume=str(resume) if isinstance(resume, Path) else resume),
         )
         if run_dir is None and config.resume == "auto":

@@ -19,6 +19,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
+from distaccum.engines.compiled import uncompiled
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums
@@ -120,7 +121,9 @@ def _compare(
     engine: Engine, loss: Loss, count: Count, batches: Sequence[Any], steps: Mapping[str, float]
 ) -> tuple[str, str]:
     """An error, or a warning, in words; empty where the loss is a sum."""
-    with _evaluating(engine.unwrapped_model), torch.no_grad(), state_restored(engine):
+    # Uncompiled: it would be compiled for two shapes that no window has.
+    model = engine.unwrapped_model
+    with _evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
         state = RNGState.capture(engine.device)
 
         def measure(batch: Any, *, anew: bool = False) -> _Measured:

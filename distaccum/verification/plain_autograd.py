@@ -12,6 +12,7 @@ from torch import Tensor
 from distaccum.data.batches import to_device
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers, state_restored
+from distaccum.engines.compiled import uncompiled
 from distaccum.engines.modules import trained
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 from distaccum.verification.recorded import RecordedWindow
@@ -123,6 +124,20 @@ class PlainGradient:
             for name, part in parts.items()
         )
 
+    def reached_uncompiled(self) -> set[str]:
+        """The parameters that a run without compiled code reaches.
+
+        Compiled code gives a gradient of zero to what only an output reaches that the loss leaves out, and tells DDP of
+        all that it reads.
+        """
+        parts, sizes, totals = self.parts, self.sizes, self._totals
+        try:
+            with uncompiled(self._engine.unwrapped_model):
+                self.run()
+            return set(self.parts)
+        finally:
+            self.parts, self.sizes, self._totals = parts, sizes, totals
+
     def differing_losses(self) -> list[tuple[int, float, float]]:
         """The micro-batches whose loss was another in the window than in the bare model, and both."""
         if not self._totals or len(self._recorded.totals) != len(self._totals):
@@ -142,7 +157,10 @@ class PlainGradient:
 
 
 def own_backwards(value: Tensor) -> set[str]:
-    """The ``autograd.Function`` classes in a graph that are not torch's, and reentrant checkpoints, by name."""
+    """The ``autograd.Function`` classes in a graph that are not torch's, and reentrant checkpoints, by name.
+
+    Those that say ``walks_twice`` are left out: they keep what they need, and give the same gradient again.
+    """
     seen: set[Any] = set()
     found: set[str] = set()
     left: list[Any] = [value.grad_fn]
@@ -151,8 +169,9 @@ def own_backwards(value: Tensor) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and (function.__name__ == _REENTRANT or not function.__module__.startswith("torch.")):
+        function: Any = getattr(type(node), "_forward_cls", None)
+        once = function is not None and not getattr(function, "walks_twice", False)
+        if once and (function.__name__ == _REENTRANT or not function.__module__.startswith("torch.")):
             found.add(function.__name__)
         left += [following for following, _ in node.next_functions]
     return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.compiled import compiled_parts
 from distaccum.engines.dtensor import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import Loss
@@ -187,6 +188,7 @@ class GradientProof:
             clip_value=self._clip_value,
         )
         if not found.wrong:
+            self._expect_reached(held)
             return found.expected
         if self._recorded.loss is not None and (problem := self._another_run(found)):
             if self._engine.forward_communicates:
@@ -199,6 +201,23 @@ class GradientProof:
         if faults:
             raise MisuseError(faults[0])
         raise VerificationError(self._mismatch(held, found))
+
+    def _expect_reached(self, held: Mapping[str, Tensor]) -> None:
+        """Where the model is compiled: a parameter that the loss does not reach must not be stepped; a collective.
+
+        Raises:
+            MisuseError: compiled code gives it a gradient of zero, by which weight decay and momentum would move it.
+        """
+        if self._recorded.loss is None or not compiled_parts(self._engine.unwrapped_model):
+            return
+        reached = self._world.all_gather_names(sorted(self._plain.reached_uncompiled()))
+        given = set(self._world.all_gather_names(sorted(self._plain.parts)))
+        left_out = self._engine.leaves_out_unused
+        zeros = [name for name in held if name not in reached and (name in given or not left_out)]
+        if found := sorted(set(self._world.all_gather_names(zeros))):
+            problem = f"the loss does not depend on {shorten(found)}, and compiled code gives it a gradient of zero"
+            remedy = "freeze it, leave it out of what a compiled forward returns, or do not compile"
+            raise MisuseError(f"{problem}, by which weight decay and momentum move it: {remedy}")
 
     def _another_run(self, found: Comparison) -> str:
         """In words, why the second run may be another than the window's; empty where it is not. A collective."""

@@ -26,6 +26,10 @@ _MEASURED = {
     "step_time_s",
     "data_wait_s",
     "memory_bytes",
+    "memory_reserved_bytes",
+    "memory_retries",
+    "tflops_per_rank",
+    "mfu",
     "slowest_rank",
     "slowest_over_median",
 }

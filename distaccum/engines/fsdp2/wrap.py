@@ -29,11 +29,13 @@ _KEPT = frozenset(
 )
 
 
-def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.blocks") -> list[nn.Module]:
     """The modules to shard one by one: those the globs name; by default a transformer's layers, as it lists them.
 
     Those are of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each outermost
     ``ModuleList``; but none that shares a parameter with what is outside of it, as tied embeddings do.
+
+    ``key`` is the setting that the globs are of.
 
     Raises:
         ConfigError: a glob matches nothing.
@@ -42,7 +44,7 @@ def blocks_of(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in modules):
             problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
-            raise ConfigError("engine.blocks", glob, problem, "Use names as of model.named_modules()")
+            raise ConfigError(key, glob, problem, "Use names as of model.named_modules()")
     if globs:
         chosen = [m for name, m in modules.items() if name and any(fnmatchcase(name, glob) for glob in globs)]
     else:

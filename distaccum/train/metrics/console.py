@@ -33,6 +33,10 @@ class ConsoleLogger(Logger):
             f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
             f"{record['tokens_per_s']:,.0f} tokens/s"
         )
+        if "tflops_per_rank" in record:
+            line += f"  {record['tflops_per_rank']:.3g} TFLOP/s"
+        if "mfu" in record:
+            line += f"  MFU {record['mfu']:.1%}"
         if record["loss_scale"] != 1.0:
             line += f"  loss scale {record['loss_scale']:.10g}"
         if "underflow_share" in record:

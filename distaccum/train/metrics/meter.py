@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
-import sys
+import os
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,21 +13,43 @@ from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
+from distaccum.train.metrics.flops import Utilization
 
 Record = dict[str, Any]
+_PAGES = Path("/proc/self/statm")
 
 
 class Meter:
-    """Accumulates over the windows since the last record; reads the device only when a record is made."""
+    """Accumulates over the windows since the last record; reads the device only when a record is made.
 
-    def __init__(self, world: World, progress: Progress) -> None:
-        self._world = world
+    Args:
+        world: this rank.
+        progress: at the beginning.
+        utilization: of the cards, on the rank that logs; None where that is not known.
+    """
+
+    def __init__(self, world: World, progress: Progress, utilization: Utilization | None = None) -> None:
+        self._world, self._utilization = world, utilization
         self._underflow: torch.Tensor | None = None
         self.restart(progress)
 
     def restart(self, progress: Progress) -> None:
-        """Restarts the interval, so that evaluation and saving do not count as training time."""
+        """Restarts the interval, so that evaluation and saving count neither as training time nor in its memory."""
         self._began, self._waited, self._from = perf_counter(), 0.0, progress
+        if self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._world.device)
+
+    def measure(self, window: Window) -> bool:
+        """Counts the operations of a window that is about to be run; its time is none of the interval's.
+
+        Returns:
+            whether there is nothing left to count.
+        """
+        began = perf_counter()
+        if self._utilization is not None:
+            self._utilization.measure(window)
+        self._began += perf_counter() - began
+        return self._utilization is None or self._utilization.is_measured
 
     def add(self, window: Window, outcome: Outcome) -> None:
         """Adds one window, when it is done."""
@@ -38,16 +60,20 @@ class Meter:
 
     def record(self, window: Window, outcome: Outcome, progress: Progress, *, lr: float) -> Record:
         """The record of ``window``; ``progress`` includes it. A collective."""
-        sums = all_reduce_loss_sums(outcome, self._world)
+        memory = _memory(self._world.device)
+        sums = all_reduce_loss_sums(outcome, self._world, own=list(memory.values()))
         # The one host read of a logged step: all numbers at once.
         small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
         numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
-        totals, (grad_norm, *underflow) = numbers[: len(sums)], numbers[len(sums) :]
+        totals, of_ranks = numbers[: len(outcome.counts)], numbers[len(outcome.counts) : len(sums)]
+        grad_norm, *underflow = numbers[len(sums) :]
+        worst = {name: int(max(of_ranks[i :: len(memory)])) for i, name in enumerate(memory)}
         # A skip may be recorded late, when the next window has begun; its interval stays open.
         elapsed = (perf_counter() if outcome.applied else self._ended) - self._began
         before = self._from
         windows = max(1, progress.window - before.window)  # 0 where a checkpoint came between the update and its record
         losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}
+        samples_per_s = (progress.samples - before.samples) / elapsed
         record = {
             "step": progress.step,
             "window": progress.window,
@@ -63,20 +89,29 @@ class Meter:
             **({"underflow_share": underflow[0]} if underflow else {}),
             "samples": progress.samples,
             "tokens": int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens,
-            "samples_per_s": (progress.samples - before.samples) / elapsed,
+            "samples_per_s": samples_per_s,
             "tokens_per_s": (progress.tokens - before.tokens) / elapsed,
             "step_time_s": elapsed / windows,
             "data_wait_s": self._waited / windows,
-            "memory_bytes": _peak_memory(self._world.device),
+            **worst,
+            **({} if self._utilization is None else self._utilization.metrics(samples_per_s)),
         }
         if outcome.applied:
             self.restart(progress)
         return record
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Peak bytes of tensors on a GPU, or of this process's host memory."""
+def _memory(device: torch.device) -> dict[str, int]:
+    """Of a GPU the most bytes since the peak was reset, of tensors and reserved, and all retries of its allocator.
+
+    Of a CPU the bytes of this process that are in memory now; empty where the system does not say so.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {
+            "memory_bytes": torch.cuda.max_memory_allocated(device),
+            "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "memory_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+        }
+    if not _PAGES.exists():
+        return {}
+    return {"memory_bytes": int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")}

@@ -89,6 +89,28 @@ def test_parameters_that_a_window_did_not_use_do_not_move(gloo_world: World) -> 
     assert not any(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
 
 
+class TwoOutputs(nn.Module):
+    """Of which a loss may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_what_only_a_left_out_output_reaches_does_not_move(gloo_world: World) -> None:
+    """Its backward is called, without a gradient."""
+    model = TwoOutputs()
+    before = deepcopy(model.second.state_dict())
+    engine = _engine(model, gloo_world, find_unused_parameters=True)
+    with engine.micro_step(sync=True):
+        engine.backward(engine.model(torch.randn(2, 3))[0].square().sum())
+    assert engine.step().applied
+    assert all(torch.equal(model.second.state_dict()[name], before[name]) for name in before)
+
+
 def test_the_learning_rate_is_a_factor_of_each_groups_own(gloo_world: World) -> None:
     model = nn.Linear(3, 3)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]

@@ -107,6 +107,22 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else() -> None:
         assert _state() == (name == "tf32", name == "tf32"), name
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_parts_of_16_bit_products_are_added_in_16_bits_only_where_it_is_asked_for(wanted: bool) -> None:
+    """Torch's own default is that they are, on every GPU."""
+    matmul = torch.backends.cuda.matmul
+    kinds = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(matmul, kind) for kind in kinds]
+    try:
+        for kind in kinds:
+            setattr(matmul, kind, not wanted)
+        hardware.configure(PrecisionPolicy.of(PrecisionConfig(name="bf16", split_k_16bit=wanted)), CUDA)
+        assert [getattr(matmul, kind) for kind in kinds] == [wanted, wanted]
+    finally:
+        for kind, value in zip(kinds, before, strict=True):
+            setattr(matmul, kind, value)
+
+
 @pytest.mark.usefixtures("switches")
 def test_a_cpu_run_leaves_the_switches_alone() -> None:
     for state in ((True, False), (False, True)):

@@ -91,6 +91,14 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
         {"optim": {"optimizer": {"_target_": "torch.optim.NAdam"}}},
         "optimizer=NAdam: and .* has the state of AdamW",
     ),
+    "an optimizer for some": (
+        {"optim": {"groups": [{"dims": 2, "optimizer": {"_target_": "torch.optim.Muon"}}]}},
+        "optimizer=AdamW, Muon: and .* has the state of AdamW",
+    ),
+    "groups": (
+        {"optim": {"groups": [{"dims": 1, "lr": 0.1}]}},
+        r"optim\.groups=.*: and .*step-1 has the state of optimizers whose groups take no parameters",
+    ),
 }
 
 
@@ -149,6 +157,14 @@ def test_what_may_change_is_listed(
     assert "optim.lr: 0.003 -> 0.125; " in said
     assert "fp32 -> bf16" in said
     assert "trainer.max_steps: 1 -> 2" in said
+
+
+def test_what_a_group_states_may_change(gloo_world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _train(tmp_path, steps=1, optim={"groups": [{"dims": 1, "lr": 0.1}]})
+    _train(tmp_path, steps=2, optim={"groups": [{"dims": 1, "lr": 0.2}]})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "changed since: optim.groups.0.lr: 0.1 -> 0.2; trainer.max_steps: 1 -> 2" in said
+    assert "groups AdamW (the rest): 12; AdamW (dims 1, lr 0.2): 3" in said
 
 
 def test_a_checkpoint_without_facts_is_taken(gloo_world: Any, tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from torch.optim import Optimizer
 
 from distaccum.config.schema import OptimConfig
 from distaccum.errors import ConfigError
-from distaccum.train.optimizer import build_optimizer
+from distaccum.train.optimizer import build_optimizers
 
 CPU = torch.device("cpu")
 
 
 def _built(setting: object, target: str = "torch.optim.AdamW", **arguments: Any) -> Optimizer:
-    return build_optimizer(OptimConfig(fused=setting, optimizer={"_target_": target} | arguments), nn.Linear(2, 1), CPU)
+    config = OptimConfig(fused=setting, optimizer={"_target_": target} | arguments)
+    (optimizer,) = build_optimizers(config, nn.Linear(2, 1), CPU)
+    return optimizer
 
 
 def test_an_optimizer_with_a_fused_kernel_uses_it_unless_told_otherwise() -> None:
@@ -71,7 +73,7 @@ def test_to_try_the_kernel_changes_nothing() -> None:
     model = nn.Linear(2, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    optimizer = build_optimizer(OptimConfig(), model, CPU)
+    (optimizer,) = build_optimizers(OptimConfig(), model, CPU)
     assert not optimizer.state
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     assert all(parameter.grad is None for parameter in model.parameters())

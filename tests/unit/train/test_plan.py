@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.config.extras import install_command
+from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 from distaccum.train import command, plan
 from tests.support.commands import ROOT, TINY, run, succeed
@@ -80,3 +81,16 @@ def test_a_plot_is_an_error_only_where_it_is_asked_for(
     assert capsys.readouterr().err == f"no plan.png: matplotlib is missing; {install_command('plot')}\n"
     with pytest.raises(ConfigError, match=r"plan\.plot=my\.png: matplotlib is missing"):
         command.plot_file("plan.plot", "my.png", default)
+
+
+def test_the_state_of_several_optimizers_is_counted_by_what_each_steps() -> None:
+    model = {"_target_": "distaccum.models.gpt.GPT", "vocab_size": 257, "seq_len": 16}
+    muon = {"match": "blocks.*", "dims": 2, "optimizer": {"_target_": "torch.optim.Muon"}}
+    groups = [{"dims": 1, "weight_decay": 0.0}, muon]
+    config = RunConfig.from_dict(
+        {"model": model | {"n_layer": 1, "n_head": 2, "n_embd": 16}, "optim": {"groups": groups}}
+    )
+    rest, thin, matrices = 257 * 16, 3 * 16, 12 * 16**2
+    assert [group.parameters for group in plan.groups_of(config)] == [rest, thin, matrices]
+    expected = (8 * (rest + thin) + 4 * matrices) / (rest + thin + matrices)
+    assert plan.moments_of(config) == pytest.approx(expected)

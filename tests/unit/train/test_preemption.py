@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,29 @@ def test_what_loading_draws_is_the_same_after_a_preemption(gloo_world: World, tm
     whole = _losses(tmp_path / "whole")
     assert _losses(tmp_path / "parts", preempted_at=step) == whole[:step]
     assert _losses(tmp_path / "parts") == whole
+
+
+_IN_A_NEW_PROCESS = """
+import json, sys
+from pathlib import Path
+from tests.unit.train.test_preemption import _losses
+print(json.dumps(_losses(Path(sys.argv[1]), preempted_at=json.loads(sys.argv[2]))))
+"""
+
+
+@pytest.mark.slow
+def test_what_loading_draws_is_the_same_after_a_preemption_in_a_new_process(tmp_path: Path) -> None:
+    """Modules that a process imports on its way to the first window may draw random numbers."""
+
+    def losses(folder: Path, preempted_at: int | None = None) -> list[float]:
+        command = [sys.executable, "-c", _IN_A_NEW_PROCESS, str(folder), json.dumps(preempted_at)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        found: list[float] = json.loads(ended.stdout.splitlines()[-1])
+        return found
+
+    whole = losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts", 4) == whole[:4]
+    assert losses(tmp_path / "parts") == whole
 
 
 def test_a_run_from_a_named_checkpoint_has_one_of_its_own_when_it_is_preempted_at_once(

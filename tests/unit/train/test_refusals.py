@@ -226,7 +226,10 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str]] = {
         {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
         r"is a scheduler of an optimizer.*Use callbacks=plateau",
     ),
-    "torch's": ({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}, "is a scheduler of an optimizer"),
+    "torch's, with more than rates": (
+        {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1},
+        "sets momentum too, and a schedule sets rates",
+    ),
     "nothing to call": ({"_target_": "builtins.dict"}, "gives None for the first update"),
     "not a number": ({"_target_": "tests.unit.train.test_refusals.nowhere"}, "gives nan for the first update"),
 }

@@ -1,0 +1,69 @@
+"""The settings of ``conf/compile/``: what of a model ``torch.compile`` is given, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from distaccum.config.checks import require, require_choice, require_types
+
+COMPILED = ("none", "blocks", "model")
+MODES = ("default", "max-autotune-no-cudagraphs")
+DYNAMIC = (False, True, "auto")
+INDUCTOR = "inductor"
+_GRAPHS = ("reduce-overhead", "max-autotune")  # torch's modes that capture CUDA graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """What is compiled, and how.
+
+    ``name``: nothing (``none``), each of the model's ``blocks`` by itself, or the ``model`` as a whole. ``blocks``:
+    globs of the modules to compile one by one; by default a model's own blocks, those that fsdp2 shards. ``backend``:
+    torch's. ``mode``: inductor's. ``dynamic``: whether code is made for each shape (``false``), for all of them
+    (``true``), or for all from the second one on (``auto``). ``fullgraph``: what cannot be one graph is an error.
+
+    """
+
+    name: str = "none"
+    blocks: list[str] = field(default_factory=list)
+    backend: str = INDUCTOR
+    mode: str = "default"
+    dynamic: Any = False
+    fullgraph: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("compile", self.name, COMPILED)
+        require_types("compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool)
+        texts = all(isinstance(glob, str) for glob in self.blocks)
+        require(texts, "compile.blocks", self.blocks, "not a list of texts", "Give globs of module names")
+        fits = self.name == "blocks" or not self.blocks
+        require(fits, "compile.blocks", self.blocks, f"and compile={self.name}", "Use compile=blocks, or leave it out")
+        if self.mode in _GRAPHS:
+            problem = "captures CUDA graphs, in whose memory the next micro-step writes"
+            require(False, "compile.mode", self.mode, problem, f"Use {' or '.join(MODES)}")
+        require_choice("compile.mode", self.mode, MODES)
+        problem = f"and compile.backend={self.backend} has no modes"
+        fits = self.mode == "default" or self.backend == INDUCTOR
+        require(fits, "compile.mode", self.mode, problem, "Leave one of them out")
+        known = any(self.dynamic is one or (isinstance(one, str) and self.dynamic == one) for one in DYNAMIC)
+        require(known, "compile.dynamic", self.dynamic, "no such choice", "Use false, true or auto")
+
+    @classmethod
+    def of(cls, given: str | CompileConfig) -> CompileConfig:
+        """The settings that are given by name, or as they are.
+
+        Raises:
+            ConfigError: it is neither, or there is no such name.
+        """
+        if isinstance(given, str):
+            return cls(name=given)
+        problem = f"neither a name nor settings but {type(given).__name__}"
+        remedy = f"Use one of {', '.join(COMPILED)}, or a CompileConfig"
+        require(isinstance(given, cls), "compile", given, problem, remedy)
+        return given
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled."""
+        return self.name != "none"

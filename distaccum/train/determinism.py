@@ -1,0 +1,52 @@
+"""``deterministic=true``: kernels that give the same bits in every run, and an error that names one which cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from distaccum.errors import ConfigError, MisuseError
+
+_VARIABLE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_MESSAGE = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+def check(device: torch.device) -> None:
+    """Refuses what only the environment can mend, before there is a process group.
+
+    Raises:
+        ConfigError: cuBLAS takes its workspaces as it likes, and so the order of its sums.
+    """
+    if device.type == "cuda" and torch.version.cuda and os.environ.get(_VARIABLE) not in _WORKSPACES:
+        problem = f"cuBLAS needs {_VARIABLE}={_WORKSPACES[0]} in the environment for it, and it is not set so"
+        raise ConfigError("deterministic", True, problem, "Set it where the run is started, or use deterministic=false")
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Within it torch uses deterministic kernels, where ``wanted``; afterwards everything is as before.
+
+    Raises:
+        MisuseError: a kernel was called that has no deterministic form.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it chooses a kernel by the time that each takes
+    try:
+        yield
+    except RuntimeError as error:
+        if not (found := _MESSAGE.search(str(error))):
+            raise
+        problem = f"deterministic=true: {found[1]} has no deterministic implementation on this device"
+        raise MisuseError(f"{problem}. Replace it in the model or the loss, or use deterministic=false") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,172 @@
+"""The floating-point operations of a sample, and what share of the cards' most a run makes of them: MFU.
+
+Source: A. Chowdhery et al., "PaLM" (2022), appendix B: the operations that the model needs, forward and backward, not
+those that are made again (of activation checkpointing by the engine, of fused attention), over what the cards could
+make in the same time. For a transformer without frozen parts torch's counter finds just its 6N + 12 L H Q T a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from distaccum.data.batches import map_tensors, moved_object
+from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.random import RNGState
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import as_loss_sums
+
+_log = logging.getLogger(__name__)
+_MOST = 8  # micro-batches that are counted, where they differ in shape
+_META = torch.device("meta")
+
+
+class ModelFlops:
+    """Counts the operations of a window's micro-batches, on a copy of the model that has shapes and no numbers.
+
+    Nothing is computed, no memory of a device is taken, and neither the model nor random numbers change. Where the copy
+    cannot be made or run (a custom kernel, a forward that reads values), the log says so once.
+
+    Args:
+        model: not wrapped yet.
+        loss: sums over a batch.
+        device: of this rank.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, device: torch.device) -> None:
+        self._device = device
+        self._copies: tuple[nn.Module, Loss] | None = None
+        try:
+            memo = _without_memory([*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else [loss])])
+            self._copies = deepcopy((model, loss), memo)
+            _drop_functions(self._copies[0])
+        except Exception as error:  # whatever a model raises that cannot be copied
+            _tell(error)
+
+    def of_sample(self, window: Window) -> float | None:
+        """The operations of one sample, forward and backward, on average over some of this rank's micro-batches.
+
+        None where they cannot be counted, or the rank has no samples in this window.
+        """
+        sizes = [len(ids) for ids in window.ids()]
+        step = -(-len(sizes) // _MOST)
+        chosen = list(zip(window.micro_batches, sizes, strict=False))[:: step or 1]
+        samples = sum(size for _, size in chosen)
+        if self._copies is None or not samples:
+            return None
+        model, loss = self._copies
+        if not model.training:
+            model.train()
+        generators = RNGState.capture(self._device)
+        known: dict[str, float] = {}
+        total = 0.0
+        try:
+            for micro, _ in chosen:
+                shapes = _shapes(micro)
+                if shapes not in known:
+                    known[shapes] = count_flops(model, loss, micro.batch)
+                total += known[shapes]
+        except Exception as error:  # whatever a model raises that has to read values
+            _tell(error)
+            return None
+        finally:
+            generators.restore()
+        return total / samples
+
+
+class Utilization:
+    """TFLOP/s and MFU of a run, from the samples of an interval.
+
+    Args:
+        flops: counts the operations of a sample in the first window; or states them.
+        peak: operations per second of one rank's card; None where that is not known.
+        ranks: of the run.
+    """
+
+    def __init__(self, flops: ModelFlops | float, *, peak: float | None, ranks: int) -> None:
+        self._flops = flops if isinstance(flops, ModelFlops) else None
+        self._of_sample = None if isinstance(flops, ModelFlops) else flops
+        self._peak, self._ranks = peak, ranks
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether :meth:`measure` has nothing left to do."""
+        return self._flops is None
+
+    def measure(self, window: Window) -> None:
+        """Counts, once, in a window that has samples on this rank."""
+        if self._flops is not None and window.micro_batches:
+            self._of_sample, self._flops = self._flops.of_sample(window), None
+
+    def metrics(self, samples_per_s: float) -> dict[str, float]:
+        """Of a record; ``samples_per_s`` is over all ranks."""
+        if self._of_sample is None:
+            return {}
+        rate = self._of_sample * samples_per_s / self._ranks
+        return {"tflops_per_rank": rate / 1e12} | ({} if self._peak is None else {"mfu": rate / self._peak})
+
+
+def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
+    """The operations of one forward and backward: products of matrices, convolutions and attention.
+
+    Attention counts as the products that it consists of, whole squares where it is causal too, as PaLM's formula does.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415  takes long to import, and few need it
+
+    there = map_tensors(batch, lambda tensor: tensor.to(_META), lambda value: moved_object(value, _META))
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        torch.compiler.set_stance("force_eager"),
+        FlopCounterMode(display=False) as counter,
+    ):
+        total = sum(as_loss_sums(loss(model, there)).values())
+        assert isinstance(total, Tensor)
+        torch.autograd.backward(total)
+    model.zero_grad()
+    return float(counter.get_total_flops())
+
+
+def _without_memory(things: Iterable[object]) -> dict[int, Any]:
+    """What a deep copy takes in place of the tensors of these modules: as many numbers, on the meta device."""
+    found: dict[int, Any] = {}
+    for thing in things:
+        parameters = thing.parameters(recurse=False) if isinstance(thing, nn.Module) else ()
+        buffers = thing.buffers(recurse=False) if isinstance(thing, nn.Module) else ()
+        for tensor in (*parameters, *buffers, *getattr(thing, "__dict__", {}).values()):
+            if isinstance(tensor, nn.Parameter):
+                empty = torch.empty_like(tensor, device=_META)
+                found[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            elif isinstance(tensor, Tensor):
+                found[id(tensor)] = torch.empty_like(tensor, device=_META)
+    return found
+
+
+def _drop_functions(model: nn.Module) -> None:
+    """Removes the hooks that a deep copy shares with the model, and that would tell somebody of a forward."""
+    for module in model.modules():
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType | partial)]:
+                del hooks[key]
+
+
+def _shapes(micro: MicroBatch) -> str:
+    return repr(map_tensors(micro.batch, lambda tensor: tuple(tensor.shape), type))
+
+
+def _tell(error: Exception) -> None:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = "the model's operations cannot be counted (%s), and no MFU is reported; metrics.flops_per_sample states them"
+    _log.warning(text, reason)

@@ -1,0 +1,95 @@
+"""Compiled forwards: the gradient of the global batch, bitwise resumes, checkpoints that eager runs read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT, TINY, metrics, succeed
+
+WORKER = ROOT / "tests" / "distributed" / "workers" / "compiled.py"
+# The worst of what rounding in another order does, over what it does in a plain eager loop on the same weights.
+TIMES = 3
+
+QUICK = ["gradient,fsdp2 boundary,blocks,aot_eager,bf16"]
+ENGINES = ["ddp,blocks", "ddp,model", "zero1,blocks", "zero1,model", "fsdp2 boundary,blocks", "fsdp2 every,blocks"]
+RECOMPUTED = ["fsdp2 recomputed,blocks", "fsdp2 selective,blocks"]
+SLOW = [
+    "gradient,ddp,model,aot_eager,fp32",
+    "gradient,zero1,blocks,aot_eager,bf16",
+    "gradient,fsdp2 recomputed,blocks,aot_eager,fp32",
+    "resume,ddp,model,aot_eager,fp32",
+    "resume,fsdp2 recomputed,blocks,aot_eager,fp32",
+]
+INDUCTOR = [f"{task},ddp,blocks,inductor,fp32" for task in ("gradient", "slope")]
+EVERY = [
+    f"{task},{engine},{backend},{precision}"
+    for task, precisions in (("gradient", ("fp32", "bf16")), ("resume", ("fp32",)), ("slope", ("fp32",)))
+    for engine in (*ENGINES, *RECOMPUTED)
+    for backend in ("aot_eager", "inductor")
+    for precision in precisions
+]
+
+
+def _run(folder: Path, cells: Sequence[str], world: int, timeout: float = 240) -> dict[str, Any]:
+    result = folder / "result.json"
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}  # nothing of another run's
+    succeed(result, *cells, world=world, script=WORKER, timeout=timeout, PYTHONPATH=str(ROOT), **cache)
+    found: dict[str, Any] = json.loads(result.read_text())
+    assert sorted(found) == sorted(cells)
+    return found
+
+
+def _judge(found: dict[str, Any]) -> None:
+    for cell, values in found.items():
+        print(cell, {name: value for name, value in values.items() if not isinstance(value, list)})
+        if cell.startswith("gradient"):
+            assert 0 < values["plain"] < 0.02, cell
+            assert values["error"] <= TIMES * values["plain"], cell
+            assert values["clean"], cell
+            assert values["compiled"], cell
+        elif cell.startswith("slope"):
+            assert values["slope"] == pytest.approx(values["norm"], rel=1e-6), cell
+        else:
+            assert values["resumed"] == values["whole"], cell
+            assert values["resumed"] != values["eager after"] or "aot_eager" in cell, cell
+            if "aot_eager" in cell:  # torch's own kernels, with the eager run's random numbers
+                assert values["whole"] == pytest.approx(values["eager"], rel=1e-12, abs=1e-12), cell
+                assert values["eager after"] == pytest.approx(values["whole"], rel=1e-12, abs=1e-12), cell
+
+
+def test_a_compiled_gradient_is_that_of_the_global_batch(tmp_path: Path) -> None:
+    _judge(_run(tmp_path, QUICK, 2))
+
+
+@pytest.mark.slow
+def test_recomputation_and_resumes(tmp_path: Path) -> None:
+    _judge(_run(tmp_path, SLOW, 2))
+
+
+@pytest.mark.slow
+def test_what_inductor_makes(tmp_path: Path) -> None:
+    _judge(_run(tmp_path, INDUCTOR, 1))
+    assert list((tmp_path / "cache" / "fxgraph").rglob("*"))
+
+
+@pytest.mark.slow
+def test_a_run_counts_what_is_compiled_and_an_eager_one_goes_on(tmp_path: Path) -> None:
+    common = (*TINY, "trainer.log_every=1", "trainer.eval_every=0", "metrics=jsonl", f"hydra.run.dir={tmp_path}")
+    compiled = ("compile=blocks", "compile.backend=aot_eager", "engine=fsdp2", "model.dropout=0.1")
+    succeed(*common, *compiled, "trainer.max_steps=4", "resume=auto", world=2)
+    assert [record["recompiles"] for record in metrics(tmp_path)] == [0, 0, 0, 0]
+    goes_on = succeed(*common, "model.dropout=0.1", "trainer.max_steps=6", "resume=auto", world=1)
+    assert "compile.name: blocks -> none" in goes_on.stdout
+    assert [record.get("recompiles") for record in metrics(tmp_path)] == [0, 0, 0, 0, None, None]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_cell(world: int, tmp_path: Path) -> None:
+    _judge(_run(tmp_path, EVERY, world, timeout=3500))

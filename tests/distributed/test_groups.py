@@ -1,0 +1,36 @@
+"""Parameter groups of the configuration, on two ranks: the numbers of a plain loop with groups made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT, succeed
+
+WORKER = Path(__file__).parent / "workers" / "groups.py"
+
+
+def _hold(file: Path, *engines: str, rel: float = 1e-11, **options: Any) -> None:
+    succeed(file, *engines, world=2, script=WORKER, PYTHONPATH=str(ROOT), **options)
+    found = json.loads(file.read_text())
+    truth = found.pop("truth")
+    bits = {name: found.pop(name) for name in list(found) if name.endswith(", bits")}
+    assert bits == {f"{engine}, bits": True for engine in engines}
+    assert len(found) == len(engines) + len(engines) ** 2
+    for name, weights in found.items():
+        for parameter, values in truth.items():
+            assert weights[parameter] == pytest.approx(values, rel=rel, abs=rel / 100), (name, parameter)
+
+
+@pytest.mark.slow
+def test_every_engine_steps_the_groups_as_a_plain_loop_and_takes_the_others_state(tmp_path: Path) -> None:
+    _hold(tmp_path / "found.json", "ddp", "zero1", "fsdp2")
+
+
+@pytest.mark.slow
+def test_deepspeed_steps_the_groups_of_one_optimizer(tmp_path: Path) -> None:
+    """It keeps what it steps in fp32, whatever the model's format."""
+    _hold(tmp_path / "found.json", "deepspeed", rel=2e-6, warm="deepspeed")

@@ -1,0 +1,82 @@
+"""``deterministic=true`` in the Trainer: switched on for the run alone, and an error that names the kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum import ConfigError, CrossEntropy, DataSpec, MisuseError, RunConfig, Trainer
+from distaccum.train import determinism
+
+SAMPLES = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 3)) for i in range(8)]
+
+
+class _Model(nn.Module):
+    """Notes whether torch's deterministic kernels are on; with ``puts`` it calls one that has no such form anywhere."""
+
+    def __init__(self, *, puts: bool = False) -> None:
+        super().__init__()
+        self.layer, self._puts = nn.Linear(4, 3), puts
+        self._seen: set[bool] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._seen.add(torch.are_deterministic_algorithms_enabled())
+        if self._puts:
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        logits: Tensor = self.layer(x)
+        return logits
+
+
+def _fit(model: nn.Module, folder: Path, *, deterministic: bool) -> None:
+    config = {
+        "deterministic": deterministic,
+        "batch": {"global_size": 4, "micro_size": 2},
+        "trainer": {"max_steps": 1, "eval_every": 0},
+        "checkpoint": {"every": 0},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+    data = DataSpec(train=SAMPLES, eval_dataset=None, description="")
+    Trainer(model, CrossEntropy(), data, config=RunConfig.from_dict(config), run_dir=folder).fit()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_kernels_are_deterministic_within_the_run_alone(wanted: bool, tmp_path: Path) -> None:
+    model = _Model()
+    _fit(model, tmp_path, deterministic=wanted)
+    assert model._seen == {wanted}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_kernel_that_has_no_such_form_is_named_before_a_weight_moves(tmp_path: Path) -> None:
+    model = _Model(puts=True)
+    before = model.layer.weight.detach().clone()
+    message = (
+        "deterministic=true: put_ has no deterministic implementation on this device. Replace it in the model or the "
+        "loss, or use deterministic=false"
+    )
+    with pytest.raises(MisuseError) as error:
+        _fit(model, tmp_path, deterministic=True)
+    assert str(error.value) == message
+    assert torch.equal(model.layer.weight, before)
+    assert message in json.loads((tmp_path / "status.json").read_text())["reason"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    _fit(_Model(puts=True), tmp_path / "without", deterministic=False)
+
+
+def test_on_a_gpu_the_environment_has_to_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    determinism.check(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="deterministic=True: cuBLAS needs CUBLAS_WORKSPACE_CONFIG=:4096:8 in the"):
+        determinism.check(torch.device("cuda"))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    determinism.check(torch.device("cuda"))
+
+
+def test_a_value_that_is_no_bool_is_refused() -> None:
+    with pytest.raises(ConfigError, match="deterministic"):
+        RunConfig.from_dict({"deterministic": "often"})
