@@ -27,7 +27,7 @@ from typing import Any
 
 from distaccum.accumulation import step
 from distaccum.accumulation.step import Outcome
-from distaccum.config.checks import require_seed, whole_number
+from distaccum.config.checks import require_count, require_seed, whole_number
 from distaccum.data.batches import to_device
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
@@ -66,6 +66,7 @@ def plan_windows(
     count: Count,
     tokens: int | None = None,
     seed: int = 0,
+    prefetch_windows: int = 1,
 ) -> Callable[[int], Iterator[Window]]:
     """A function from an epoch's number to its windows, each counted over all ranks by one small all-reduce.
 
@@ -79,15 +80,17 @@ def plan_windows(
         tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
             lengths.
         seed: for the order of samples, and for the random numbers of micro-steps.
+        prefetch_windows: windows that the loading processes of a ``DataLoader`` have ahead; 0: as torch has it.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
     given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
     sizes: dict[str, Any] = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
-    seed = whole_number("seed", seed)
+    seed, prefetch_windows = whole_number("seed", seed), whole_number("prefetch_windows", prefetch_windows)
     require_seed("seed", seed)
-    loader = as_loader(data, world, **sizes, seed=seed)
+    require_count("prefetch_windows", prefetch_windows)
+    loader = as_loader(data, world, **sizes, seed=seed, prefetch_windows=prefetch_windows)
     counter = GlobalCounter(world, count)
 
     def windows(epoch: int) -> Iterator[Window]:

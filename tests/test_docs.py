@@ -104,6 +104,9 @@ ELSEWHERE = {
     "python launch/bench boundary=true": (
         "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"
     ),
+    "python launch/bench loading=true": (
+        "distributed/test_bench.py::test_loading_is_measured_next_to_a_hand_written_loop"
+    ),
     "torchrun --standalone --nproc-per-node=2 launch/bench exactness=true": (
         "distributed/test_bench.py::test_gradients_of_other_frameworks"
     ),

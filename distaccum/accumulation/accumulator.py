@@ -104,6 +104,7 @@ class Accumulator:
             ``blocks``, or the ``model``; or settings.
         seed: for the order of samples, and for the random numbers that the model draws in micro-steps, as for dropout.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        prefetch_windows: windows that the loading processes of a ``DataLoader`` have ahead; 0: as torch has it.
         verify: which windows prove their gradient before their step: the ``first`` of this process, that and one
             every so many, or ``never``; see docs/verification.md.
         on_divergence: what ranks whose weights differ do: ``stop`` the run or ``warn``.
@@ -139,6 +140,7 @@ class Accumulator:
         compile: str | CompileConfig = "none",  # noqa: A002  torch's own word
         seed: int = 0,
         prefetch: int = 2,
+        prefetch_windows: int = 1,
         verify: str | int = "first",
         on_divergence: str = "stop",
         world: World | None = None,
@@ -148,14 +150,10 @@ class Accumulator:
         both = schedule is not None and len(schedulers) > 0
         require(not both, "scheduler", [type(one).__name__ for one in schedulers], "and a schedule too", "Give one")
         require_choice("nonfinite", nonfinite, NONFINITE)
-        max_skips, prefetch, seed = (
-            whole_number(key, value)
-            for key, value in (("max_skips", max_skips), ("prefetch", prefetch), ("seed", seed))
-        )
-        require_count("max_skips", max_skips, least=1)
+        numbers = {"max_skips": max_skips, "prefetch": prefetch, "prefetch_windows": prefetch_windows, "seed": seed}
+        max_skips, prefetch, prefetch_windows, seed = (whole_number(key, value) for key, value in numbers.items())
+        _check_counts(max_skips, prefetch, prefetch_windows)
         require_seed("seed", seed)
-        remedy = "One is computed while one is on its way"
-        require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
         require_verify("verify", verify)
         require_choice("on_divergence", on_divergence, ON_DIVERGENCE)
         spikes = Spikes.of(on_spike, zscore=spike_zscore, window=spike_window)
@@ -203,7 +201,8 @@ class Accumulator:
             meet=self._counter.sum_together,
             spikes=spikes,
         )
-        loader_of = partial(as_loader, world=self.world, seed=seed, together=True, **sizes)
+        given_on: dict[str, Any] = {**sizes, "prefetch_windows": prefetch_windows, "together": True}
+        loader_of = partial(as_loader, world=self.world, seed=seed, **given_on)
         self._global_batch = GlobalBatch(sizes)
         self._cursor = DataCursor(loader_of, self._global_batch.give_on)
         if self.engine.forward_communicates:
@@ -688,3 +687,10 @@ class Accumulator:
         if not given_up:
             self.tracker.end_step(window, outcome)
             self._open = None
+
+
+def _check_counts(max_skips: int, prefetch: int, prefetch_windows: int) -> None:
+    require_count("max_skips", max_skips, least=1)
+    remedy = "One is computed while one is on its way"
+    require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
+    require_count("prefetch_windows", prefetch_windows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from types import NoneType
 from typing import Any, Optional, cast, get_type_hints
@@ -103,12 +104,38 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How the processes of ``trainer.num_workers`` load, under the names of torch's ``DataLoader``.
+
+    null leaves a setting as torch has it, except that processes persist over epochs and that a rank with a GPU pins.
+    """
+
+    prefetch_factor: Optional[int] = None  # noqa: UP045
+    persistent_workers: Optional[bool] = None  # noqa: UP045
+    timeout: Optional[float] = None  # noqa: UP045
+    multiprocessing_context: Optional[str] = None  # noqa: UP045
+    pin_memory: Optional[bool] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        number, switch, name = (int, NoneType), (bool, NoneType), (str, NoneType)
+        require_types("trainer.loader", self, prefetch_factor=number, timeout=(float, NoneType))
+        require_types("trainer.loader", self, persistent_workers=switch, pin_memory=switch)
+        require_types("trainer.loader", self, multiprocessing_context=name)
+        require_count("trainer.loader.prefetch_factor", self.prefetch_factor, least=1)
+        require_positive("trainer.loader.timeout", self.timeout)
+        if self.multiprocessing_context is not None:
+            known = tuple(get_all_start_methods())
+            require_choice("trainer.loader.multiprocessing_context", self.multiprocessing_context, known)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The length of the run, and its intervals in updates.
 
     ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. ``max_time`` (HH:MM:SS, 90s,
-    12h, ...): the run saves and ends before this time is over, for another process to continue. ``prefetch``:
-    micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
+    12h, ...): the run saves and ends before this time is over, for another process to continue. ``prefetch_windows``:
+    windows that loading processes have ahead; 0: what ``loader.prefetch_factor`` says. ``prefetch``: micro-batches on
+    the device at once, the one being computed included. ``nonfinite``: ``stop`` the run at a NaN or
     infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row, with the loss
     scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before their step:
     the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights or optimizer
@@ -125,6 +152,8 @@ class TrainerConfig:
     log_every: int = 10
     eval_every: int = 50
     num_workers: int = 0
+    prefetch_windows: int = 1
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
     prefetch: int = 2
     nonfinite: str = "stop"
     max_skips: int = 10
@@ -138,7 +167,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         limit = (int, NoneType)
-        names = ("log_every", "eval_every", "num_workers", "prefetch", "max_skips", "spike_window")
+        names = ("log_every", "eval_every", "num_workers", "prefetch_windows", "prefetch", "max_skips", "spike_window")
         require_types(
             "trainer", self, max_steps=limit, max_epochs=limit, spike_zscore=float, **dict.fromkeys(names, int)
         )
@@ -149,6 +178,7 @@ class TrainerConfig:
         require_count("trainer.log_every", self.log_every, least=1)
         require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
         require_count("trainer.num_workers", self.num_workers)
+        require_count("trainer.prefetch_windows", self.prefetch_windows)
         require_count("trainer.prefetch", self.prefetch, least=2)
         require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
         require_count("trainer.max_skips", self.max_skips, least=1)

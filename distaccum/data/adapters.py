@@ -148,7 +148,8 @@ def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
             multiprocessing_context=loader.multiprocessing_context,
             timeout=loader.timeout,
             prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
+            persistent_workers=loader.persistent_workers or not loader.num_workers,  # without any it cannot be said
+            pin_memory=loader.pin_memory or None,
             seed=None if loader.generator is None else loader.generator.initial_seed(),
         ),
     )

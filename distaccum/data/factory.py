@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum.data import loading_processes
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
+from distaccum.data.ahead import items_of_window, stream_loader
 from distaccum.data.loader import MapWindowLoader, WindowLoader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
-from distaccum.data.spec import DataSpec, MapDataset, is_map_style
+from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
@@ -73,8 +73,20 @@ def make_plan(
     return TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
 
 
-def check_workers(source: DataSpec, plan: Plan | StreamPlan, num_workers: int) -> None:
-    """Raises ConfigError if loading processes would each yield the whole stream, or there are two numbers of them."""
+# Each epoch tells a stream its number before its processes start, and its samples are collated after they are loaded.
+_NOT_OF_STREAMS = ("persistent_workers", "pin_memory")
+
+
+def check_workers(
+    source: DataSpec, plan: Plan | StreamPlan, num_workers: int, options: Mapping[str, Any] | None = None
+) -> None:
+    """Checks what is stated of loading processes: their number, and ``options`` under torch's names.
+
+    Raises:
+        ConfigError: they would each yield the whole stream, the data's own ``DataLoader`` says something else, or there
+            are options without processes.
+    """
+    stated = {name: value for name, value in (options or {}).items() if value is not None}
     if isinstance(plan, StreamPlan):
         if num_workers and not is_unsplit(source.train):
             remedy = "Use 0, and a DataLoader with workers of its own as data"
@@ -82,6 +94,33 @@ def check_workers(source: DataSpec, plan: Plan | StreamPlan, num_workers: int) -
     elif num_workers and source.workers.num_workers not in (0, num_workers):
         problem = f"the loader's num_workers is {source.workers.num_workers}"
         raise ConfigError("trainer.num_workers", num_workers, problem, "Give both the same number, or one of them")
+    for name, value in stated.items():
+        key, own = f"trainer.loader.{name}", getattr(source.workers, name)
+        if isinstance(plan, StreamPlan) and (not num_workers or (name in _NOT_OF_STREAMS and value)):
+            raise ConfigError(key, value, "the data is a stream", "Leave it out, or say it in a DataLoader as data")
+        if not num_workers and not source.workers.num_workers:
+            if name != "pin_memory":
+                problem = "trainer.num_workers is 0: there are no loading processes"
+                raise ConfigError(key, value, problem, "State their number, or leave this out")
+        elif source.workers.num_workers and value != _name_of_context(own):
+            problem = f"the data comes with a DataLoader whose {name} is {_name_of_context(own)}"
+            raise ConfigError(key, value, problem, "State it there alone")
+
+
+def _name_of_context(value: Any) -> Any:
+    """The start method of a context of ``multiprocessing``; anything else is itself."""
+    return value.get_start_method() if hasattr(value, "get_start_method") else value
+
+
+def loading_options(
+    source: DataSpec, *, num_workers: int = 0, prefetch_windows: int = 1, options: Mapping[str, Any] | None = None
+) -> WorkerOptions:
+    """How a source's samples are loaded: as its own ``DataLoader`` says where that has processes, else as stated."""
+    own = replace(source.workers, prefetch_windows=prefetch_windows)
+    if own.num_workers:
+        return own
+    stated = {name: value for name, value in (options or {}).items() if value is not None}
+    return replace(own, num_workers=num_workers, **stated)
 
 
 def build_loader(
@@ -90,6 +129,8 @@ def build_loader(
     world: World,
     *,
     num_workers: int = 0,
+    prefetch_windows: int = 1,
+    options: Mapping[str, Any] | None = None,
     group_by_length: bool = False,
     seed: int = 0,
 ) -> WindowLoader:
@@ -100,18 +141,19 @@ def build_loader(
         plan: their division.
         world: this rank.
         num_workers: loading processes of this rank, where the source names none.
+        prefetch_windows: windows that loading processes have ahead; 0: as torch has it.
+        options: of those processes, under torch's names; None for what torch has.
         group_by_length: whether the micro-batches of a window hold samples of similar length.
 
     Raises:
         ConfigError: grouping by unknown lengths, or a stream that is not split over the ranks.
     """
-    check_workers(source, plan, num_workers)
+    check_workers(source, plan, num_workers, options)
+    workers = loading_options(source, num_workers=num_workers, prefetch_windows=prefetch_windows, options=options)
     if isinstance(plan, StreamPlan):
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
-            stream = DataLoader(
-                cast(Any, stream), batch_size=None, num_workers=num_workers, worker_init_fn=loading_processes.begin
-            )
+            stream = stream_loader(cast(Any, stream), workers, items_of_window(plan))
         return IterableWindowLoader(
             stream,
             plan,
@@ -126,7 +168,7 @@ def build_loader(
         plan,
         world,
         collate=source.collate,
-        workers=source.workers if source.workers.num_workers else replace(source.workers, num_workers=num_workers),
+        workers=workers,
         group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
         seed=seed,
     )
@@ -140,6 +182,7 @@ def as_loader(
     tokens: int | None,
     micro_batch_size: int | None,
     seed: int,
+    prefetch_windows: int = 1,
     together: bool = False,
 ) -> WindowLoader:
     """The window loader of the data of a user's own loop.
@@ -154,14 +197,14 @@ def as_loader(
     """
     sizes = {"global_batch_size": global_batch_size, "tokens": tokens, "micro_batch_size": micro_batch_size}
     try:
-        return _as_loader(data, world, sizes, seed)
+        return _as_loader(data, world, sizes, seed, prefetch_windows)
     except Exception as error:
         if together:
             tell_of_failure(world, error)
         raise
 
 
-def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int) -> WindowLoader:
+def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int, prefetch_windows: int) -> WindowLoader:
     if sizes["micro_batch_size"] is None:
         raise ConfigError("micro_batch_size", None, "is not given", "State the samples that fit on a device at once")
     source = to_data_spec(data, world.size)
@@ -176,7 +219,7 @@ def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int) -> Win
         seed=seed,
         batched=bare,
     )
-    return build_loader(source, plan, world, seed=seed)
+    return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
 
 
 def _lengths(source: DataSpec, key: str, value: object) -> Ids:

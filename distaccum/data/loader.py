@@ -8,7 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
+from distaccum.data.ahead import SeededIds, items_of_window, note_memory, prefetch_factor
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
 from distaccum.data.plan.resized import Resize, ResizedPlan
@@ -93,28 +94,43 @@ class MapWindowLoader(WindowLoader):
     ) -> None:
         assert len(dataset) == plan.samples
         self._dataset, self._plan, self._world, self._seed = dataset, plan, world, seed
-        self._ids = MicroBatchIds(plan, world.rank, group_by=group_by)
         self._agreement = Agreement(world)
         # What decides which samples a window holds, beside the position: a short hash of each sample's length.
         self._lengths = group_by if group_by is not None else getattr(plan, "lengths", None)
-        workers = workers or WorkerOptions()
-        self._workers = workers.num_workers
+        self._options, self._collate = workers or WorkerOptions(), collate
+        self._workers = self._options.num_workers
         self._processes: list[BaseProcess] = []
         # A generator of the loader's own draws none of the model's random numbers; each rank's workers get other seeds.
-        seed_of_workers = plan.seed if workers.seed is None else workers.seed
+        seed_of_workers = plan.seed if self._options.seed is None else self._options.seed
         digest = hashlib.blake2b(f"{seed_of_workers}/{world.rank}".encode(), digest_size=7).digest()
-        self._loader = DataLoader(
-            cast("Dataset[Any]", dataset),  # torch names its base class, and uses len() and [index] only
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        # Processes that persist go on with the next epoch; others are started again for each, as their user wants.
+        self._goes_on = self._workers > 0 and self._options.persistent_workers and self._options.prefetch_windows > 0
+        self._ids = MicroBatchIds(
+            plan,
+            world.rank,
+            group_by=group_by,
+            seeds=("loading", seed_of_workers, seed) if self._workers else None,
+            goes_on=self._goes_on,
+        )
+        self._loader, self._noted = self._make(), False
+        # What is loaded ahead: its epoch and window, and whether this rank has had something of that epoch.
+        self._next: tuple[tuple[int, int], Iterator[Any], bool] | None = None
+
+    def _make(self) -> DataLoader[Any]:
+        options, workers = self._options, self._workers
+        return DataLoader(
+            cast("Dataset[Any]", self._dataset),  # torch names its base class, and uses len() and [index] only
             batch_sampler=self._ids,
-            collate_fn=collate,
-            num_workers=workers.num_workers,
-            persistent_workers=workers.num_workers > 0 and workers.persistent_workers,
-            worker_init_fn=WorkerInit(workers.worker_init_fn),
-            multiprocessing_context=workers.multiprocessing_context,
-            timeout=workers.timeout,
-            prefetch_factor=workers.prefetch_factor,
-            pin_memory=world.device.type == "cuda",
-            generator=torch.Generator().manual_seed(int.from_bytes(digest)),
+            collate_fn=self._collate,
+            num_workers=workers,
+            persistent_workers=workers > 0 and options.persistent_workers,
+            worker_init_fn=WorkerInit(options.worker_init_fn),
+            multiprocessing_context=options.multiprocessing_context,
+            timeout=options.timeout,
+            prefetch_factor=prefetch_factor(options, items_of_window(self._plan)),
+            pin_memory=self._world.device.type == "cuda" and options.pin_memory is not False,
+            generator=self._generator,
         )
 
     @property
@@ -141,6 +157,10 @@ class MapWindowLoader(WindowLoader):
             seed=plan.seed,
             since=change,
         )
+        self._next = None
+        needed = prefetch_factor(self._options, items_of_window(self._plan))
+        if needed is not None and needed > (self._loader.prefetch_factor or 0):
+            self._loader = self._make()  # its processes are started with the next window
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """See :class:`WindowLoader`. One small host all-reduce per window.
@@ -152,10 +172,15 @@ class MapWindowLoader(WindowLoader):
             DataError: the ranks have other data, or the dataset's length has changed.
             PeerError: another rank could not load its part of a window, and raises why.
         """
-        batches = None if self._agreement.reached else self._begin(epoch, start)
+        batches: Iterator[Any] | None = None
+        has_some = False
+        if self._next is not None and self._next[0] == (epoch, start):
+            _, batches, has_some = self._next
+        if not self._agreement.reached:
+            batches = self._begin(epoch, start)
         cut = self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
-            began, generators = perf_counter(), RNGState.capture()
+            began, generators, self._next = perf_counter(), RNGState.capture(), None
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
             micro_batches: list[MicroBatch] = []
             error: Exception | None = None
@@ -166,6 +191,8 @@ class MapWindowLoader(WindowLoader):
                     self._ids.seek(epoch, start)
                     batches = self._start()
                 micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
+                assert len(micro_batches) == filled
+                has_some = has_some or filled > 0
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
                 error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}", self._world)
             waited = perf_counter() - began
@@ -173,6 +200,12 @@ class MapWindowLoader(WindowLoader):
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
                 generators.restore()
                 return
+            if self._workers and micro_batches and not self._noted:
+                self._noted = True
+                held = [micro.batch for micro in micro_batches]
+                note_memory(held, self._workers * (self._loader.prefetch_factor or 0))
+            if self._goes_on and batches is not None:
+                self._next = (epoch, k + 1), batches, has_some  # a loop that is left, and goes on here, finds them
             yield Window(
                 epoch=epoch,
                 samples=len(cut.window(k)),
@@ -183,6 +216,8 @@ class MapWindowLoader(WindowLoader):
                 keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
                 fetch=self._fetch,
             )
+        if self._goes_on and batches is not None:
+            self._next = ((epoch + 1, 0), batches, False) if has_some else None
 
     def _start(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -267,10 +302,26 @@ def _given(batch: Any) -> Any:
 
 
 class MicroBatchIds:
-    """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``."""
+    """The sample ids of one rank's micro-batches, window after window: a batch sampler for torch's ``DataLoader``.
 
-    def __init__(self, plan: Plan, rank: int, *, group_by: Ids | None = None) -> None:
-        self.plan, self._rank, self._group_by = plan, rank, group_by
+    Args:
+        plan: the slicing.
+        rank: whose micro-batches.
+        group_by: see :class:`MapWindowLoader`.
+        seeds: make each micro-batch's ids seed the loading process that gets them, with the epoch and its place in it.
+        goes_on: whether an iteration goes on with the next epoch, without an end.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        group_by: Ids | None = None,
+        seeds: tuple[object, ...] | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        self.plan, self._rank, self._group_by, self._seeds, self._goes_on = plan, rank, group_by, seeds, goes_on
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int, *, first: Sequence[int] = ()) -> None:
@@ -279,9 +330,21 @@ class MicroBatchIds:
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([sample] for sample in self._first)
-        cut = self.plan.epoch(self._epoch)
-        for k in range(self._start, cut.windows_per_epoch):
-            yield from self.of_window(cut, self._epoch, k)
+        start, has_some = self._start, True
+        for epoch in count(self._epoch) if self._goes_on else (self._epoch,):
+            if not has_some:  # this rank may have nothing in any epoch
+                return
+            cut, has_some = self.plan.epoch(epoch), False
+            for k in range(start, cut.windows_per_epoch):
+                ids = self.of_window(cut, epoch, k)
+                for micro_batch in ids if self._seeds is None else self._seeded(ids, cut, epoch, k):
+                    has_some = True
+                    yield micro_batch
+            start = 0
+
+    def _seeded(self, ids: Iterator[list[int]], cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
+        assert self._seeds is not None
+        return map(SeededIds, ids, keys_of(self.firsts(cut, epoch, k), *self._seeds, epoch))
 
     def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         """The ids of window ``k`` of the epoch that ``cut`` slices, one list per micro-batch."""

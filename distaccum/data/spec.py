@@ -23,7 +23,9 @@ class MapDataset(Protocol):
 class WorkerOptions:
     """What a ``DataLoader`` says about its loading processes, under torch's names.
 
-    ``seed`` is that of its ``generator``, from which the processes' seeds follow; None without one.
+    ``pin_memory``: whether a thread pins what they load; None: where the rank has a GPU. ``seed`` is that of its
+    ``generator``, from which the processes' seeds follow; None without one. ``prefetch_windows`` is none of torch's:
+    the windows that they load ahead; 0: what ``prefetch_factor`` says.
     """
 
     num_workers: int = 0
@@ -32,7 +34,9 @@ class WorkerOptions:
     timeout: float = 0
     prefetch_factor: int | None = None
     persistent_workers: bool = True
+    pin_memory: bool | None = None
     seed: int | None = None
+    prefetch_windows: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,7 @@ def build_components(
         seed=config.seed,
         names=CONFIG_KEYS,
     )
-    check_workers(data, plan, config.trainer.num_workers)
+    check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
     if data.eval_dataset is not None and not hasattr(data.eval_dataset, "__len__"):
         problem = f"holds out a {type(data.eval_dataset).__name__} without a length"
         raise ConfigError(

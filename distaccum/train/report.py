@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from distaccum.accumulation.progress import Progress
+from distaccum.data.ahead import items_of_window, prefetch_factor
+from distaccum.data.factory import loading_options
 from distaccum.data.loader import padding_share
 from distaccum.data.plan.batch import Ids, Plan
 from distaccum.data.plan.stream import StreamPlan
@@ -30,6 +33,7 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
         "precision": describe(components.model, components.policy),
         "data": components.data.description,
         "model": f"{type(components.model).__name__}, {components.parameters:,} parameters",
+        **_loading(components),
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {components.total_steps} updates to make",
     }
@@ -39,6 +43,23 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
         lines["pad"] = _padding(components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
         console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
+
+
+def _loading(components: TrainingComponents) -> dict[str, str]:
+    """What the loading processes that distaccum starts have ahead, if there are any."""
+    config, plan = components.config.trainer, components.plan
+    workers = loading_options(
+        components.data,
+        num_workers=config.num_workers,
+        prefetch_windows=config.prefetch_windows,
+        options=asdict(config.loader),
+    )
+    factor = prefetch_factor(workers, items_of_window(plan))
+    if factor is None:
+        return {}
+    items = "samples" if isinstance(plan, StreamPlan) else "micro-batches"
+    ahead = f"up to {workers.num_workers * factor} {items} ahead"
+    return {"loading": f"{workers.num_workers} processes on each rank, {ahead} (a window has {items_of_window(plan)})"}
 
 
 def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:

@@ -255,6 +255,8 @@ def train(
         components.plan,
         world,
         num_workers=config.trainer.num_workers,
+        prefetch_windows=config.trainer.prefetch_windows,
+        options=asdict(config.trainer.loader),
         group_by_length=config.batch.group_by_length,
         seed=config.seed,
     )

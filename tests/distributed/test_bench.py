@@ -100,6 +100,22 @@ def test_saves_are_compared_with_what_the_disk_and_memory_do(tmp_path: Path, wor
     assert list(tmp_path.rglob("*.safetensors")) == [kept]
 
 
+@pytest.mark.slow
+def test_loading_is_measured_next_to_a_hand_written_loop(tmp_path: Path) -> None:
+    """Nothing is faster than what it is made of: a ratio has the machine's noise in it, and a sleep has none."""
+    given = ("accumulations=[2]", "workers=[1]", "loading_ms=20", "windows=2", "pairs=1")
+    settings = [f"bench.loading.{setting}" for setting in given]
+    finished = succeed("loading=true", *settings, f"hydra.run.dir={tmp_path}", script=BENCH, COLUMNS="200")
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert (row["accumulation"], row["workers"], row["loading_s"]) == (2, 1, 0.04)
+    assert row["computing_s"] >= 0.04
+    assert set(row["loops"]) == {"hand-written", "prefetch_windows=0", "prefetch_windows=1"}
+    for name, loop in row["loops"].items():
+        assert name in finished.stdout
+        assert loop["seconds"] >= 0.04
+        assert 0 < loop["min"] <= loop["median"]
+
+
 @pytest.mark.heavy
 def test_gradients_of_other_frameworks(tmp_path: Path) -> None:
     finished = succeed("exactness=true", f"hydra.run.dir={tmp_path}", script=BENCH, world=2)

@@ -161,6 +161,48 @@ class Own(WindowLoader):
         raise NotImplementedError
 
 
+class Drawing:
+    """Samples that draw from the global generator, when they are loaded."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()])
+
+
+@pytest.mark.slow
+def test_what_is_loaded_ahead_belongs_to_its_window(gloo_world: World) -> None:
+    """Also after a window that was abandoned, a loop that was left, and a state that was loaded."""
+
+    def rows(acc: Accumulator, windows: int, abandoned: int = -1) -> list[list[list[float]]]:
+        seen: list[list[list[float]]] = []
+        for k, window in enumerate(acc.windows(data)):
+            seen.append([])
+            for micro in window:
+                seen[-1] += micro.batch.tolist()
+                with acc.accumulate():
+                    acc.backward((acc.model(micro.batch) - 1).square().sum())
+                if k == abandoned:
+                    acc.abandon()
+                    break
+            if k + 1 == windows:
+                break
+        return seen
+
+    data = DataLoader(Drawing(), batch_size=2, num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    first = _make(gloo_world)
+    whole = rows(first, 100) + rows(first, 100)
+    assert [len(window) for window in whole] == [4, 4, 4, 4, 4, 2] * 2
+    second = _make(gloo_world, prefetch_windows=3)
+    seen = rows(second, 3, abandoned=1)
+    assert seen == [whole[0], whole[1][:2], whole[2]]
+    third = _make(gloo_world, prefetch_windows=0)
+    third.load_state_dict(second.state_dict())
+    for acc in (second, third):
+        assert rows(acc, 100) + rows(acc, 100) == whole[3:]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("position", [0, 8, 20, 21, 22])
 def test_a_resized_plan_covers_the_rest_once(world_size: int, position: int) -> None:

@@ -60,14 +60,16 @@ def _seen(loader: Any, world: World, **sizes: Any) -> list[float]:
     ]
 
 
-def initialize(worker: int) -> None:
-    """As users seed their workers."""
-    torch.manual_seed(1000 + worker)
+class Told(TensorDataset):
+    said = 0.0
 
-
-class Drawn(TensorDataset):
     def __getitem__(self, index: Any) -> Any:
-        return (torch.rand(1),)
+        return (torch.tensor([self.said]),)
+
+
+def initialize(worker: int) -> None:
+    """As users set a dataset up in each process."""
+    Told.said = 1000.0 + worker
 
 
 def test_the_options_of_loading_processes_are_kept(gloo_world: World) -> None:
@@ -91,9 +93,8 @@ def test_the_options_of_loading_processes_are_kept(gloo_world: World) -> None:
 
 
 def test_the_users_worker_init_fn_is_called(gloo_world: World) -> None:
-    loader = DataLoader(Drawn(torch.ones(10)), batch_size=2, num_workers=1, worker_init_fn=initialize)
-    generator = torch.Generator().manual_seed(1000)
-    assert _seen(loader, gloo_world) == torch.rand(10, generator=generator).tolist()
+    loader = DataLoader(Told(torch.ones(10)), batch_size=2, num_workers=2, worker_init_fn=initialize)
+    assert _seen(loader, gloo_world) == [1000.0, 1000.0, 1001.0, 1001.0] * 2 + [1000.0, 1000.0]
 
 
 @pytest.mark.parametrize("where", ["loader", "sampler"])
@@ -225,6 +226,22 @@ def test_two_numbers_of_workers_are_one_too_many(gloo_world: World) -> None:
         build_loader(source, plan, gloo_world, num_workers=3)
     kept: Any = build_loader(source, plan, gloo_world)
     assert kept._loader.num_workers == 2
+
+
+def test_the_processes_of_a_stream_have_its_next_window_ahead(gloo_world: World) -> None:
+    rows = datasets.Dataset.from_list([{"x": float(i)} for i in range(20)]).to_iterable_dataset(num_shards=2)
+    source = DataSpec(train=rows)
+    plan = make_plan(source, world_size=1, **(SIZES | {"global_batch_size": 8}))
+    options = {"timeout": 17.0, "prefetch_factor": 3}
+    kept: Any = build_loader(source, plan, gloo_world, num_workers=2, options=options)
+    assert (kept._stream.prefetch_factor, kept._stream.timeout) == (4, 17.0)
+    windows = list(kept.windows(0, 0, GlobalCounter(gloo_world, lambda batch: len(batch["x"]))))
+    assert sorted(x for window in windows for micro in window.micro_batches for x in micro.batch["x"].tolist()) == [
+        float(i) for i in range(20)
+    ]
+    for stated in ({"persistent_workers": True}, {"pin_memory": True}):
+        with pytest.raises(ConfigError, match="the data is a stream"):
+            build_loader(source, plan, gloo_world, num_workers=2, options=stated)
 
 
 def test_a_generator_that_has_begun_cannot_be_resumed(gloo_world: World) -> None:

@@ -49,12 +49,14 @@ class PreemptsAt(Callback):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def _losses(folder: Path, *, preempted_at: int | None = None, asks: bool = False, resume: str = "auto") -> list[float]:
+def _losses(
+    folder: Path, *, preempted_at: int | None = None, asks: bool = False, resume: str = "auto", **loading: int
+) -> list[float]:
     run_dir = RunDir(folder)
     run_dir.make()
     random.seed(0)
     config = RunConfig(
-        trainer=TrainerConfig(log_every=1),
+        trainer=TrainerConfig(log_every=1, **loading),
         checkpoint=CheckpointConfig(every=3),
         metrics=MetricsConfig(console=False, wandb=WandbConfig(mode="disabled")),
     )
@@ -106,6 +108,15 @@ def test_what_loading_draws_is_the_same_after_a_preemption_in_a_new_process(tmp_
     whole = losses(tmp_path / "whole")
     assert losses(tmp_path / "parts", 4) == whole[:4]
     assert losses(tmp_path / "parts") == whole
+
+
+@pytest.mark.slow
+def test_what_is_loaded_ahead_is_the_same_after_a_preemption(gloo_world: World, tmp_path: Path) -> None:
+    """Also where more of it is loaded ahead then, by more processes."""
+    whole = _losses(tmp_path / "whole", num_workers=1, prefetch_windows=0)
+    assert len(set(whole)) == 12
+    assert _losses(tmp_path / "parts", preempted_at=4, num_workers=2) == whole[:4]
+    assert _losses(tmp_path / "parts", num_workers=2, prefetch_windows=3) == whole
 
 
 def test_a_run_from_a_named_checkpoint_has_one_of_its_own_when_it_is_preempted_at_once(
