@@ -116,6 +116,9 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 launch/bench engines=true": (
         "distributed/test_engines_bench.py::test_a_rank_holds_what_the_theory_says"
     ),
+    "python launch/bench saves=true": (
+        "distributed/test_bench.py::test_saves_are_compared_with_what_the_disk_and_memory_do"
+    ),
     "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
     "python launch/bench network": (
         "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"

@@ -6,7 +6,8 @@ needs. An engine with its own format of optimizer state adds files that only it 
 ::
 
     model.safetensors       parameters and buffers by name; model-R.safetensors where several ranks write some each
-    optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors
+    optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors; a large one in parts,
+                            optimizer-I.safetensors or optimizer-R-I.safetensors
     state.json              version, progress (as "clocks"), position, optimizer values, scaler, W&B run, config,
                             callbacks, world size, the format of the optimizer state, and what tells the model and
                             the data
@@ -19,16 +20,19 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
 from distaccum.checkpoint.files import retried
+from distaccum.checkpoint.hashing import HashingWriter, Pieces
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -72,8 +76,8 @@ class RunState:
     logged: Mapping[str, int] = field(default_factory=dict)
 
 
-def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> None:
-    """Writes this rank's part of a checkpoint into ``folder``; all ranks call it.
+def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> dict[str, str]:
+    """Writes this rank's part of a checkpoint into ``folder``, where it is durable then; all ranks call it.
 
     Args:
         folder: exists already.
@@ -81,13 +85,29 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         run: the rest.
         data: the state of this rank's loader; None for data whose position says it all.
         world: this rank.
+
+    Returns:
+        By name the SHA-256 of the files that were hashed while this rank wrote them: of all but an engine's own.
+    """
+    with HashingWriter(folder) as writer:
+        for name, content in contents(engine, run, data, world):
+            writer.write(name, content)
+        engine.save_files(folder)
+        return writer.digests
+
+
+def contents(
+    engine: Engine, run: RunState, data: Any, world: World, *, host: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> Iterator[tuple[str, Pieces]]:
+    """This rank's files by name, but for an engine's own; all ranks go through all of theirs, between two windows.
+
+    What is given of tensors is as good as ``host`` makes it: their own memory where that is where they are.
     """
     state = engine.state()
     shared = engine.state_layout is StateLayout.SHARDED
-    tensors.write(folder, "model", state.model, world, shared=shared)
-    tensors.write(folder, "optimizer", state.optimizer, world, shared=shared)
+    yield from tensors.contents("model", state.model, world, shared=shared, host=host)
+    yield from tensors.contents("optimizer", state.optimizer, world, shared=shared, in_parts=True, host=host)
     values = merged(state.optimizer_values, world) if shared else state.optimizer_values
-    engine.save_files(folder)
     if world.is_main:
         record = {
             "version": VERSION,
@@ -97,10 +117,13 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
             "scaler": state.scaler,
             "optimizer_values": values,
         }
-        (folder / "state.json").write_text(json.dumps(record, indent=2))
-    (folder / f"random-{world.rank}.json").write_text(json.dumps(RNGState.capture(world.device).to_json()))
+        yield "state.json", [json.dumps(record, indent=2).encode()]
+    random = RNGState.capture(world.device).to_json()
+    yield f"random-{world.rank}.json", [json.dumps(random).encode()]
     if data is not None:
-        torch.save(data, folder / f"data-{world.rank}.pt")
+        stream = BytesIO()
+        torch.save(data, stream)
+        yield f"data-{world.rank}.pt", [stream.getbuffer()]
 
 
 @dataclass(frozen=True, kw_only=True)

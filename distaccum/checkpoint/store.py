@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from stat import S_ISREG
+from types import MappingProxyType
 from typing import Any
 
 from distaccum.checkpoint.files import ABSENT, listed, retried, sync, write_json, write_text
+from distaccum.checkpoint.hashing import digests, is_file
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -51,41 +52,73 @@ class CheckpointStore:
         self,
         step: int,
         world: World,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Mapping[str, str] | None],
         *,
         again: bool = False,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> Path:
         """Every rank calls ``write`` with the same folder; it becomes ``step-N`` once all have written.
 
+        ``write`` may return, by name in the folder, the SHA-256 of what it has written and synced; rank 0 syncs and
+        reads the files for which no rank gives one.
+
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
         With ``again`` the ``step-N`` that is there was read by this run, and is replaced once the new one is complete.
         Rank 0 calls ``before_publishing`` when all is written, and an error there leaves the store as it was.
         """
-        final, temporary = self.root / f"step-{step}", self.root / f".saving-step-{step}"
-        try:
+        temporary = self.begin(step, world)
+        with _named(temporary):
+            given = world.all_gather_object(dict(write(temporary) or {}))  # all have written
+            if world.is_main:
+                self.publish(step, given, again=again, before_publishing=before_publishing)
+        world.barrier()
+        return self.root / f"step-{step}"
+
+    def begin(self, step: int, world: World) -> Path:
+        """An empty folder that every rank writes its part of ``step-N`` into; a collective."""
+        temporary = self.folder_of(step)
+        with _named(temporary):
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             world.barrier()
-            write(temporary)
-            world.barrier()
-            if world.is_main:
-                _seal(temporary)
-                before_publishing()
-                before = self.root / f"{_REPLACED}step-{step}"
-                if again and final.is_dir():
-                    shutil.rmtree(before, ignore_errors=True)
-                    final.rename(before)
-                self._publish(temporary, final)
+        return temporary
+
+    def publish(
+        self,
+        step: int,
+        given: Sequence[Mapping[str, str]],
+        *,
+        again: bool = False,
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes ``step-N`` of what all ranks have written since :meth:`begin`; called by rank 0.
+
+        Args:
+            step: its number.
+            given: each rank's digests of the files that it has written and synced.
+            again: see :meth:`save`.
+            before_publishing: see :meth:`save`.
+        """
+        final, temporary = self.root / f"step-{step}", self.folder_of(step)
+        with _named(temporary):
+            _seal(temporary, {name: digest for found in given for name, digest in found.items()})
+            before_publishing()
+            before = self.root / f"{_REPLACED}step-{step}"
+            if again and final.is_dir():
                 shutil.rmtree(before, ignore_errors=True)
-                self._prune()
-        except OSError as error:
-            if error.errno is not None:
-                error.filename = error.filename or str(temporary)  # what is full, where a call names no file
-            raise
-        world.barrier()
-        return final
+                final.rename(before)
+            self._publish(temporary, final)
+            shutil.rmtree(before, ignore_errors=True)
+            self._prune()
+
+    def drop(self, step: int) -> None:
+        """Removes what was written since :meth:`begin`, as far as it can be; called by rank 0 when nobody writes."""
+        shutil.rmtree(self.folder_of(step), ignore_errors=True)
+
+    def folder_of(self, step: int) -> Path:
+        """Where ``step-N`` is written until it is published."""
+        return self.root / f".saving-step-{step}"
 
     def recover(self) -> None:
         """Puts back a checkpoint that a process which died was about to replace; before a run goes on, on rank 0."""
@@ -211,6 +244,17 @@ class CheckpointStore:
         return True
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of a call that names no file names this one: it says what is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
+
+
 def _rename_to_remove(path: Path) -> Path:
     removed = path.with_name(f".removing-{path.name}")
     shutil.rmtree(removed, ignore_errors=True)
@@ -267,25 +311,34 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
 
 
-def _seal(folder: Path) -> None:
+def _seal(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Syncs what is not ``known`` to be durable, with its digest, and writes the manifest.
+
+    A file of another host that this one does not see yet is in it, as that host has written and synced it.
+    """
     for parent, folders, files in _walk(folder):
         for name in (*folders, *files):
-            sync(Path(parent, name))
-    write_json(folder / MANIFEST, _digests(folder))  # syncs the folder too
+            path = Path(parent, name)
+            if path.relative_to(folder).as_posix() not in known:
+                sync(path)
+    write_json(folder / MANIFEST, _digests(folder, known))  # syncs the folder too
 
 
-def _digests(folder: Path) -> dict[str, str | None]:
+def _digests(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str | None]:
     """By name: the SHA-256 of a file, "" for a folder, and None for what is neither, such as a link."""
-    digests: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict(known)
+    unknown: dict[str, Path] = {}
     for parent, folders, files in _walk(folder):
         for name in folders:
             path = Path(parent, name)
-            digests[f"{path.relative_to(folder).as_posix()}/"] = None if path.is_symlink() else ""
+            found[f"{path.relative_to(folder).as_posix()}/"] = None if path.is_symlink() else ""
         for name in files:
             path = Path(parent, name)
-            if path != folder / MANIFEST:
-                digests[path.relative_to(folder).as_posix()] = retried(partial(_digest, path), of=path)
-    return dict(sorted(digests.items()))
+            relative = path.relative_to(folder).as_posix()
+            if path != folder / MANIFEST and relative not in known:
+                unknown[relative] = path
+    found |= zip(unknown, digests(list(unknown.values())), strict=True)
+    return dict(sorted(found.items()))
 
 
 def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
@@ -293,21 +346,9 @@ def _walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
 
 
 def _manifest(folder: Path) -> bytes:
-    if not _is_file(folder / MANIFEST):
+    if not is_file(folder / MANIFEST):
         raise CheckpointError(f"{folder}: {MANIFEST} is no manifest")
     return (folder / MANIFEST).read_bytes()
-
-
-def _is_file(path: Path) -> bool:
-    """Whether it is no link, pipe or device: what a link names may be anywhere, and to read the others may not end."""
-    return S_ISREG(path.lstat().st_mode)
-
-
-def _digest(path: Path) -> str | None:
-    if not _is_file(path):
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _raise(error: OSError) -> None:

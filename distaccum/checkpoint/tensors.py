@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -19,36 +19,58 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distaccum.checkpoint.files import retried
+from distaccum.checkpoint.hashing import Pieces
+from distaccum.checkpoint.layout import TYPES, pieces
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")  # how safetensors tells of a full disk, and the like
 _NOTES = "distaccum"  # in a file's metadata: what is stored as bytes
-# What every supported version of safetensors has a name for; of other types the bytes are stored.
-_KNOWN = frozenset(
-    (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-)
+_KNOWN = frozenset(TYPES)  # of other types the bytes are stored
+# Files of an optimizer: some, so that several threads hash them, here and when they are verified; not too many.
+_PART, _MOST_PARTS = 2**27, 16
 
 
-def write(folder: Path, kind: str, tensors: Mapping[str, Tensor], world: World, *, shared: bool) -> None:
-    """Writes this rank's share to ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
+def contents(
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    world: World,
+    *,
+    shared: bool,
+    in_parts: bool = False,
+    host: Callable[[Tensor], Tensor] = Tensor.cpu,
+) -> Iterator[tuple[str, Pieces]]:
+    """This rank's share, as ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
 
-    A tensor of several ranks is written by the first of them. A collective if ``shared``; else rank 0 has every tensor.
-
-    Raises:
-        OSError: the disk is full, or gone; with the file's name, which safetensors leaves out.
+    A tensor of several ranks is given by the first of them. A collective if ``shared``; else rank 0 has every tensor.
+    What is large comes ``in_parts``, as many files with ``-I`` at the end of their names. ``host`` brings a tensor to
+    the host.
     """
     given = world.all_gather_object(list(tensors)) if shared else [list(tensors)]
     before: set[str] = set().union(*given[: world.rank])
     own = {name: tensor for name, tensor in tensors.items() if name not in before}
     alone = all(set(names) <= set(given[0]) for names in given)
     if world.is_main or own:
-        file = folder / f"{kind}{'' if alone else f'-{world.rank}'}.safetensors"
+        stem = f"{kind}{'' if alone else f'-{world.rank}'}"
         stored, notes = _storable(own)
-        _save(stored, file, notes or None)
+        parts = _parts(stored) if in_parts else [stored]
+        for i, part in enumerate(parts):
+            noted = {name: note for name, note in notes.items() if name in part}
+            metadata = {_NOTES: json.dumps(noted)} if noted else {}
+            yield f"{stem}{f'-{i}' if len(parts) > 1 else ''}.safetensors", pieces(part, metadata, host)
+
+
+def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors in their order, in parts of about the same size; one where they are few."""
+    size = max(_PART, math.ceil(sum(tensor.nbytes for tensor in tensors.values()) / _MOST_PARTS))
+    parts, filled = [dict[str, Tensor]()], 0
+    for name, tensor in tensors.items():
+        if filled >= size:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = tensor
+        filled += tensor.nbytes
+    return parts
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -149,17 +171,17 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
     """
     stored, _ = _storable(tensors, known=frozenset(tensor.dtype for tensor in tensors.values()))
     try:
-        _save(stored, file, {"format": "pt"})  # writes elsewhere first, and renames
+        _save(stored, file)  # writes elsewhere first, and renames
     except KeyError as error:
         names = ", ".join(name for name, tensor in stored.items() if tensor.dtype is error.args[0])
         problem = f"safetensors has no type for {error.args[0]} ({names or 'one of the tensors'})"
         raise CheckpointError(f"{problem}: read the checkpoint itself, as with init_from") from error
 
 
-def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
     mode = _mode_of_a_new(file)
     try:
-        save_file(tensors, file, metadata=metadata)
+        save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number:
@@ -184,13 +206,13 @@ def _mode_of_a_new(file: Path) -> int:
 
 def _storable(
     tensors: Mapping[str, Tensor], *, known: frozenset[torch.dtype] = _KNOWN
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Contiguous tensors that share no memory, as safetensors wants them: a tied weight is stored under each name.
 
     Of types that are not ``known`` the bytes are stored.
 
     Returns:
-        The tensors, and the file's metadata: for what is stored as bytes its type and shape.
+        The tensors, and by name the type and the shape of what is stored as bytes.
     """
     taken: dict[int, list[tuple[int, int]]] = {}  # by storage: begins and ends
     result, notes = {}, {}
@@ -204,4 +226,4 @@ def _storable(
         if tensor.dtype not in known:
             notes[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
             result[name] = result[name].reshape(-1).view(torch.uint8)
-    return result, {_NOTES: json.dumps(notes)} if notes else {}
+    return result, notes

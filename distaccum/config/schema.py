@@ -211,6 +211,8 @@ class CheckpointConfig:
 
     ``every_minutes``: one more so long after the last save, by rank 0's clock (null: none).
 
+    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory.
+
     ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
     ``best_mode``: ``min`` or ``max``.
     """
@@ -218,12 +220,15 @@ class CheckpointConfig:
     every: int = 50
     every_minutes: Optional[float] = None  # noqa: UP045
     keep: int = 2
+    background: bool = False
     best: Optional[str] = None  # noqa: UP045
     best_mode: str = "min"
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("checkpoint", self, every=int, every_minutes=number, keep=int, best=(str, NoneType))
+        require_types(
+            "checkpoint", self, every=int, every_minutes=number, keep=int, best=(str, NoneType), background=bool
+        )
         require_positive("checkpoint.every_minutes", self.every_minutes)
         require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
         saves = self.best is None or self.saves

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,18 +16,22 @@ from distaccum.accumulation.open_window import OpenWindow
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint import state as checkpoint
+from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
 from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.errors import MisuseError, NonFiniteError, SpikeError
+from distaccum.engines.base import StateLayout
+from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, PeerError, SpikeError
+from distaccum.train.background_save import BackgroundSave, clear
 from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import Callback, watches_updates
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
+from distaccum.train.failure import reason_of
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
@@ -39,6 +44,7 @@ from distaccum.train.time_limit import TimeLimit
 _log = logging.getLogger(__name__)
 
 TRAINING = "training"
+_RESCUE_S = 20.0  # after an error, for what is still being written; a launcher ends the ranks after 30
 
 
 def _tell_nobody(_: str) -> None:
@@ -95,6 +101,12 @@ class Loop:
         self._clock = None if minutes is None else SaveClock(60 * minutes, decides=self._world.is_main)
         if self._clock is not None:
             accumulator.add_rider(self._clock)
+        self._background: BackgroundSave | None = None
+        if components.config.checkpoint.background:
+            self._save_behind()
+        self._host_memory = HostMemory(self._world.device)
+        self._failed_saves = 0  # in a row, of those in the background
+        self._trouble = ""  # of the last save in the background
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress, utilization)
@@ -163,6 +175,10 @@ class Loop:
             self._tracker.raise_if_nonfinite()
         except (NonFiniteError, SpikeError):
             self._look_at_last(self._tracker.known_progress)  # what ends the run stands in the log
+            self._settle(at_end=True)
+            raise
+        except BaseException:
+            self._rescue()
             raise
         return self._finish()
 
@@ -184,8 +200,10 @@ class Loop:
             self._look_at_last(self._tracker.known_progress)
         if self._clock is not None and self._clock.due:
             self._look_at_last(self.progress)
-            if self.progress.step != self._saved_step:
+            if not self._is_saved(self.progress.step):
                 self._save()
+        if self._background is not None and self._background.ready:
+            self._settle()
         if self._reason:
             self._accumulator.stop()
         if self._time_limit.is_near and not self._preempted_by:
@@ -213,6 +231,7 @@ class Loop:
     def _roll_back(self) -> None:
         spikes = self._accumulator.spikes
         assert spikes is not None
+        self._settle()
         self._enter_phase(f"rolling back from step {self.progress.step}")
         self._world.activity.phase = Phase.SAVE
         window = self.progress.window
@@ -318,7 +337,21 @@ class Loop:
     def _is_best(self) -> bool:
         return self._evaluation is not None and self._best.improves(self._evaluation[1])
 
-    def _save(self, *, best: bool = False, again: bool = False) -> None:
+    def _is_saved(self, step: int) -> bool:
+        """Whether the last save was, or is, of this step."""
+        saving = self._background is not None and self._background.pending and self._background.step == step
+        return saving or step == self._saved_step
+
+    def _save_behind(self) -> None:
+        if self._accumulator.engine.state_layout is StateLayout.EXTERNAL:
+            if self._world.is_main:
+                _log.warning("checkpoint.background: the engine writes files of its own, so training waits for saves")
+            return
+        self._background = BackgroundSave(self._world.rank, self._world.size)
+        self._accumulator.add_rider(self._background)
+
+    def _save(self, *, best: bool = False, again: bool = False, waits: bool = False) -> None:
+        self._settle(at_end=waits)
         self._run_dir.require_owned()
         self._enter_phase(f"saving step {self.progress.step}")
         self._world.activity.phase = Phase.SAVE
@@ -339,9 +372,20 @@ class Loop:
             spikes={} if spikes is None else spikes.state_dict(),
             logged=self._logged,
         )
-        engine, data = self._accumulator.engine, self._loader.state()
+        engine, data, step = self._accumulator.engine, self._loader.state(), self.progress.step
+        if self._background is not None and not (best or again or waits):
+            folder = self._store.begin(step, self._world)
+            self._host_memory.reuse()
+            copies = list(checkpoint.contents(engine, run, data, self._world, host=self._host_memory.copy))
+            self._host_memory.wait()
+            self._background.begin(step, folder, copies)
+            if self._clock is not None:
+                self._clock.saved()
+            self._time_limit.copied()
+            self._goes_on()
+            return
         path = self._store.save(
-            self.progress.step,
+            step,
             self._world,
             partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
             again=again,
@@ -349,17 +393,82 @@ class Loop:
         )
         if best and self._evaluation is not None:
             self._best.note(self._evaluation[1])
-        self._saved_step, self._accumulator.replicas.saved = self.progress.step, path
         if self._clock is not None:
             self._clock.saved()
+        self._saved(step, path)
+        self._time_limit.saved()
+        self._goes_on()
+
+    def _saved(self, step: int, path: Path) -> None:
+        """Tells of a checkpoint that is there."""
+        self._saved_step, self._accumulator.replicas.saved = step, path
+        self._failed_saves, self._trouble = 0, ""
         if self._world.is_main:
-            self._run_dir.note_saved(self._saved_step)
+            self._run_dir.note_saved(step)
         self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_checkpoint(self, path))
-        self._meter.restart(self.progress)
-        self._time_limit.saved()
-        self._enter_phase(TRAINING)
         _log.info("saved %s", path)
+
+    def _goes_on(self) -> None:
+        self._world.activity.phase = Phase.BETWEEN
+        self._meter.restart(self.progress)
+        self._enter_phase(TRAINING)
+
+    def _settle(self, *, at_end: bool = False) -> None:
+        """Publishes what was saved in the background, for whose files this waits; a collective between two windows.
+
+        A failure is a warning, and also an error where the one before has failed too and this is not ``at_end``.
+        """
+        if self._background is None or not self._background.pending:
+            return
+        self._enter_phase("publishing a checkpoint")
+        self._world.activity.phase = Phase.SAVE
+        written = self._background.take()
+        error = written.error
+        reason = "" if error is None else self._run_dir.hidden(reason_of(self._world.rank, error))
+        outcomes = self._world.all_gather_object((dict(written.digests), reason))
+        if self._world.is_main and not any(reason for _, reason in outcomes):
+            try:
+                self._publish(written.step, [digests for digests, _ in outcomes])
+            except OSError as failed:
+                error, reason = failed, self._run_dir.hidden(reason_of(self._world.rank, failed))
+        reasons = [*(reason for _, reason in outcomes if reason), self._world.broadcast_str(reason)]
+        first = next(filter(None, reasons), "")
+        if not first:
+            self._saved(written.step, self._store.root / f"step-{written.step}")
+        else:
+            self._failed(written.step, first, error, at_end=at_end)
+        self._time_limit.saved(behind=written.seconds)
+        self._goes_on()
+
+    def _publish(self, step: int, digests: Sequence[Mapping[str, str]]) -> None:
+        clear(self._store.folder_of(step))
+        self._store.publish(step, digests, before_publishing=self._run_dir.require_owned)
+
+    def _rescue(self) -> None:
+        """Publishes what was saved in the background before an error, without a collective: ranks may be gone."""
+        if self._background is None or not self._background.pending:
+            return
+        try:
+            written = self._background.take(_RESCUE_S)
+            if self._world.is_main and written.error is None:
+                folder = self._store.folder_of(written.step)
+                self._publish(written.step, self._background.left_by_all(folder, _RESCUE_S))
+                self._run_dir.note_saved(written.step)
+        except (OSError, ValueError, DistaccumError) as error:
+            _log.warning("step %d, which was being saved, is lost (%s)", self._background.step, error)
+
+    def _failed(self, step: int, reason: str, error: Exception | None, *, at_end: bool) -> None:
+        """What could not be saved in the background; the checkpoint before is there."""
+        self._failed_saves += 1
+        self._trouble = f"step {step} could not be saved: {reason}"
+        if self._world.is_main:
+            self._store.drop(step)
+            self._write_status()
+            ends = "the run goes on, and ends if the next save fails, too"
+            _log.warning("%s; %s", self._trouble, "it is saved once more" if at_end else ends)
+        if self._failed_saves > 1 and not at_end:
+            raise error or PeerError(reason, "while this rank wrote its part of a checkpoint")
 
     def _finish(self) -> dict[str, float]:
         """Makes the last update's record, evaluation and checkpoint, unless they were due anyway.
@@ -415,8 +524,9 @@ class Loop:
     def _save_last(self, *, best: bool = False) -> None:
         if not self._components.config.checkpoint.saves or self._components.evaluates_alone:
             return
+        self._settle(at_end=True)
         if self._saved_step != self.progress.step:
-            self._save(best=best)
+            self._save(best=best, waits=True)
         elif best and self._evaluation is not None:
             if self._world.is_main:
                 self._before_publishing(best=best)
@@ -429,4 +539,4 @@ class Loop:
 
     def _write_status(self) -> None:
         if self._world.is_main:
-            self._run_dir.write_status(State.RUNNING, step=self._tracker.known_progress.step)
+            self._run_dir.write_status(State.RUNNING, step=self._tracker.known_progress.step, reason=self._trouble)

@@ -48,10 +48,20 @@ class TimeLimit:
         """Ends the time of an evaluation."""
         self._evaluation = max(self._evaluation, self._lap())
 
-    def saved(self) -> None:
-        """Ends the time of a save; the longest one replaces the estimate."""
-        self._save = max(self._lap(), 0.0 if self._guessed else self._save)
+    def saved(self, *, behind: float = 0.0) -> None:
+        """Ends the time of a save; the longest one replaces the estimate.
+
+        Args:
+            behind: seconds for which its files were written while training went on. At the end of the run nothing goes
+                on, and a save may have to wait for the one before.
+        """
+        took = self._lap() + 2 * behind
+        self._save = max(took, 0.0 if self._guessed else self._save)
         self._guessed = False
+
+    def copied(self) -> None:
+        """Ends the time in which a save was begun that goes on in the background."""
+        self._lap()
 
     @property
     def is_near(self) -> bool:

@@ -6,6 +6,7 @@ Without a program it takes Hydra overrides of ``conf/bench.yaml`` and measures o
 - ``exactness=true``: how far each framework's gradient is from that of the global batch;
 - ``boundary=true``: unscaling, clipping and the optimizer's step alone (``optimizer_step.py``);
 - ``engines=true``: what a rank holds and sends with each engine;
+- ``saves=true``: saves and verifications of checkpoints (``checkpoints.py``);
 - ``loading=true``: whether loading is hidden behind computing.
 
 ``network`` measures two hosts with a slow link between them (``conf/link.yaml``), ``compare_engines`` trains the main
@@ -27,7 +28,7 @@ from distaccum.config.command_line import register_aliases
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
-from launch.bench import compare_engines, engines, exactness, loading, optimizer_step, tables, throughput
+from launch.bench import checkpoints, compare_engines, engines, exactness, loading, optimizer_step, tables, throughput
 from launch.bench.network import main as network
 
 PROGRAMS = {"network": network.main, "compare_engines": compare_engines.main}
@@ -37,8 +38,8 @@ def run(node: DictConfig) -> None:
     """Measures on this rank; rank 0 prints the figures, and writes them to ``bench.json`` in the run directory."""
     values, folder = plain(node), Path(HydraConfig.get().runtime.output_dir)
     options = values.pop("bench")
-    sizes, loads = options.pop("boundary_sizes"), options.pop("loading")
-    wanted = {name for name in ("exactness", "boundary", "engines", "loading") if values.pop(name)}
+    sizes, saved_sizes, loads = options.pop("boundary_sizes"), options.pop("saved_sizes"), options.pop("loading")
+    wanted = {name for name in ("exactness", "boundary", "engines", "saves", "loading") if values.pop(name)}
     config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         if "exactness" in wanted:
@@ -48,6 +49,9 @@ def run(node: DictConfig) -> None:
             show = partial(optimizer_step.show, device=world.device)
         elif "engines" in wanted:
             figures, show = engines.compare(config, world), partial(tables.show, path=folder / "engines.md")
+        elif "saves" in wanted:
+            figures = checkpoints.compare(world, saved_sizes, folder, pairs=options["pairs"])
+            show = partial(checkpoints.show, ranks=world.size)
         elif "loading" in wanted:
             figures, show = loading.compare(world, **loads), loading.show
         else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.bench.checkpoints import COMPARED
 from tests.support.commands import ROOT, succeed
 
 BENCH = ROOT / "launch" / "bench"
@@ -70,6 +71,33 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
         assert ours["aten ops"] <= fused["aten ops"] + 15
         assert unfused["aten ops"] <= 1.02 * textbook["aten ops"]
         assert max(way["weights off"] for way in (fused, ours, unfused)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_saves_are_compared_with_what_the_disk_and_memory_do(tmp_path: Path, world: int) -> None:
+    """Every way has times, and a ratio to each that it is compared with; what was written is removed, and no more."""
+    kept = tmp_path / "checkpoints" / "step-1" / "model.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    finished = succeed(
+        "saves=true",
+        "bench.saved_sizes=[100000,600000]",
+        "bench.pairs=2",
+        f"hydra.run.dir={tmp_path}",
+        script=BENCH,
+        world=world,
+    )
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert set(figures) == {"100000", "600000"}
+    for size, row in figures.items():
+        assert row["tensor bytes"] >= 12 * int(size) * 0.8
+        assert row["tensor bytes"] < row["bytes"] < 1.1 * row["tensor bytes"]  # headers and JSON beside them
+        assert f"a checkpoint of {row['bytes'] / 2**20:,.0f} MiB in {4 + world} files" in finished.stdout
+        for name, bases in COMPARED.items():
+            assert all(row[name][f"time / {base}"]["min"] > 0 for base in bases)
+            assert all(row[base]["s"]["min"] > 0 for base in bases)
+    assert list(tmp_path.rglob("*.safetensors")) == [kept]
 
 
 @pytest.mark.slow

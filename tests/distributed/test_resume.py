@@ -51,11 +51,20 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int)
     says="distaccum: the run failed: rank ... while ... (process ... on ...)",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    ("times", "background"),
+    [
+        (5, "false"),
+        pytest.param(20, "false", marks=pytest.mark.heavy),
+        (3, "true"),
+        pytest.param(30, "true", marks=pytest.mark.heavy),
+    ],
+)
 def test_killed_at_random_moments_is_bitwise_uninterrupted(
-    tmp_path: Path, times: int, says: Callable[[str], None]
+    tmp_path: Path, times: int, background: str, says: Callable[[str], None]
 ) -> None:
     settings = [*SETTINGS, "checkpoint.every=4", f"trainer.max_steps={12 * times}", "trainer.eval_every=30"]
+    settings.append(f"checkpoint.background={background}")
     settings += ["trainer.verify=never", "+callbacks.killed._target_=tests.support.deaths.KilledAnywhere"]
     where = {name: f"hydra.run.dir={tmp_path / name}" for name in ("whole", "killed")}
     succeed(*settings, where["whole"], world=2, PYTHONPATH=str(ROOT))

@@ -150,7 +150,7 @@ def test_a_fault_that_is_not_survived_fails_the_soak(tmp_path: Path) -> None:
         "import sys\n"
         "if 'launch/local.py' in ' '.join(sys.orig_argv) or 'train.py' in ' '.join(sys.orig_argv):\n"
         "    import distaccum.checkpoint.store as store\n"
-        "    store._digests = lambda folder: {}\n"
+        "    store._digests = lambda *_: {}\n"
     )
     command = [sys.executable, "-m", "launch.soak", f"out={tmp_path / 'soak'}", "seed=1", "only=12"]
     path = os.pathsep.join([str(package.parent), str(ROOT)])

@@ -41,7 +41,7 @@ def forks() -> Iterator[Forks]:
 def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
     """What the worker found: in the undisturbed run, and in each cell."""
 
-    def run(what: str, *, error: int = 0, times: int = 1, stride: int) -> Any:
+    def run(what: str, *, error: int = 0, times: int = 1, stride: int, **more: str) -> Any:
         folder = tmp_path_factory.mktemp(what)
         finished = subprocess.run(
             [sys.executable, str(WORKER), what, str(folder), str(error), str(times), str(stride)],
@@ -49,7 +49,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
             text=True,
             check=False,
             timeout=280,
-            env=environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library)),
+            env=environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more),
         )
         assert finished.returncode == 0, finished.stderr
         whole, *rest = map(json.loads, finished.stdout.splitlines())
@@ -146,6 +146,18 @@ def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
     assert len(found) >= 60 // stride
     assert {cell["between"]["newest"] for cell in found} == {"step-2", "step-3"}
     for cell in found:
+        assert cell["ended"] == 0, cell
+        assert _kept(cell) == _kept(whole), cell
+        assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.heavy)])
+def test_a_death_at_any_write_of_a_save_in_the_background_loses_nothing(cells: Cells, stride: int) -> None:
+    whole, found = cells("kill", stride=stride, BACKGROUND="1")
+    assert len(found) >= 60 // stride
+    for cell in found:
+        assert cell["between"]["newest"] in ("step-2", "step-3"), cell
         assert cell["ended"] == 0, cell
         assert _kept(cell) == _kept(whole), cell
         assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell

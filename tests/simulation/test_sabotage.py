@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distaccum.accumulation.accumulator import Accumulator
-from distaccum.checkpoint import files, store
+from distaccum.checkpoint import files, hashing, store
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import CheckpointError
 from distaccum.train import run
@@ -57,7 +57,7 @@ def _power(path: str, *numbers: int) -> Cells:
 
 
 def _no_sync(patch: pytest.MonkeyPatch) -> None:
-    for module in (files, store):
+    for module in (files, hashing, store):
         patch.setattr(module, "sync", lambda _: None)
 
 
@@ -75,7 +75,7 @@ def _latest_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_seals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store, "_seal", lambda _: None)
+    patch.setattr(store, "_seal", lambda *_: None)
 
 
 def _keeps_one_less(patch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,8 @@ def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
 
     real = store.verify
     patch.setattr(store, "verify", verify)
-    patch.setattr(store, "retried", lambda read, of=None: read())
+    for module in (store, hashing):
+        patch.setattr(module, "retried", lambda read, of=None: read())
 
 
 def _done_too_early(patch: pytest.MonkeyPatch) -> None:

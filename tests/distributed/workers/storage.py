@@ -2,7 +2,8 @@
 
 ``storage.py WHAT FOLDER ERROR TIMES STRIDE`` prints one JSON object for each cell: the operation, its number, how it
 ended. ``resume``: a run of three updates goes on from its second, and a read fails. ``save``: the same, and a write
-fails. ``kill``: the process that goes on is killed at an operation, and another one goes on from what is left.
+fails. ``kill``: the process that goes on is killed at an operation, and another one goes on from what is left. With
+``BACKGROUND`` in the environment saves are made in the background.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def train(folder: Path, steps: int) -> None:
         "batch": {"global_size": 4, "micro_size": 4},
         "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"max_steps": steps, "eval_every": 0, "log_every": 1},
-        "checkpoint": {"every": 1, "keep": 2},
+        "checkpoint": {"every": 1, "keep": 2, "background": "BACKGROUND" in os.environ},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
         "resume": "auto",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ import torch
 
 from distaccum.checkpoint import files, tensors
 from distaccum.checkpoint.files import retried
+from distaccum.checkpoint.hashing import HashingWriter
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, UnreadableError, verify
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
 ERRORS = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EACCES, errno.EMFILE)
+
+
+def _write(content: str, folder: Path) -> None:
+    (folder / "state.json").write_text(content)
 
 
 @pytest.fixture
@@ -26,7 +32,7 @@ def store(gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(files, "_PAUSES_S", (0.0,) * 3)
     made = CheckpointStore(tmp_path, keep=0)
     for step in (1, 2):
-        made.save(step, gloo_world, lambda folder: (folder / "state.json").write_text("{}"))
+        made.save(step, gloo_world, partial(_write, "{}"))
     return made
 
 
@@ -66,7 +72,7 @@ def test_one_that_stays_ends_the_run_and_deletes_nothing(
             store.newest_valid()
         assert 2 <= len(failed) < 20
         # Also where somebody saves at or before that step all the same.
-        store.save(2, gloo_world, lambda folder: (folder / "state.json").write_text('{"new": 1}'))
+        store.save(2, gloo_world, partial(_write, '{"new": 1}'))
     assert json.loads((store.root / "step-2" / "state.json").read_text()) == {"new": 1}
     assert json.loads((store.root / "aside-step-2" / "state.json").read_text()) == {}
     verify(store.root / "aside-step-2")
@@ -116,7 +122,7 @@ def test_what_lies_ahead_is_set_aside_and_never_deleted(
     (store.root / "step-4").write_text("a file")
     (store.root / "step-5").symlink_to("nowhere")
     assert store.newest_valid() == store.root / "step-2"
-    store.save(1, gloo_world, lambda folder: (folder / "state.json").write_text('{"new": 1}'))
+    store.save(1, gloo_world, partial(_write, '{"new": 1}'))
     assert sorted(path.name for path in store.root.iterdir()) == [
         "aside-step-1",
         "aside-step-2",
@@ -153,8 +159,8 @@ def test_what_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_takes_no_tensors_is_named_with_its_file(gloo_world: World, tmp_path: Path) -> None:
-    """safetensors tells of it in a class of its own, without the file: a full disk, or a folder that is gone."""
-    with pytest.raises(FileNotFoundError) as caught:
-        tensors.write(tmp_path / "gone", "model", {"weight": torch.ones(2)}, gloo_world, shared=False)
+    (file,) = tensors.contents("model", {"weight": torch.ones(2)}, gloo_world, shared=False)
+    with pytest.raises(FileNotFoundError) as caught, HashingWriter(tmp_path / "gone") as writer:
+        writer.write(*file)
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == str(tmp_path / "gone" / "model.safetensors")

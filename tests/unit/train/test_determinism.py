@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import ConfigError, CrossEntropy, DataSpec, MisuseError, RunConfig, Trainer
+from distaccum import ConfigError, CrossEntropy, DataSpec, MisuseError, RunConfig, Trainer, World
 from distaccum.train import determinism
 
 SAMPLES = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 3)) for i in range(8)]
@@ -44,14 +44,14 @@ def _fit(model: nn.Module, folder: Path, *, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_kernels_are_deterministic_within_the_run_alone(wanted: bool, tmp_path: Path) -> None:
+def test_kernels_are_deterministic_within_the_run_alone(gloo_world: World, wanted: bool, tmp_path: Path) -> None:
     model = _Model()
     _fit(model, tmp_path, deterministic=wanted)
     assert model._seen == {wanted}
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_kernel_that_has_no_such_form_is_named_before_a_weight_moves(tmp_path: Path) -> None:
+def test_a_kernel_that_has_no_such_form_is_named_before_a_weight_moves(gloo_world: World, tmp_path: Path) -> None:
     model = _Model(puts=True)
     before = model.layer.weight.detach().clone()
     message = (

@@ -1,0 +1,201 @@
+"""Files of tensors, written here and hashed meanwhile: safetensors' own bytes, and digests of what was meant."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import partial
+from pathlib import Path
+from threading import enumerate as enumerate_threads
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from distaccum.accumulation.progress import Progress
+from distaccum.checkpoint import export, files, hashing, state, tensors, weights
+from distaccum.checkpoint.hashing import HashingWriter, digests
+from distaccum.checkpoint.layout import TYPES, pieces
+from distaccum.checkpoint.store import MANIFEST, CheckpointStore, verify
+from distaccum.distributed.world import World
+from distaccum.engines.factory import create_engine
+from distaccum.errors import CheckpointError
+
+RUN = state.RunState(progress=Progress(step=1), position={}, wandb_id="", config={}, callbacks={})
+SHAPES = ((), (0, 3), (1,), (2, 3), (5, 7, 2))
+
+
+def _of_all_types() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for dtype in TYPES:
+        for shape in SHAPES:
+            raw = torch.randint(0, 2, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
+            found[f"{dtype}.{len(shape)}{len(found)}"] = raw.view(dtype).reshape(shape)
+    return found | {name: torch.ones(2) for name in ('a "quoted"\n\t\x01\x7f', "größe.重み.🤗", "\uffff", "\U00010000")}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"distaccum": '{"a": "\u00e9"}'}])
+def test_a_file_is_what_safetensors_itself_writes(tmp_path: Path, metadata: dict[str, str]) -> None:
+    """Byte for byte, whatever the order in which tensors are given."""
+    given = _of_all_types()
+    save_file(given, tmp_path / "theirs", metadata=metadata or None)
+    with HashingWriter(tmp_path) as writer:
+        writer.write("ours", pieces(dict(reversed(given.items())), metadata))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    found = load_file(tmp_path / "ours")
+    assert all(
+        torch.equal(found[name].view(torch.uint8), one.view(torch.uint8)) for name, one in given.items() if one.ndim
+    )
+
+
+def _write(sizes: list[int], folder: Path) -> dict[str, str]:
+    with HashingWriter(folder) as writer:
+        for i, size in enumerate(sizes):
+            writer.write(f"model-{i}.safetensors", [bytes([i]) * (size // 2), memoryview(bytes(size - size // 2))])
+        return writer.digests
+
+
+LARGE = hashing._LARGE
+
+
+def test_digests_of_what_is_written_are_those_of_the_files(tmp_path: Path) -> None:
+    """By more files than there are threads, some hashed in threads and some at once."""
+    sizes = [0, 1, LARGE - 1, *[LARGE + i for i in range(hashing.THREADS + 2)]]
+    found = _write(sizes, tmp_path)
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == dict(zip(found, sizes, strict=True))
+    actual = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    assert found == actual
+    assert digests([tmp_path / name for name in found]) == list(found.values())
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+def test_what_the_disk_loses_between_a_write_and_the_seal_is_found(
+    size: int, gloo_world: World, tmp_path: Path
+) -> None:
+    """Rank 0 used to read the files again, and sealed what had become of them."""
+
+    def lose(folder: Path) -> dict[str, str]:
+        found = _write([size], folder)
+        os.truncate(folder / "model-0.safetensors", size // 2)
+        return found
+
+    store = CheckpointStore(tmp_path, keep=0)
+    first = store.save(1, gloo_world, partial(_write, [size]))
+    assert store.newest_valid() == first
+    second = store.save(2, gloo_world, lose)
+    with pytest.raises(CheckpointError, match=r"missing, added or changed: model-0\.safetensors"):
+        verify(second)
+    assert store.newest_valid() == first
+
+
+def test_a_file_that_rank_0_does_not_see_is_in_the_manifest(gloo_world: World, tmp_path: Path) -> None:
+    """A network file system may show another host's file late: a checkpoint without it verified as whole."""
+
+    def late(folder: Path) -> dict[str, str]:
+        return _write([1], folder) | {"random-1.json": "0" * 64}
+
+    path = CheckpointStore(tmp_path, keep=0).save(1, gloo_world, late)
+    assert "random-1.json" in json.loads((path / MANIFEST).read_text())
+    with pytest.raises(CheckpointError, match=r"missing, added or changed: random-1\.json"):
+        verify(path)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_damage_of_a_large_file_is_found(number: int, gloo_world: World, tmp_path: Path) -> None:
+    """Several are read at once, each by a thread."""
+    path = CheckpointStore(tmp_path, keep=0).save(1, gloo_world, partial(_write, [LARGE, LARGE + 1, 5]))
+    verify(path)
+    with (path / f"model-{number}.safetensors").open("r+b") as file:
+        file.seek(LARGE // 2)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match=rf"missing, added or changed: model-{number}\.safetensors$"):
+        verify(path)
+
+
+def test_an_error_while_a_large_file_is_read_is_tried_again(
+    tmp_path: Path, gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = CheckpointStore(tmp_path, keep=0).save(1, gloo_world, partial(_write, [LARGE, LARGE]))
+    monkeypatch.setattr(files, "_PAUSES_S", (0.0,) * 3)
+    real, failed = Path.open, []
+
+    def fails(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == "model-1.safetensors" and len(failed) < 2:
+            failed.append(file)
+            raise OSError(5, "injected", str(file))
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    verify(path)
+    assert len(failed) == 2
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_error_names_the_file_whoever_writes_it(size: int, asks: bool) -> None:
+    """A thread's error is raised at the end of the block, also where nobody asks for digests."""
+
+    def write() -> None:
+        with HashingWriter(Path("/dev")) as writer:
+            writer.write("full", [bytes(size)])
+            if asks:
+                _ = writer.digests
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        write()
+    assert caught.value.filename == "/dev/full"
+    assert not [thread for thread in enumerate_threads() if thread.name.startswith("checkpoint")]
+
+
+def _engine(world: World) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    engine = create_engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), world)
+    with engine.micro_step(sync=True):
+        engine.backward(engine.model(torch.ones(2, 64)).square().sum())
+    engine.step()
+    return engine
+
+
+def test_a_large_optimizer_state_is_in_parts_that_are_read_as_one(
+    gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model stays one file, which other programs read; of what is hashed, nothing is read again."""
+    monkeypatch.setattr(tensors, "_PART", 30_000)
+    engine = _engine(gloo_world)
+    path = CheckpointStore(tmp_path / "a", keep=0).save(
+        1, gloo_world, partial(state.save, engine=engine, run=RUN, data={"taken": 3}, world=gloo_world)
+    )
+    names = {file.name for file in path.iterdir()}
+    parts = {f"optimizer-{i}.safetensors" for i in range(5)}
+    assert names == parts | {MANIFEST, "model.safetensors", "state.json", "random-0.json", "data-0.pt"}
+    verify(path)
+    saved = engine.state()
+    stored: dict[str, Tensor] = {}
+    for part in sorted(parts):
+        stored |= load_file(path / part)
+    assert stored.keys() == saved.optimizer.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in saved.optimizer.items())
+    other = _engine(gloo_world)
+    for parameter in other.unwrapped_model.parameters():
+        parameter.data.zero_()
+    assert state.restore(state.read(path), other, gloo_world) == (True, {"taken": 3})
+    assert all(torch.equal(other.state().optimizer[name], tensor) for name, tensor in saved.optimizer.items())
+    assert all(torch.equal(other.state().model[name], tensor) for name, tensor in saved.model.items())
+    assert export.export(path, tmp_path / "weights.safetensors") == len(saved.model)
+    weights.check(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), path)
+    (path / "optimizer-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"missing, added or changed: optimizer-2\.safetensors"):
+        verify(path)
+
+
+def test_parts_have_a_bound() -> None:
+    many = {str(i): torch.empty(2**27, dtype=torch.uint8, device="meta") for i in range(40)}
+    parts = tensors._parts(many)
+    assert len(parts) <= tensors._MOST_PARTS
+    assert [name for part in parts for name in part] == list(many)
+    assert tensors._parts({}) == [{}]

@@ -1,0 +1,212 @@
+"""Saves behind a training that goes on: the same checkpoints, of the weights of their own step, or a word of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum.accumulation.step import Outcome
+from distaccum.checkpoint.host_memory import HostMemory
+from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.train.background_save import BackgroundSave
+from distaccum.train.callbacks import Callback, Run
+
+DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
+
+
+class Watch(Callback):
+    """Opens ``gate`` after update ``at``, and notes at which step which checkpoint was there, whole."""
+
+    def __init__(self, gate: Event | None = None, at: int = 0, raises: int = 0) -> None:
+        self.gate, self.at, self.raises = gate, at, raises
+        self.seen: list[tuple[int, str]] = []
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if self.gate is not None and run.progress.step == self.at:
+            self.gate.set()
+        if run.progress.step == self.raises:
+            raise ValueError("on purpose")
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        verify(path)
+        assert (path.parent / "latest").read_text() == f"{path.name}\n"
+        self.seen.append((run.progress.step, path.name))
+
+
+def _train(folder: Path, *callbacks: Callback, steps: int = 8, **checkpoint: Any) -> None:
+    config = {
+        "batch": {"global_size": 4, "micro_size": 2},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+        "trainer": {"max_steps": steps, "eval_every": 0, "log_every": 1},
+        "checkpoint": {"every": 2, "keep": 0, **checkpoint},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+        "resume": "auto",
+    }
+    torch.manual_seed(0)
+    Trainer(
+        nn.Linear(4, 3),
+        CrossEntropy(),
+        DataSpec(train=DATA),
+        config=RunConfig.from_dict(config),
+        callbacks=callbacks,
+        run_dir=folder,
+    ).fit()
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    """All that trains, of each checkpoint."""
+    found = {}
+    for step in CheckpointStore(folder / "checkpoints", keep=0).steps():
+        verify(step)
+        for file in sorted(step.glob("*.safetensors")):
+            found[f"{step.name}/{file.name}"] = file.read_bytes()
+        record = json.loads((step / "state.json").read_text())
+        found[step.name] = json.dumps([record["clocks"], record["logged"], record["optimizer_values"]]).encode()
+    return found
+
+
+def _opening(monkeypatch: pytest.MonkeyPatch, of: str, act: Callable[[Path], None]) -> None:
+    """Has ``act`` come before a file whose path contains ``of`` is opened for writing."""
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if of in str(path) and "w" in mode:
+            act(path)
+        return real(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(
+    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of step 2 wait until update 3 is made; they are what a run that waits writes, byte for byte."""
+    _train(tmp_path / "waits", Watch())
+    gate = Event()
+    _opening(monkeypatch, ".saving-step-2/", lambda _: None if gate.wait(60) else pytest.fail("never opened"))
+    watch = Watch(gate, at=3)
+    _train(tmp_path / "run", watch, background=True)
+    assert _content(tmp_path / "run") == _content(tmp_path / "waits")
+    assert [name for _, name in watch.seen] == ["step-2", "step-4", "step-6", "step-8"]
+    assert watch.seen[0][0] in (3, 4)  # the next save waits for it
+    assert watch.seen[-1][0] == 8
+
+
+@pytest.mark.slow
+def test_it_continues_bitwise(gloo_world: Any, tmp_path: Path) -> None:
+    _train(tmp_path / "whole", background=True)
+    _train(tmp_path / "run", background=True, steps=4)
+    _train(tmp_path / "run", background=True)
+    ours, whole = _content(tmp_path / "run"), _content(tmp_path / "whole")
+    assert {name: ours[name] for name in ours if "safetensors" in name} == {
+        name: whole[name] for name in whole if "safetensors" in name
+    }
+
+
+def _full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_a_failure_is_told_and_the_next_save_mends_it(
+    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+
+    class Status(Callback):
+        def on_update(self, run: Run, outcome: Outcome) -> None:
+            said.append(json.loads((tmp_path / "status.json").read_text()).get("reason", ""))
+
+    _opening(monkeypatch, ".saving-step-4/", _full)
+    _train(tmp_path, Status(), background=True)
+    assert "step 4 could not be saved: rank 0: OSError: [Errno 28] No space left" in caplog.text
+    assert "Make room there, and go on; the run goes on, and ends if the next save fails, too" in caplog.text
+    assert any("step 4 could not be saved" in reason for reason in said)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-2", "step-6", "step-8", "latest"}
+
+
+def test_two_failures_in_a_row_end_the_run(gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (4, 6):
+        _opening(monkeypatch, f".saving-step-{step}/", _full)
+    with pytest.raises(OSError, match="No space left"):
+        _train(tmp_path, background=True, steps=20)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "failed"
+    newest = CheckpointStore(tmp_path / "checkpoints", keep=0).newest_valid()
+    assert newest is not None
+    assert newest.name == "step-2"
+    monkeypatch.undo()
+    _train(tmp_path, background=True)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+
+
+def test_the_last_save_waits_and_is_made_again(
+    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk at the last save in the background: the run saves once more, and fails if that fails too."""
+    left = [1]
+
+    def once(path: Path) -> None:
+        if left and left.pop():
+            _full(path)
+
+    _opening(monkeypatch, ".saving-step-8/", once)
+    with caplog.at_level(logging.WARNING):
+        _train(tmp_path / "once", background=True)
+    assert "step 8 could not be saved" in caplog.text
+    assert (tmp_path / "once" / "checkpoints" / "latest").read_text() == "step-8\n"
+    _opening(monkeypatch, ".saving-step-8/", _full)
+    with pytest.raises(OSError, match="No space left"):
+        _train(tmp_path / "always", background=True)
+
+
+def test_an_error_in_the_run_waits_for_the_save(gloo_world: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on purpose"):
+        _train(tmp_path, Watch(raises=5), background=True)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-4\n"
+
+
+def test_only_its_own_number_says_that_a_save_has_ended(tmp_path: Path) -> None:
+    """Counts are sent ahead: what arrives after a save has begun may have been sent before."""
+    saves = BackgroundSave(0, 2)
+    assert saves.outgoing(1, 1) == [0.0]
+    saves.begin(1, tmp_path, [])
+    while saves.outgoing(1, 1) != [1.0]:
+        pass
+    saves.incoming([1.0])
+    assert not saves.ready
+    saves.incoming([2.0])
+    assert saves.ready
+    assert saves.take().error is None
+    assert not saves.ready
+    saves.begin(2, tmp_path / "nowhere", [("file", [b"x"])])
+    saves.incoming([2.0])
+    assert not saves.ready
+    written = saves.take()
+    assert isinstance(written.error, FileNotFoundError)
+    assert not saves.pending
+
+
+def test_memory_is_taken_once() -> None:
+    memory = HostMemory(torch.device("cpu"))
+    given = [torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 3)]
+    first = [memory.copy(tensor) for tensor in given]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(first, given, strict=True))
+    places = [copy.data_ptr() for copy in first]
+    memory.reuse()
+    again = [memory.copy(tensor + 1) for tensor in given]
+    assert [copy.data_ptr() for copy in again] == places
+    assert torch.equal(again[0], given[0] + 1)
+    memory.reuse()
+    assert torch.equal(memory.copy(torch.ones(5)), torch.ones(5))  # of another size
