@@ -210,6 +210,9 @@ class CheckpointStore:
             _clear(path)
             self._whole.discard(path.name)
         write_text(self.root / _LATEST, final.name + "\n")
+        newest = max(self.steps(), key=_number, default=final)
+        if newest != final:  # another process has saved it, while this one slept before it wrote
+            write_text(self.root / _LATEST, newest.name + "\n")
 
     def _prune(self) -> None:
         """Removes what is older than the newest whole ones, under another name: one half removed is no damaged one."""
