@@ -57,6 +57,7 @@ def test_an_experiment_is_a_whole_run_that_plans(name: str) -> None:
     assert values["data"]["_target_"] == "distaccum.data.datasets.tokens.tokens"
     assert values["precision"]["name"] == "bf16"
     assert values["loss"]["chunk"] == 2048
+    assert values["optim"]["groups"] == [{"dims": [0, 1], "weight_decay": 0.0}]
     assert values["batch"]["global_size"] * values["data"]["seq_len"] == 491_520  # tokens an update, as in nanoGPT
     size = name.removesuffix("-openwebtext")
     biases = 11 * values["model"]["n_layer"] * values["model"]["n_embd"] + values["model"]["n_embd"]
