@@ -151,6 +151,11 @@ def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
         assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell
 
 
+@pytest.mark.fault(
+    "kill -9 at any write of a save in the background (`checkpoint.background=true`)",
+    group="checkpoints",
+    does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.heavy)])
 def test_a_death_at_any_write_of_a_save_in_the_background_loses_nothing(cells: Cells, stride: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import enumerate as enumerate_threads
@@ -72,9 +73,15 @@ def test_digests_of_what_is_written_are_those_of_the_files(tmp_path: Path) -> No
     assert digests([tmp_path / name for name in found]) == list(found.values())
 
 
+@pytest.mark.fault(
+    "a write that the disk loses in silence, before the checkpoint is sealed",
+    group="checkpoints",
+    does="is damage: the seal has what was to be written; takes the checkpoint before",
+    says="missing, added or changed: model-0.safetensors",
+)
 @pytest.mark.parametrize("size", [100, LARGE])
 def test_what_the_disk_loses_between_a_write_and_the_seal_is_found(
-    size: int, gloo_world: World, tmp_path: Path
+    size: int, gloo_world: World, tmp_path: Path, says: Callable[[str], None]
 ) -> None:
     """Rank 0 used to read the files again, and sealed what had become of them."""
 
@@ -87,8 +94,9 @@ def test_what_the_disk_loses_between_a_write_and_the_seal_is_found(
     first = store.save(1, gloo_world, partial(_write, [size]))
     assert store.newest_valid() == first
     second = store.save(2, gloo_world, lose)
-    with pytest.raises(CheckpointError, match=r"missing, added or changed: model-0\.safetensors"):
+    with pytest.raises(CheckpointError) as error:
         verify(second)
+    says(str(error.value))
     assert store.newest_valid() == first
 
 

@@ -117,8 +117,19 @@ def _full(path: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
+@pytest.mark.fault(
+    "a full disk during a save in the background (`checkpoint.background=true`)",
+    group="checkpoints",
+    does="a warning, and the reason in `status.json`; the run goes on, and a second one in a row ends it",
+    says="step 4 could not be saved: rank 0: OSError: [Errno 28] No space left on device: '...'. Make room there, and "
+    "go on; the run goes on, and ends if the next save fails, too",
+)
 def test_a_failure_is_told_and_the_next_save_mends_it(
-    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gloo_world: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    says: Callable[[str], None],
 ) -> None:
     said: list[str] = []
 
@@ -128,8 +139,7 @@ def test_a_failure_is_told_and_the_next_save_mends_it(
 
     _opening(monkeypatch, ".saving-step-4/", _full)
     _train(tmp_path, Status(), background=True)
-    assert "step 4 could not be saved: rank 0: OSError: [Errno 28] No space left" in caplog.text
-    assert "Make room there, and go on; the run goes on, and ends if the next save fails, too" in caplog.text
+    says(caplog.text)
     assert any("step 4 could not be saved" in reason for reason in said)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
