@@ -41,7 +41,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     )
     records = metrics(tmp_path)
     assert [list(record) for record in records[:3]] == [METRICS] * 3
-    assert list(records[3]) == [*METRICS, "eval_loss", "eval_accuracy", "eval_bits_per_byte"]
+    assert list(records[3]) == [*METRICS, "eval_loss", "eval_accuracy", "eval_bits_per_byte", "eval_samples"]
     assert records[3]["eval_bits_per_byte"] == pytest.approx(records[3]["eval_loss"] / np.log(2))
     last = {key: records[3][key] for key in METRICS[:3] + METRICS[6:12]}
     assert last == {

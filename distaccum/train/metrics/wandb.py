@@ -18,7 +18,7 @@ import queue
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
@@ -116,7 +116,8 @@ class WandbLogger(Logger):
 
             secret = redact(sys.argv) != sys.argv  # W&B's description of the process has the command line as it is
             settings = wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S, x_disable_meta=secret)
-            run = wandb.init(**self._settings, settings=settings)  # type: ignore[arg-type]
+            with _quiet_handlers():
+                run = wandb.init(**self._settings, settings=settings)  # type: ignore[arg-type]
             for handler in logging.getLogger("wandb").handlers:  # or a full disk prints a traceback a line
                 vars(handler)["handleError"] = _ignore
             run.define_metric("step")
@@ -190,6 +191,16 @@ def _read(path: Path, size: int) -> Iterator[dict[str, Any]]:
 
 def _ignore(_: logging.LogRecord) -> None:
     pass
+
+
+@contextmanager
+def _quiet_handlers() -> Iterator[None]:
+    """Within the block no handler of ``logging`` prints a traceback where it cannot write: W&B makes its own there."""
+    before, logging.raiseExceptions = logging.raiseExceptions, False
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = before
 
 
 def require_key(mode: str) -> None:
