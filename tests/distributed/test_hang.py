@@ -144,7 +144,7 @@ def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(
         time.sleep(0.1)
     assert f"process {second} on " in status(run.run_dir)["reason"]
     says(status(run.run_dir)["reason"])
-    run.end(within_s=20)
+    run.end(within_s=AFTER_FAILURE_S)  # the launcher kills the stopped one 30 s after the signal
 
 
 @pytest.mark.parametrize("setting", ["+data.at=0", "+data.at=7"])
