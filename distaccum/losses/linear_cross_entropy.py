@@ -197,7 +197,7 @@ def _forward(tensors: Tensors, settings: Settings) -> tuple[Tensor, Tensor]:
     for states, targets, share in _chunks(chunk, hidden, labels, factors):
         logits = _shifted(states, weight, bias, classes)
         right = right + ((logits.argmax(1) == targets) * share).sum()
-        found = logits.gather(1, targets[:, None]).squeeze(1)
+        found = logits[:, :classes].gather(1, targets[:, None]).squeeze(1)  # a label of the padding is an error
         total = total + _weighed(logits.exp_().sum(1).log() - found, share).sum()
     return total, right
 
@@ -214,7 +214,7 @@ def _with_gradients(
     total, begin = factors.new_zeros(()), 0
     for states, targets, share in _chunks(chunk, hidden, labels, factors):
         logits = _shifted(states, weight, bias, classes)
-        found = logits.gather(1, targets[:, None]).squeeze(1)
+        found = logits[:, :classes].gather(1, targets[:, None]).squeeze(1)  # a label of the padding is an error
         sums = logits.exp_().sum(1)
         total = total + _weighed(sums.log() - found, share).sum()
         weighed = share if scale is None else share * scale
