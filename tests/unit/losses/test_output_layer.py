@@ -132,15 +132,16 @@ def test_a_model_that_would_train_on_another_loss_is_refused(model: nn.Module, e
 
 @pytest.mark.parametrize("first", [-100, 0], ids=["nothing to count", "an infinite loss"])
 def test_a_batch_whose_loss_a_change_leaves_as_it_is_proves_nothing(first: int) -> None:
-    model, batch = _Other(nn.Linear(8, VOCABULARY)), _tokens()
+    head = nn.Linear(8, VOCABULARY)
+    model, batch = _Other(head), _tokens()
     batch |= {"labels": batch["input_ids"]}
     loss = MaskedLM(chunk=CHUNK)
     with torch.no_grad():
-        weight = model.head.weight.clone()
-        model.head.weight.mul_(1e38).mul_(1e38 if first == 0 else 0)
+        weight = head.weight.clone()
+        head.weight.mul_(1e38).mul_(1e38 if first == 0 else 0)
         empty = batch | {"labels": torch.full_like(batch["labels"], first)}
         loss(model, empty)
-        model.head.weight.copy_(weight)
+        head.weight.copy_(weight)
     with pytest.raises(MisuseError, match="_Other changes its logits, behind the output layer"):
         loss(model, batch)
 
