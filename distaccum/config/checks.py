@@ -101,6 +101,10 @@ def require_group(key: str, group: Any) -> None:
         require(not name.startswith("_"), f"{key}.{name}", group[name], "is no setting of a group", another)
         problem = f"and {key}.optimizer.{name}={node.get(name)} too"
         require(name not in node, f"{key}.{name}", group[name], problem, "State it once")
+    for place, rates in ((key, group), (f"{key}.optimizer", node)):
+        rate = rates.get("lr", 0.0)
+        number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < math.inf
+        require(number, f"{place}.lr", rate, "is no rate", "Give a number from 0 on, such as 0.001")
 
 
 def require_verify(key: str, value: object) -> None:

@@ -99,6 +99,9 @@ class OptimConfig:
         remedy = "Set one of them to null"
         require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
         require_choice("optim.fused", self.fused, ("auto", True, False))
+        rate = self.optimizer.get("lr", self.lr)
+        problem = f"and optim.lr={self.lr}, the peak of the schedule, would take its place"
+        require(rate == self.lr, "optim.optimizer.lr", rate, problem, "State the rate as optim.lr alone")
         for i, group in enumerate(self.groups):
             require_group(f"optim.groups.{i}", group)
 

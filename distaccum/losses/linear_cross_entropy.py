@@ -10,6 +10,7 @@ on memory. torch has it as ``linear_cross_entropy(options=...)`` from 2.13 on, w
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +123,7 @@ def linear_cross_entropy(
     tensors, settings = _parts(
         hidden, weight, labels, bias, weights=weights, ignore_index=ignore_index, chunk=chunk, classes=classes
     )
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden.device.type):
         if torch.is_grad_enabled():
             total: Tensor = _Chunked.apply(*tensors, *settings)  # type: ignore[no-untyped-call]
             return total
@@ -145,7 +146,7 @@ def linear_scores(
     tensors, settings = _parts(
         hidden, weight, labels, bias, weights=weights, ignore_index=ignore_index, chunk=chunk, classes=classes
     )
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden.device.type):
         return _forward(tensors, settings)
 
 
@@ -165,7 +166,8 @@ def _parts(
         remedy = f"a hidden state of width {weight.shape[-1]}, that of the output weight, is wanted for each label"
         raise MisuseError(f"{problem}: {remedy}")
     kind = hidden.device.type
-    casts = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    casts = casts and hidden.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
     counted = labels != ignore_index
     factors = counted.to(_wide(dtype))
@@ -174,6 +176,11 @@ def _parts(
     flat = torch.where(counted, labels, 0).flatten()
     tensors = hidden.flatten(0, -2), weight, bias, flat, factors.flatten()
     return tensors, (dtype, len(weight) if classes is None else classes, chunk)
+
+
+def _no_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Of the meta device, where operations are counted, torch knows no autocast."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -197,7 +204,7 @@ def _forward(tensors: Tensors, settings: Settings) -> tuple[Tensor, Tensor]:
     for states, targets, share in _chunks(chunk, hidden, labels, factors):
         logits = _shifted(states, weight, bias, classes)
         right = right + ((logits.argmax(1) == targets) * share).sum()
-        found = logits.gather(1, targets[:, None]).squeeze(1)
+        found = logits[:, :classes].gather(1, targets[:, None]).squeeze(1)  # a label of the padding is an error
         total = total + _weighed(logits.exp_().sum(1).log() - found, share).sum()
     return total, right
 
@@ -214,7 +221,7 @@ def _with_gradients(
     total, begin = factors.new_zeros(()), 0
     for states, targets, share in _chunks(chunk, hidden, labels, factors):
         logits = _shifted(states, weight, bias, classes)
-        found = logits.gather(1, targets[:, None]).squeeze(1)
+        found = logits[:, :classes].gather(1, targets[:, None]).squeeze(1)  # a label of the padding is an error
         sums = logits.exp_().sum(1)
         total = total + _weighed(sums.log() - found, share).sum()
         weighed = share if scale is None else share * scale
@@ -227,7 +234,7 @@ def _with_gradients(
             torch.mm(small, weight, out=by_hidden[begin : begin + len(states)])
         if by_weight is not None:
             if by_weight.dtype is dtype:
-                by_weight.addmm_(small.t(), states)
+                torch.addmm(by_weight, small.t(), states, out=by_weight)  # which torch counts, and addmm_ it does not
             else:
                 by_weight += small.t() @ states
         begin += len(states)

@@ -12,6 +12,8 @@ from distaccum.config.instantiate import build, signature_of, target_of
 from distaccum.config.schema import Node
 from distaccum.errors import ConfigError
 
+_UNUSUAL = 0.123  # a momentum that no scheduler sets: one that sets any is seen at once, before the first update
+
 
 class TorchSchedule:
     """The rates that a scheduler of torch's gives an optimizer of rate ``peak``, as factors of it.
@@ -34,7 +36,7 @@ class TorchSchedule:
         if not peak > 0:
             raise ConfigError("schedule", node["_target_"], f"and the first rate is {peak}", "Give a positive rate")
         self._node, self._peak, self._last = node, peak, max(0, total_steps - 1)
-        self._optimizer = SGD([torch.zeros(1)], lr=peak, momentum=0.9)
+        self._optimizer = SGD([torch.zeros(1)], lr=peak, momentum=_UNUSUAL)
         self._first = self._others()
         takes_end = "total_steps" in signature_of(target_of("schedule", node)) and "total_steps" not in node
         by_epochs = "epochs" in node or "steps_per_epoch" in node

@@ -74,6 +74,7 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"trainer": {"nonfinite": "ignore"}}, "trainer.nonfinite", "ignore"),
         ({"trainer": {"max_skips": 0}}, "trainer.max_skips", 0),
         ({"optim": {"clip_value": 0}}, "optim.clip_value", 0),
+        ({"optim": {"optimizer": {"lr": 0.01}}}, "optim.optimizer.lr", 0.01),
         ({"optim": {"clip_norm": 1, "clip_value": 0.5}}, "optim.clip_value", 0.5),
         ({"optim": {"fused": "maybe"}}, "optim.fused", "maybe"),
     ],

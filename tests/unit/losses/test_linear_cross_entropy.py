@@ -279,3 +279,15 @@ def test_a_model_that_cannot_make_the_loss_is_refused_before_it_is_trained() -> 
 
     with pytest.raises(MisuseError, match=r"its result has shape \[2\]: return what output\(.*\) gives, as it is"):
         CrossEntropy(chunk=9)(Scaled(), (torch.zeros(4, 2), torch.zeros(4).long()))
+
+
+@pytest.mark.parametrize("label", [CLASSES, ROWS - 1])
+def test_a_label_in_the_padding_of_the_vocabulary_is_as_far_out_of_bounds_as_with_whole_logits(label: int) -> None:
+    hidden, weight, _ = (part.requires_grad_() for part in _inputs())
+    labels = LABELS.clone()
+    labels[7] = label
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(F.linear(hidden, weight)[:, :CLASSES], labels)
+    for head in (linear_cross_entropy, linear_scores):
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            head(hidden, weight, labels, chunk=CHUNK, classes=CLASSES)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from distaccum import DataSpec
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
@@ -129,10 +130,39 @@ def test_a_model_that_would_train_on_another_loss_is_refused(model: nn.Module, e
         MaskedLM(chunk=CHUNK)(model, batch)
 
 
+@pytest.mark.parametrize("first", [-100, 0], ids=["nothing to count", "an infinite loss"])
+def test_a_batch_whose_loss_a_change_leaves_as_it_is_proves_nothing(first: int) -> None:
+    head = nn.Linear(8, VOCABULARY)
+    model, batch = _Other(head), _tokens()
+    batch |= {"labels": batch["input_ids"]}
+    loss = MaskedLM(chunk=CHUNK)
+    with torch.no_grad():
+        weight = head.weight.clone()
+        head.weight.mul_(1e38).mul_(1e38 if first == 0 else 0)
+        empty = batch | {"labels": torch.full_like(batch["labels"], first)}
+        loss(model, empty)
+        head.weight.copy_(weight)
+    with pytest.raises(MisuseError, match="_Other changes its logits, behind the output layer"):
+        loss(model, batch)
+
+
 def test_a_model_of_ones_own_needs_no_more_than_the_method() -> None:
     model, batch = _Other(nn.Linear(8, VOCABULARY), factor=1).double(), _tokens()
     batch |= {"labels": batch["input_ids"]}
     assert MaskedLM(chunk=4)(model, batch).item() == pytest.approx(MaskedLM()(model, batch).item(), rel=1e-6)
+
+
+def test_its_operations_can_be_counted_on_the_meta_device() -> None:
+    batch = _tokens()
+    batch |= {"labels": batch["input_ids"]}
+    batch = {name: part.to("meta") for name, part in batch.items()}
+    counts = []
+    for loss in (MaskedLM(), MaskedLM(chunk=CHUNK)):
+        with FlopCounterMode(display=False) as counter:
+            loss(_Other(nn.Linear(8, VOCABULARY), factor=1).to("meta"), batch).backward()
+        counts.append(counter.get_total_flops())
+    one_token = 2 * 8 * VOCABULARY  # which the output layer is given in place of all
+    assert counts[1] == pytest.approx(counts[0], abs=3 * one_token)
 
 
 ENGINES: dict[str, EngineConfig] = {"ddp": DDPConfig(), "fsdp2": FSDP2Config(sync="every")}

@@ -59,6 +59,10 @@ def test_a_gpts_operations_are_those_of_palms_formula() -> None:
     assert flops == LENGTH * (6 * weights + 12 * LAYERS * WIDTH * LENGTH)
 
 
+def test_a_loss_in_chunks_has_those_of_whole_logits() -> None:
+    assert ModelFlops(_gpt(), CrossEntropy(chunk=3), CPU).of_sample(_window(LENGTH)) == _by_hand(LENGTH)
+
+
 def test_of_samples_of_several_lengths_it_is_the_mean() -> None:
     flops = ModelFlops(_gpt(), CrossEntropy(), CPU).of_sample(_window(LENGTH, 4, 4))
     assert flops == pytest.approx((_by_hand(LENGTH) + 2 * _by_hand(4)) / 3, rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "dimensions": ([{"dims": 3, "lr": 0.1}], r"groups\.0=dims=3: takes no parameter .*the model has some of 1, 2 dim"),
     "a misspelt setting": ([{"dims": 1, "weight_decy": 0}], r"groups\.0\.weight_decy=0: .*did you mean weight_decay"),
     "a value": ([{"dims": 1, "weight_decay": -1}], r"optim\.groups\.0=torch\.optim\.AdamW: ValueError: .*-1"),
-    "a negative rate": ([{"dims": 1, "lr": -1e-3}], r"optim\.groups\.0=torch\.optim\.AdamW: ValueError: .*-0\.001"),
+    "a negative rate": ([{"dims": 1, "lr": -1e-3}], r"optim\.groups\.0\.lr=-0\.001: is no rate"),
+    "an infinite rate": ([{"dims": 1, "lr": math.inf}], r"optim\.groups\.0\.lr=inf: is no rate"),
+    "a rate in quotes": ([{"dims": 1, "lr": "1e-3"}], r"optim\.groups\.0\.lr=1e-3: is no rate"),
+    "another optimizer's rate": (
+        [{"dims": 2, "optimizer": MUON | {"lr": math.nan}}],
+        r"optim\.groups\.0\.optimizer\.lr=nan: is no rate",
+    ),
     "the kernel": ([{"dims": 1, "fused": False}], r"groups\.0\.fused=False: is a setting of AdamW as a whole"),
     "nothing taken": ([{"lr": 0.1}], r"optim\.groups\.0=\{'lr': 0\.1\}: says neither match nor dims"),
     "nothing stated": ([{"dims": 1}], r"optim\.groups\.0=\{'dims': 1\}: states nothing for what it takes"),

@@ -121,6 +121,10 @@ def test_a_lambda_of_torchs_is_named_by_its_function() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "its usual momentum": (
+        {"_target_": "CyclicLR", "base_lr": 0.01, "max_lr": 0.1},
+        r"CyclicLR: sets momentum too.*cycle_momentum: false",
+    ),
     "momentum": ({"_target_": "OneCycleLR", "max_lr": 0.1}, r"OneCycleLR: sets momentum too.*cycle_momentum: false"),
     "an argument": ({"_target_": "StepLR", "step": 3}, r"schedule\.step=3: no such argument; did you mean step_size"),
     "none of it": ({"_target_": "StepLR"}, r"schedule=.*StepLR: TypeError: .*step_size"),
