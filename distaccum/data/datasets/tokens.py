@@ -68,6 +68,8 @@ def _open(key: str, pattern: str, dtype: np.dtype[np.unsignedinteger]) -> list[T
     if not paths:
         raise ConfigError(key, pattern, "matches no file", "Give a path or a glob such as shards/*.bin, in quotes")
     for path in paths:
+        if path.is_dir():
+            raise ConfigError(key, pattern, f"{path} is a folder", f"Name its files, as in '{path}/*.bin'")
         size = path.stat().st_size
         if size == 0 or size % dtype.itemsize:
             problem = f"{path} has {size} bytes, no whole number of {dtype.itemsize}-byte ids"

@@ -97,6 +97,7 @@ def test_digits_are_the_real_ones() -> None:
         (lambda folder: docs(seq_len=4, held_out=0.1, vocab_size=100), "data.vocab_size"),
         (lambda folder: tokens(path=str(folder / "*.bin"), vocab_size=9, seq_len=4), "data.path"),
         (lambda folder: tokens(path=str(folder / "odd"), vocab_size=9, seq_len=4), "data.path"),
+        (lambda folder: tokens(path=str(folder), vocab_size=9, seq_len=4), "data.path"),
         (lambda folder: tokens(path=str(folder / "odd"), vocab_size=9, seq_len=4, dtype="int8"), "data.dtype"),
         (lambda folder: tokens(path=str(folder / "odd"), vocab_size=0, seq_len=4), "data.vocab_size"),
         (lambda folder: digits(held_out=0), "data.held_out"),
