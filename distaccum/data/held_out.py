@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from distaccum.data import loading_processes
 from distaccum.data.factory import loading_options
-from distaccum.data.loader import Collate, generator_of, torch_loader
+from distaccum.data.loader import Collate, expect_all, generator_of, torch_loader
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions
 from distaccum.distributed.world import World
 
@@ -95,22 +95,26 @@ class HeldOut:
         """The batches of these samples.
 
         Raises:
-            DataError: a loading process has died.
+            DataError: a loading process has died, or there are fewer batches.
         """
-        self._ids.given = ids
+        self._ids.give(ids)
         assert self._loader.generator is not None
         self._loader.generator.manual_seed(self._seed)  # what the workers draw depends on no evaluation before
         others = loading_processes.children()
         batches = iter(self._loader)
         started = [process for process in loading_processes.children() if process not in others]
         self._processes = started or self._processes  # those that stay were started before
+        found = 0
         try:
-            yield from batches
+            for batch in batches:
+                found += 1
+                yield batch
         except Exception as problem:
             meant = loading_processes.explain(problem, self._processes, "the held-out data", self._world)
             if meant is problem:
                 raise
             raise meant from problem
+        expect_all(self._ids.taken, found, "the held-out data")
 
     def _own_ids(self) -> Iterator[list[int]]:
         step = self._size * self._world_size
@@ -122,10 +126,16 @@ class _Ids:
     """A batch sampler that gives what it was given last."""
 
     def __init__(self) -> None:
-        self.given: Iterable[list[int]] = ()
+        self.give(())
+
+    def give(self, ids: Iterable[list[int]]) -> None:
+        """Sets what the next iteration gives."""
+        self._given, self.taken = ids, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.given)
+        for ids in self._given:
+            self.taken += 1
+            yield ids
 
 
 def _start_method(context: Any) -> str | None:

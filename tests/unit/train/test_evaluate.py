@@ -155,6 +155,22 @@ def test_a_loading_process_that_dies_is_named(gloo_world: World, tmp_path: Path)
         _trainer(tmp_path, data, Sums(), max_steps=1, num_workers=1).fit()
 
 
+class RunsOut(Told):
+    """Samples of an iterator that has too few of them, as ``next()`` says by ``StopIteration``."""
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return next(iter(range(index, 5)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_stop_early_are_no_end_of_the_held_out_data(num_workers: int, gloo_world: World) -> None:
+    """Torch passes a dataset's ``StopIteration`` on, and a ``for`` takes that for the end."""
+    workers = WorkerOptions(num_workers=num_workers)
+    held_out = HeldOut(RunsOut(9), gloo_world, limit=None, micro_batch_size=2, collate=list, workers=workers, seed=0)
+    with pytest.raises(DataError, match=r"the held-out data ended after 2 batches, and .* StopIteration"):
+        list(held_out.batches(in_lockstep=False))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loading_processes_stay_where_they_are_slow_to_start(method: str, gloo_world: World) -> None:
