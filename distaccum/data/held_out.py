@@ -12,9 +12,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distaccum.data import loading_processes
+from distaccum.data.ahead import SeededIds
 from distaccum.data.factory import loading_options
-from distaccum.data.loader import Collate, generator_of, torch_loader
+from distaccum.data.loader import Collate, expect_all, generator_of, torch_loader
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions
+from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 
 
@@ -57,7 +59,8 @@ class HeldOut:
         self.rounds = -(-batches // world.size)
         """The most batches that a rank has."""
         self._own = len(range(world.rank, batches, world.size))
-        self._world, self._ids = world, _Ids()
+        seed = seed if workers.seed is None else workers.seed
+        self._world, self._ids = world, _Ids(seed)
         self._processes: list[BaseProcess] = []
         workers = replace(workers, num_workers=min(workers.num_workers, max(1, self._own)))
         self._loader: DataLoader[Any] = torch_loader(
@@ -66,7 +69,7 @@ class HeldOut:
             world,
             collate=collate,
             workers=workers,
-            generator=generator_of(seed if workers.seed is None else workers.seed, world),
+            generator=generator_of(seed, world),
             persistent=workers.num_workers > 0 and _start_method(workers.multiprocessing_context) != "fork",
         )
         assert self._loader.generator is not None
@@ -95,22 +98,26 @@ class HeldOut:
         """The batches of these samples.
 
         Raises:
-            DataError: a loading process has died.
+            DataError: a loading process has died, or there are fewer batches.
         """
-        self._ids.given = ids
+        self._ids.give(ids)
         assert self._loader.generator is not None
-        self._loader.generator.manual_seed(self._seed)  # what the workers draw depends on no evaluation before
+        self._loader.generator.manual_seed(self._seed)  # of workers' own seeds, whatever was evaluated before
         others = loading_processes.children()
         batches = iter(self._loader)
         started = [process for process in loading_processes.children() if process not in others]
         self._processes = started or self._processes  # those that stay were started before
+        found = 0
         try:
-            yield from batches
+            for batch in batches:
+                found += 1
+                yield batch
         except Exception as problem:
             meant = loading_processes.explain(problem, self._processes, "the held-out data", self._world)
             if meant is problem:
                 raise
             raise meant from problem
+        expect_all(self._ids.taken, found, "the held-out data")
 
     def _own_ids(self) -> Iterator[list[int]]:
         step = self._size * self._world_size
@@ -119,13 +126,23 @@ class HeldOut:
 
 
 class _Ids:
-    """A batch sampler that gives what it was given last."""
+    """A batch sampler that gives what it was given last.
 
-    def __init__(self) -> None:
-        self.given: Iterable[list[int]] = ()
+    Each batch seeds the loading process that gets it: what its samples draw depends on the batch alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.give(())
+
+    def give(self, ids: Iterable[list[int]]) -> None:
+        """Sets what the next iteration gives."""
+        self._given, self.taken = ids, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.given)
+        for ids in self._given:
+            self.taken += 1
+            yield SeededIds(ids, keys_of(ids[:1], "held out", self._seed)[0])
 
 
 def _start_method(context: Any) -> str | None:

@@ -186,7 +186,7 @@ class MapWindowLoader(WindowLoader):
                     self._ids.seek(epoch, start)
                     batches = self._start()
                 micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
-                assert len(micro_batches) == filled
+                expect_all(filled, len(micro_batches), f"window {k} of epoch {epoch}")
                 has_some = has_some or filled > 0
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
                 error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}", self._world)
@@ -330,6 +330,13 @@ class WorkerInit:
         loading_processes.begin(worker)
         if self._users is not None:
             self._users(worker)
+
+
+def expect_all(given: int, found: int, what: str) -> None:
+    """Raises DataError if torch's ``DataLoader`` has ended before it made batches of all samples that it was given."""
+    if found < given:
+        why = "the dataset or the collate function raises StopIteration, as next() does where an iterator has no more"
+        raise DataError(f"{what} ended after {found} batches, and there are more: {why}")
 
 
 def _given(batch: Any) -> Any:

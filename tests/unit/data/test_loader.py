@@ -17,7 +17,7 @@ from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, DataError
 from distaccum.losses.cross_entropy import CrossEntropy
 
 
@@ -159,6 +159,24 @@ def test_loading_leaves_the_models_random_numbers_alone(gloo_world: World) -> No
     loader, counter = MapWindowLoader(Recorded(), plan, gloo_world), GlobalCounter(gloo_world, CrossEntropy().count)
     assert sum(len(list(loader.windows(epoch, 0, counter))) for epoch in range(2)) == 6
     assert torch.equal(before, torch.get_rng_state())
+
+
+class RunsOut(Recorded):
+    """Samples of an iterator that has too few of them, as ``next()`` says by ``StopIteration``."""
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter([super().__getitem__(index)][: index < 5]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_stop_early_are_an_error_that_says_so(workers: int, gloo_world: World) -> None:
+    """Torch passes a dataset's ``StopIteration`` on, which ends what takes a window's micro-batches."""
+    plan = BatchPlan(samples=len(RunsOut()), global_batch_size=4, micro_batch_size=2, world_size=1, seed=None)
+    loader = MapWindowLoader(RunsOut(), plan, gloo_world, workers=WorkerOptions(num_workers=workers))
+    windows = loader.windows(0, 0, GlobalCounter(gloo_world, CrossEntropy().count))
+    assert len(next(windows).micro_batches) == 2
+    with pytest.raises(DataError, match=r"window 1 of epoch 0 ended after 0 batches, and there are more: .* Stop"):
+        next(windows)
 
 
 class Alone(World):

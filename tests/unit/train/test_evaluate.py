@@ -155,6 +155,22 @@ def test_a_loading_process_that_dies_is_named(gloo_world: World, tmp_path: Path)
         _trainer(tmp_path, data, Sums(), max_steps=1, num_workers=1).fit()
 
 
+class RunsOut(Told):
+    """Samples of an iterator that has too few of them, as ``next()`` says by ``StopIteration``."""
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return next(iter(range(index, 5)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_stop_early_are_no_end_of_the_held_out_data(num_workers: int, gloo_world: World) -> None:
+    """Torch passes a dataset's ``StopIteration`` on, and a ``for`` takes that for the end."""
+    workers = WorkerOptions(num_workers=num_workers)
+    held_out = HeldOut(RunsOut(9), gloo_world, limit=None, micro_batch_size=2, collate=list, workers=workers, seed=0)
+    with pytest.raises(DataError, match=r"the held-out data ended after 2 batches, and .* StopIteration"):
+        list(held_out.batches(in_lockstep=False))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loading_processes_stay_where_they_are_slow_to_start(method: str, gloo_world: World) -> None:
@@ -166,6 +182,29 @@ def test_loading_processes_stay_where_they_are_slow_to_start(method: str, gloo_w
     assert float(os.getpid()) not in first | second
     with pytest.raises(DataError, match=r"the loading process \d+ was killed by SIGKILL"):
         list(held_out.batches(in_lockstep=False))  # also where the process was started by an evaluation before
+
+
+class Drawn(Told):
+    """Samples that are drawn from the global generators."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([torch.rand(()), random.random(), np.random.rand()])  # noqa: NPY002, S311  as users do
+
+
+@pytest.mark.slow
+def test_what_held_out_samples_draw_depends_on_no_process_and_no_evaluation_before(gloo_world: World) -> None:
+    def drawn(number: int, method: str, size: int = 1) -> list[Tensor]:
+        workers = WorkerOptions(num_workers=number, multiprocessing_context=method)
+        worlds = [World(rank=rank, size=size, device=torch.device("cpu")) for rank in range(size)]
+        given: dict[str, Any] = {"limit": None, "micro_batch_size": 2, "collate": torch.stack, "workers": workers}
+        ranks = [HeldOut(Drawn(8), world, **given, seed=3) for world in worlds]
+        return [torch.stack([batch for one in ranks for batch in one.load(one._own_ids())]) for _ in range(2)]
+
+    expected = drawn(1, "fork")[0]
+    assert len(expected.unique()) == expected.numel()
+    found = [one for number, method in ((1, "fork"), (2, "fork"), (2, "spawn")) for one in drawn(number, method)]
+    assert all(torch.equal(one, expected) for one in found)
+    assert torch.equal(drawn(1, "fork", size=2)[0], expected[[0, 2, 1, 3]])
 
 
 @pytest.mark.parametrize(("samples", "size"), [(23, 4), (13, 4), (12, 4), (5, 1), (8, 2), (2, 1), (1, 1)])
