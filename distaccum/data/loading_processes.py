@@ -61,9 +61,7 @@ def explain(problem: Exception, processes: Sequence[BaseProcess], what: str, wor
         what: was being loaded.
         world: this rank.
     """
-    deadline = monotonic() + (_ENDS_WITHIN_S if isinstance(problem, EOFError | ConnectionError) else 0)
-    while not (dead := [process for process in processes if process.exitcode]) and monotonic() < deadline:
-        sleep(0.01)  # its connection closes before its end is known
+    dead = _ended(processes, within_s=_ENDS_WITHIN_S if isinstance(problem, EOFError | ConnectionError) else 0)
     if not dead and is_out_of_memory(problem):  # here: the other ranks are told of it next
         over = out_of_memory(problem, world)
         over.__cause__ = problem
@@ -76,6 +74,18 @@ def explain(problem: Exception, processes: Sequence[BaseProcess], what: str, wor
     error = DataError(f"the loading process {pids} {how} while {what} was loaded. {remedy}")
     error.__cause__ = problem
     return error
+
+
+def _ended(processes: Sequence[BaseProcess], *, within_s: float) -> list[BaseProcess]:
+    """Those that have failed, or fail so soon: a connection closes before the end of its process is known."""
+    deadline = monotonic() + within_s
+    while True:
+        try:
+            while not (dead := [process for process in processes if process.exitcode]) and monotonic() < deadline:
+                sleep(0.01)
+        except RuntimeError:  # torch's handler raises it wherever this process stands when it is told of an end
+            continue
+        return dead
 
 
 def explain_late(problem: Exception) -> Exception:

@@ -22,6 +22,7 @@ class Phase(StrEnum):
     BACKWARD = "a backward"
     REDUCTION = "the gradient's reduction"
     STEP = "the optimizer's step"
+    RECORD = "the record's reduction"
     BETWEEN = "logging or a callback"
     EVALUATION = "an evaluation"
     SAVE = "a save"
@@ -31,7 +32,7 @@ class Phase(StrEnum):
 _ORDER = {phase: number for number, phase in enumerate(Phase)}
 # Between two windows it depends on the run what comes first.
 _ORDER |= dict.fromkeys((Phase.EVALUATION, Phase.SAVE, Phase.ENDING), _ORDER[Phase.BETWEEN])
-MEETINGS = frozenset({Phase.COUNTING, Phase.REDUCTION, Phase.STEP})
+MEETINGS = frozenset({Phase.COUNTING, Phase.REDUCTION, Phase.STEP, Phase.RECORD})
 """Phases in which a rank waits for the others."""
 OF_A_WINDOW = frozenset(phase for phase in Phase if _ORDER[Phase.LOADING] <= _ORDER[phase] <= _ORDER[Phase.STEP])
 

@@ -12,6 +12,7 @@ import torch
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.data.window import Window
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.metrics.flops import Utilization
 
@@ -60,11 +61,13 @@ class Meter:
 
     def record(self, window: Window, outcome: Outcome, progress: Progress, *, lr: float) -> Record:
         """The record of ``window``; ``progress`` includes it. A collective."""
-        memory = _memory(self._world.device)
+        memory, activity = _memory(self._world.device), self._world.activity
+        before_this, activity.phase = activity.phase, Phase.RECORD
         sums = all_reduce_loss_sums(outcome, self._world, own=list(memory.values()))
         # The one host read of a logged step: all numbers at once.
         small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
         numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
+        activity.phase = before_this
         totals, of_ranks = numbers[: len(outcome.counts)], numbers[len(outcome.counts) : len(sums)]
         grad_norm, *underflow = numbers[len(sums) :]
         worst = {name: int(max(of_ranks[i :: len(memory)])) for i, name in enumerate(memory)}

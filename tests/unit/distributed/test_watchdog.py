@@ -93,6 +93,28 @@ def test_the_first_of_a_kind_may_take_ten_times_as_long_and_later_ones_ten_times
     assert stated.limit() == 600
 
 
+@pytest.mark.parametrize("phase", [Phase.COUNTING, Phase.REDUCTION, Phase.RECORD])
+def test_once_a_run_is_told_to_leave_a_meeting_that_lasts_is_a_hang_in_seconds(tmp_path: Path, phase: Phase) -> None:
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    told: list[str] = []
+    dog = Watchdog(
+        world,
+        timeout=None,
+        group_timeout=timedelta(minutes=30),
+        on_hang=lambda _: None,
+        folder=tmp_path,
+        told=lambda: "".join(told),
+    )
+    for window in range(6):
+        world.activity.window, world.activity.phase = window, Phase.LOADING
+        dog._look(time.monotonic())
+    world.activity.phase = phase
+    dog._look(time.monotonic())
+    assert dog.limit() == FLOOR_S
+    told.append("SIGTERM")
+    assert dog.limit() == 10
+
+
 @pytest.mark.parametrize("what", ["the other rank works", "the loop works", "a debugger"])
 def test_what_is_no_hang(tmp_path: Path, what: str) -> None:
     store, hangs = HashStore(), list[str]()
