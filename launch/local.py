@@ -80,7 +80,9 @@ def _report(error: ChildFailedError, note: Path) -> int:
     this process then writes it.
     """
     rank, first = error.get_first_failure()
-    how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
+    how = f"ended with exit code {first.exitcode} without an error of Python's"
+    if first.exitcode < 0:
+        how = f"was killed by {first.signal_name()}"
     ended = f"rank {rank} {how} (process {first.pid})"
     if not note.exists():  # it never came to training
         if first.exitcode not in _SAID_WHY:

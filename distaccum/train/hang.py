@@ -128,8 +128,8 @@ def raise_in_words(error: Exception, world: World, dog: Watchdog) -> NoReturn:
             raise PeerError(cause, "while this rank waited for it" if gone else here) from error
     meant = _meaning_of(error, world)
     first = dog.tell(f"rank {world.rank}: {type(meant).__name__}: {meant}")
-    if first and isinstance(meant, DistaccumError) and not world.is_main:
-        _log.error("%s", meant)  # rank 0 says what the others tell it, if it lives
+    if first and isinstance(meant, DistaccumError) and not isinstance(meant, ConfigError) and not world.is_main:
+        _log.error("%s", meant)  # rank 0 says what the others tell it, if it lives; a setting's error is every rank's
     if meant is error:
         raise error
     raise meant from error

@@ -518,7 +518,7 @@ def test_ranks_of_another_machine_that_see_another_disk(tmp_path: Path, says: Ca
     assert time.monotonic() - began < 60
     says(finished.stderr)
     says(status(tmp_path / "run")["reason"])
-    assert len(finished.stderr.splitlines()) <= 6
+    assert len(finished.stderr.splitlines()) <= 6, finished.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
