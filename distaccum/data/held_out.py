@@ -104,7 +104,7 @@ class HeldOut:
         assert self._loader.generator is not None
         self._loader.generator.manual_seed(self._seed)  # of workers' own seeds, whatever was evaluated before
         others = loading_processes.children()
-        batches = iter(self._loader)
+        batches = loading_processes.iterate(self._loader) if self._loader.num_workers else iter(self._loader)
         started = [process for process in loading_processes.children() if process not in others]
         self._processes = started or self._processes  # those that stay were started before
         found = 0

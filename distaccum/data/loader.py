@@ -215,7 +215,7 @@ class MapWindowLoader(WindowLoader):
             self._next = ((epoch + 1, 0), batches, False) if has_some else None
 
     def _start(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = loading_processes.iterate(self._loader) if self._workers else iter(self._loader)
         self._processes = loading_processes.children() if self._workers else []
         return batches
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
+from typing import TypeVar
 
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 
+_T = TypeVar("_T")
 _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory)"
 _LESS_AHEAD = "prefetch_windows=0 loads less ahead"
@@ -45,6 +48,15 @@ def begin(_: int = 0) -> None:
             sleep(0.01)
 
     sys.excepthook = tell_what_is_new
+
+
+def iterate(source: Iterable[_T]) -> Iterator[_T]:
+    """``iter(source)``, which may fork loading processes; they inherit no garbage of this process.
+
+    Their own collector would destroy it there, without the threads that it belongs to: objects of torch's crash then.
+    """
+    gc.collect()
+    return iter(source)
 
 
 def children() -> list[BaseProcess]:

@@ -221,7 +221,7 @@ class IterableWindowLoader(WindowLoader):
         if self._to_open is not None:
             epoch, self._to_open = self._to_open, None
             _call_if_there(self._stream, "set_epoch", epoch)
-            items = iter(self._stream)
+            items = loading_processes.iterate(self._stream)
             self._processes = loading_processes.children()
             begun = self._begun or (self._skip > 0 and _has_begun(items))
             if begun and items is self._stream:

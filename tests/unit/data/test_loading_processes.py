@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -8,8 +9,12 @@ import sys
 import time
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from distaccum.data import loading_processes
+from distaccum.data.held_out import HeldOut
+from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 
@@ -69,3 +74,36 @@ def test_a_connection_that_fails_while_the_training_lives_is_told() -> None:
     code = code.replace("os.kill(os.getpid(), 0)", "connection.close(); __import__('time').sleep(4); raise SystemExit")
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "EOFError" in ended.stderr
+
+
+class _Own:
+    """Garbage, once nobody names it, that only the process that made it may destroy."""
+
+    def __init__(self) -> None:
+        self._self, self._process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self._process:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Collects:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        gc.collect()
+        return torch.tensor(index)
+
+
+def test_loading_processes_destroy_nothing_of_the_training(gloo_world: World) -> None:
+    gc.disable()
+    try:
+        _Own()
+        assert len(list(loading_processes.iterate(DataLoader(_Collects(), num_workers=1)))) == 4  # type: ignore[arg-type]
+        _Own()
+        workers = WorkerOptions(num_workers=1)
+        given = HeldOut(_Collects(), gloo_world, limit=None, micro_batch_size=1, collate=None, workers=workers, seed=0)
+        assert len(list(given.batches(in_lockstep=False))) == 4
+    finally:
+        gc.enable()
