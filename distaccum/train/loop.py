@@ -465,7 +465,8 @@ class Loop:
         if self._world.is_main:
             self._store.drop(step)
             self._write_status()
-            ends = "the run goes on, and ends if the next save fails, too"
+            goes_on = "the run goes on, and ends if the next save fails, too"
+            ends = goes_on if self._failed_saves == 1 else "it is the second in a row, and the run ends"
             _log.warning("%s; %s", self._trouble, "it is saved once more" if at_end else ends)
         if self._failed_saves > 1 and not at_end:
             raise error or PeerError(reason, "while this rank wrote its part of a checkpoint")

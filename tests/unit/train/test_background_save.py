@@ -146,11 +146,16 @@ def test_a_failure_is_told_and_the_next_save_mends_it(
     assert names == {"step-2", "step-6", "step-8", "latest"}
 
 
-def test_two_failures_in_a_row_end_the_run(gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_failures_in_a_row_end_the_run(
+    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (4, 6):
         _opening(monkeypatch, f".saving-step-{step}/", _full)
     with pytest.raises(OSError, match="No space left"):
         _train(tmp_path, background=True, steps=20)
+    assert caplog.text.count("the run goes on, and ends if the next save fails, too") == 1
+    assert "step 6 could not be saved" in caplog.text
+    assert "it is the second in a row, and the run ends" in caplog.text
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "failed"
     newest = CheckpointStore(tmp_path / "checkpoints", keep=0).newest_valid()
