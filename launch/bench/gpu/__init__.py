@@ -1,0 +1,1 @@
+"""What distaccum does on a GPU: the program ``python launch/bench gpu``."""
