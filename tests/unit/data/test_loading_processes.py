@@ -66,7 +66,7 @@ for batch in DataLoader(torch.zeros(8, 2), num_workers=1, worker_init_fn=INIT):
 """
 
 
-@pytest.mark.parametrize("init", ["begin", "WorkerInit(None)"])
+@pytest.mark.parametrize("init", ["WorkerInit(None)", pytest.param("begin", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_while_a_batch_travels_leaves_no_traceback_of_its_loading_processes(init: str) -> None:
     code = _KILLED_WHILE_A_BATCH_TRAVELS.replace("INIT", init)
     # Its standard error is open until the loading process has ended, too.
