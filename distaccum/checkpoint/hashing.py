@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -37,7 +37,7 @@ class HashingWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._threads = ThreadPoolExecutor(2 * THREADS, thread_name_prefix="checkpoint")
-        self._running: list[tuple[str, Future[None], Future[str]]] = []
+        self._running: dict[Future[str], str] = {}  # files that are being written, and their names
         self._digests: dict[str, str] = {}
 
     def __enter__(self) -> HashingWriter:
@@ -66,8 +66,7 @@ class HashingWriter:
             _write(self.folder / name, pieces)
             self._digests[name] = _digest_of(pieces)
             return
-        written = self._threads.submit(_write, self.folder / name, pieces)
-        self._running.append((name, written, self._threads.submit(_digest_of, pieces)))
+        self._running[self._threads.submit(self._write_and_hash, self.folder / name, pieces)] = name
         self._finish(most=THREADS - 1)
 
     @property
@@ -79,9 +78,14 @@ class HashingWriter:
     def _finish(self, *, most: int) -> None:
         """Waits until so many files are still being written, or fewer."""
         while len(self._running) > most:
-            name, written, hashed = self._running.pop(0)
-            written.result()
-            self._digests[name] = hashed.result()
+            for ended in wait(self._running, return_when=FIRST_COMPLETED).done:
+                self._digests[self._running.pop(ended)] = ended.result()
+
+    def _write_and_hash(self, file: Path, pieces: Pieces) -> str:
+        """In one thread; another one hashes. As many files as there are cores take two threads each: all there are."""
+        hashed = self._threads.submit(_digest_of, pieces)
+        _write(file, pieces)
+        return hashed.result()
 
 
 def digests(files: Mapping[Path, str]) -> list[str | None]:
