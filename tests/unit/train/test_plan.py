@@ -47,7 +47,8 @@ def test_the_command_measures_here_where_it_is_told_no_time(tmp_path: Path) -> N
     found = json.loads(file.read_text())
     assert found["cluster"]["micro_step_ms"] > 0
     assert found["cluster"]["update_ms"] > 0
-    assert found["memory"]["parameters"] == 4 * 7216
+    angles = 2 * 16 * 4  # the cosine and sine at 16 positions, of 4 pairs of channels
+    assert found["memory"]["parameters"] == 4 * (7216 + angles)
     assert found["memory"]["optimizer state"] == 4 * 7216  # momentum
 
 
