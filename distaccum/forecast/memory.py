@@ -71,7 +71,7 @@ def peak(job: Job, ranks: int, micro_step: MicroStep, *, prefetch: int) -> dict[
 
 
 def gathered(job: Job) -> float | None:
-    """Bytes of parameters that a rank has whole, beside its shards of them; None: what the engine keeps is not known."""
+    """Bytes of parameters that a rank has whole, beside its shards of them; None: what it keeps is not known."""
     sharding, sizes = job.sharding, job.sizes
     if sharding.stage < PARAMETER_STAGE:
         return 0.0

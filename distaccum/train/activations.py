@@ -6,8 +6,8 @@ model of any size takes seconds. What is counted is the memory of tensors from t
 when nobody refers to it any more, each storage once: what autograd saves for the backward, the logits and their
 gradient, casts of weights under autocast, and the gradient of a parameter before it is added to the window's.
 
-Not seen is what a kernel takes for itself while it runs: workspaces of cuBLAS and cuDNN, sums in the backward of a fused
-attention.
+Not seen is what a kernel takes for itself while it runs: workspaces of cuBLAS and cuDNN, and sums in the backward of a
+fused attention.
 """
 
 from __future__ import annotations
@@ -95,7 +95,17 @@ _OF_FAKE_TENSORS = (
     fake_tensor.UnsupportedOperatorException,
     NotImplementedError,
 )
-_WORDS = ("FakeTensor", "fake tensor", "meta tensor", "Meta tensor", "GuardOnDataDependent", "data_ptr", "data pointer")
+_WORDS = (
+    "FakeTensor",
+    "fake tensor",
+    "meta tensor",
+    "Meta tensor",
+    "GuardOnDataDependent",
+    "data_ptr",
+    "data pointer",
+    "Pointer argument",
+    "tensor subclasses",
+)
 
 
 def measure(
@@ -140,7 +150,7 @@ def measure(
                 if parameter.requires_grad and weights is None:
                     parameter.grad = torch.empty_like(parameter)
                 elif parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                    parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
             with live, torch.autograd.set_multithreading_enabled(False):
                 with _autocast(policy, device) if casts and policy.casts else nullcontext():
                     total = sum(as_loss_sums(its_loss(copy, there)).values())

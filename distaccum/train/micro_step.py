@@ -1,4 +1,4 @@
-"""The micro-step that a configuration describes: the bytes of its micro-batch and activations, found without weights."""
+"""The micro-step that a configuration describes: the bytes of its micro-batch and activations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         batch = largest_micro_batch(build_data(config.data), samples)
-    except (DistaccumError, OSError) as error:
+    except Exception as error:  # the data may be on another machine, and is the user's code
         return MicroStep(device=device, unknown=f"there is no micro-batch: {_first_line(error)}")
     sizes: list[int] = []
     map_tensors(batch, lambda tensor: sizes.append(tensor.nbytes))
@@ -66,8 +66,8 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
         )
     except CannotTellError as error:
         return MicroStep(device=device, batch=sum(sizes), unknown=f"the model cannot be run without numbers: {error}")
-    except DistaccumError:
-        raise
+    except ConfigError as error:  # of the model, for a kernel that this machine's device has not
+        return MicroStep(device=device, batch=sum(sizes), unknown=f"the model cannot be run here: {error}")
     except Exception as error:
         problem = f"does not take a micro-batch of the data ({_first_line(error)})"
         remedy = "Make model, loss and data fit, or leave this out with plan.activations=false"
@@ -89,5 +89,6 @@ def largest_micro_batch(data: DataSpec, size: int) -> Any:
     return next(iter(loader))
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _first_line(error: Exception) -> str:
+    said = str(error) if isinstance(error, DistaccumError) else f"{type(error).__name__}: {error}"
+    return said.splitlines()[0]
