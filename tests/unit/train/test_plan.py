@@ -136,7 +136,7 @@ def _values(**changes: Any) -> dict[str, Any]:
 def test_the_peak_of_a_model_that_no_machine_here_could_hold(tmp_path: Path) -> None:
     """GPT-2 of 1.5 billion parameters: its activations in bf16 by hand, in which a block keeps what follows."""
     np.zeros(20 * 1025, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    data = {"_target_": "distaccum.data.datasets.tokens.tokens", "path": str(tmp_path), "vocab_size": 50257}
+    data = {"_target_": "distaccum.data.datasets.tokens.tokens", "path": str(tmp_path / "*.bin"), "vocab_size": 50257}
     data |= {"seq_len": 1024, "held_out": 0.1, "held_out_path": None}
     settings = {"data": data, "model": GPT2_XL, "loss": CROSS_ENTROPY | {"chunk": 512}, "precision": {"name": "bf16"}}
     sizes = {"global_size": 32, "micro_size": 2}
