@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distaccum.data.batches import map_tensors, moved_object
 from distaccum.losses.base import Loss
@@ -129,7 +129,7 @@ def measure(
         batch: on the host; its shapes alone are used.
         device: the kind that is to be planned for, ``cuda`` or ``cpu``; this machine need not have it.
         policy: what the forward computes in.
-        casts: whether by autocast.
+        casts: whether by autocast; else buffers and floating-point inputs are cast to ``weights`` too.
         weights: what parameters are computed from, where that is not their own type: their gradients, of this type, are
             then added to others and freed.
         prepare: does to a model what an engine would, as to recompute parts of it in the backward.
@@ -140,8 +140,13 @@ def measure(
     place, live = torch.device(device), LiveMemory(device)
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
-            copy, its_loss = _without_numbers(model, loss, place, weights)
+            try:
+                copy, its_loss = _without_numbers(model, loss, place, weights, buffers=not casts)
+            except Exception as error:  # whatever a model raises that cannot be copied
+                raise CannotTellError(f"it cannot be copied ({_first_line(error)})") from error
             copy.train()
+            if weights is not None and not casts:
+                copy.register_forward_pre_hook(partial(_cast_inputs, weights), with_kwargs=True)
             if prepare is not None:
                 prepare(copy)
             apply_precision(copy, policy, place, warn=False)
@@ -157,6 +162,8 @@ def measure(
                 kept = live.now
                 assert isinstance(total, Tensor)
                 torch.autograd.backward(total)
+    except CannotTellError:
+        raise
     except Exception as error:
         if isinstance(error, _OF_FAKE_TENSORS) or any(word in str(error) for word in _WORDS):
             raise CannotTellError(_first_line(error)) from error
@@ -181,23 +188,28 @@ def _autocast(policy: PrecisionPolicy, kind: str) -> Iterator[None]:
 
 
 def _without_numbers(
-    model: nn.Module, loss: Loss, device: torch.device, weights: torch.dtype | None
+    model: nn.Module, loss: Loss, device: torch.device, weights: torch.dtype | None, *, buffers: bool
 ) -> tuple[nn.Module, Loss]:
     """Copies whose tensors lie on ``device`` and hold nothing; tied ones stay tied."""
     memo: dict[int, Any] = {}
+    if buffers:
+        memo |= {id(tensor): _empty(tensor, device, weights) for tensor in model.buffers()}
     for thing in (*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else [loss])):
         own = (*thing.parameters(recurse=False), *thing.buffers(recurse=False)) if isinstance(thing, nn.Module) else ()
         for tensor in (*own, *getattr(thing, "__dict__", {}).values()):
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = _empty(tensor, device, weights)
+                memo[id(tensor)] = _empty(tensor, device, weights if isinstance(tensor, nn.Parameter) else None)
     return deepcopy((model, loss), memo)
 
 
 def _empty(tensor: Tensor, device: torch.device, weights: torch.dtype | None = None) -> Tensor:
-    trained = isinstance(tensor, nn.Parameter)
-    dtype = weights if weights is not None and trained and tensor.is_floating_point() else tensor.dtype
+    dtype = weights if weights is not None and tensor.is_floating_point() else tensor.dtype
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if trained else empty
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -37,11 +37,10 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     Raises:
         ConfigError: model, loss and data do not fit together, or the model or the loss cannot be built.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         batch = largest_micro_batch(build_data(config.data), samples)
     except Exception as error:  # the data may be on another machine, and is the user's code
-        return MicroStep(device=device, unknown=f"there is no micro-batch: {_first_line(error)}")
+        return MicroStep(unknown=f"there is no micro-batch: {_first_line(error)}")
     sizes: list[int] = []
     map_tensors(batch, lambda tensor: sizes.append(tensor.nbytes))
     with torch.device("meta"):
@@ -53,26 +52,33 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     formats, sharding = config.engine.formats(config.precision), config.engine.sharding()
     # The model itself is in 16 bits (DeepSpeed), or what is gathered of it.
     small = formats.parameters == HALF or (sharding.stage >= PARAMETER_STAGE and formats.gathered == HALF)
-    try:
-        found = measure(
-            model,
-            loss,
-            batch,
-            device=device,
-            policy=policy,
-            casts=formats.parameters == FULL,
-            weights=policy.compute_dtype if small else None,
-            prepare=partial(checkpoint_activations, engine=config.engine),
-        )
-    except CannotTellError as error:
-        return MicroStep(device=device, batch=sum(sizes), unknown=f"the model cannot be run without numbers: {error}")
-    except ConfigError as error:  # of the model, for a kernel that this machine's device has not
-        return MicroStep(device=device, batch=sum(sizes), unknown=f"the model cannot be run here: {error}")
-    except Exception as error:
-        problem = f"does not take a micro-batch of the data ({_first_line(error)})"
-        remedy = "Make model, loss and data fit, or leave this out with plan.activations=false"
-        raise ConfigError("model", config.model["_target_"], problem, remedy) from error
-    return MicroStep(device=device, batch=sum(sizes), kept=found.kept, peak=found.peak)
+    settings: dict[str, Any] = {
+        "policy": policy,
+        "casts": formats.parameters == FULL,
+        "weights": policy.compute_dtype if small else None,
+        "prepare": partial(checkpoint_activations, engine=config.engine),
+    }
+    last: Exception | None = None
+    for device in _devices():
+        try:
+            found = measure(model, loss, batch, device=device, **settings)
+        except Exception as error:  # of the model, or of operators that torch has no shapes for on this device
+            last = error
+        else:
+            return MicroStep(device=device, batch=sum(sizes), kept=found.kept, peak=found.peak)
+    if isinstance(last, CannotTellError):
+        return MicroStep(batch=sum(sizes), unknown=f"the model cannot be run without numbers: {last}")
+    if isinstance(last, ConfigError):  # of the model, for a kernel that a CPU has not
+        return MicroStep(batch=sum(sizes), unknown=f"the model cannot be run here: {last}")
+    assert last is not None
+    problem = f"does not take a micro-batch of the data ({_first_line(last)})"
+    remedy = "Make model, loss and data fit, or leave this out with plan.activations=false"
+    raise ConfigError("model", config.model["_target_"], problem, remedy) from last
+
+
+def _devices() -> list[str]:
+    """The kinds of device whose operators this machine can tell of, the best first."""
+    return [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]
 
 
 def largest_micro_batch(data: DataSpec, size: int) -> Any:

@@ -187,6 +187,21 @@ def test_what_cannot_be_known_is_said_and_not_guessed(changes: dict[str, Any], r
         plan.peak_bytes(RunConfig.from_dict(config))
 
 
+def test_a_model_in_16_bits_takes_its_inputs_in_them() -> None:
+    """DeepSpeed's: kept are, of 2 samples, 4 inputs in them, 10 logarithms in fp32, and a loss with its count."""
+    found = plan.plan(_values(precision={"name": "bf16"}, engine={"name": "deepspeed", "stage": 1}))
+    assert found["peak"]["total"] is not None
+    assert found["micro_step"]["kept"] == 2 * (4 * 2 + 10 * 4) + 2 * 4
+
+
+def test_a_kernel_that_this_machine_has_not_is_said() -> None:
+    text = {"_target_": "distaccum.data.datasets.text.docs", "seq_len": 16, "held_out": 0.1}
+    small = {"vocab_size": 256, "seq_len": 16, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": "cudnn"}
+    found = plan.plan(_values(data=text, model=GPT | small))
+    if not torch.cuda.is_available():
+        assert "model.attention=cudnn: torch has no such kernel" in found["micro_step"]["unknown"]
+
+
 def test_model_and_data_that_do_not_fit_are_one_message() -> None:
     wide = {"data": {"_target_": f"{__name__}.rows", "width": 5}}
     with pytest.raises(
