@@ -288,3 +288,16 @@ def blocks_of(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:
     from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
 
     return wrap.blocks_of(model, getattr(engine, "blocks", ()))
+
+
+def checkpoint_activations(model: nn.Module, engine: EngineConfig) -> None:
+    """Has a model that is not wrapped recompute in the backward what it would where the engine has wrapped it.
+
+    Raises:
+        ConfigError: as :func:`blocks_of`.
+    """
+    how = getattr(engine, "activation_checkpoint", "none")
+    if how != "none":
+        from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
+
+        wrap.checkpoint_activations(model, blocks_of(model, engine), selective=how == "selective")

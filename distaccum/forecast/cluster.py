@@ -25,6 +25,7 @@ class Cluster:
         micro_step_ms: milliseconds of forward and backward of a full micro-batch; None: to be measured.
         update_ms: milliseconds of the optimizer's update.
         measure: whether ``micro_step_ms`` may be None.
+        memory_gib: GiB of one GPU; None: not compared with what a rank takes.
 
     Raises:
         ConfigError: a value is not such a number.
@@ -38,15 +39,18 @@ class Cluster:
     micro_step_ms: Optional[float] = None  # noqa: UP045
     update_ms: float = 0.0
     measure: bool = False
+    memory_gib: Optional[float] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         numbers = dict.fromkeys(("link_gbps", "local_gbps", "latency_us", "update_ms"), float)
-        require_types("cluster", self, nodes=int, gpus=int, measure=bool, micro_step_ms=(float, type(None)), **numbers)
+        optional = dict.fromkeys(("micro_step_ms", "memory_gib"), (float, type(None)))
+        require_types("cluster", self, nodes=int, gpus=int, measure=bool, **optional, **numbers)
         require_count("cluster.nodes", self.nodes, least=1)
         require_count("cluster.gpus", self.gpus, least=1)
         require_positive("cluster.link_gbps", self.link_gbps)
         require_positive("cluster.local_gbps", self.local_gbps)
         require_positive("cluster.micro_step_ms", self.micro_step_ms)
+        require_positive("cluster.memory_gib", self.memory_gib)
         for key, value in (("latency_us", self.latency_us), ("update_ms", self.update_ms)):
             good, remedy = math.isfinite(value) and value >= 0, "Use a finite number from 0 on"
             require(good, f"cluster.{key}", value, "must not be negative", remedy)

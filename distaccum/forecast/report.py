@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from distaccum.config.checks import require
-from distaccum.config.sharding import PARAMETER_STAGE
 from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
-from distaccum.forecast import volume
 from distaccum.forecast.cluster import Cluster
+from distaccum.forecast.memory import state
 from distaccum.forecast.window import Job, Step, Window, powers_of_two, scale
 
 MOST_RANKS = 4096
@@ -31,7 +30,7 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
     worlds = sorted({*worlds} or {*powers_of_two(MOST_RANKS), cluster.ranks})
     return {
         "batch": _batch(job, step),
-        "memory": memory(job, cluster.ranks),
+        "memory": state(job, cluster.ranks),
         "sent": step.sent,
         "step": _times(step),
         "scaling": [
@@ -39,20 +38,6 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
             for one, share in scale(job, cluster, worlds)
         ],
     }
-
-
-def memory(job: Job, ranks: int) -> dict[str, float]:
-    """Bytes on a rank, by part; without activations, and without what is gathered of a model in shards."""
-    sharding, formats, elements = job.sharding, job.formats, job.sizes.elements
-    parts = volume.memory(sharding, elements, ranks, formats)
-    frozen = formats.parameters * job.sizes.frozen / sharding.parts(PARAMETER_STAGE, ranks)
-    found = {
-        "parameters": parts["parameters"] + frozen,
-        "weight copies": volume.copied(sharding, elements, ranks, formats),
-        "gradients": max(parts["gradients at the boundary"], parts["gradients stepped with"]),
-        "optimizer state": parts["optimizer"],
-    }
-    return found | {"total": sum(found.values())}
 
 
 def _batch(job: Job, step: Step) -> Values:

@@ -2,7 +2,7 @@
 
 Memory of P parameters on one of N ranks is by S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", 2020, table 1: parameters, gradients and optimizer state, each over N from the ZeRO stage on
-that shards it. Activations are not modelled, nor are blocks while they are gathered.
+that shards it. What a micro-step adds is in ``memory.py``.
 """
 
 from __future__ import annotations

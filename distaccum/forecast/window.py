@@ -29,12 +29,13 @@ COUNT_BYTES = 8  # what the count's all-reduce carries
 class Sizes:
     """A model: elements of each trained parameter in order, and of each block that is sharded by itself.
 
-    ``frozen``: elements that are not trained; they take memory, and are never sent.
+    ``frozen``: elements that are not trained; they take memory, and are never sent. ``buffers``: their bytes.
     """
 
     tensors: tuple[int, ...]
     blocks: tuple[int, ...] = ()
     frozen: int = 0
+    buffers: int = 0
 
     @property
     def elements(self) -> int:

@@ -3,7 +3,8 @@
 ``distaccum-plan engine=fsdp2 cluster.nodes=8 cluster.link_gbps=25 cluster.micro_step_ms=90`` takes the main job's
 overrides and those of ``cluster`` (see ``conf/plan.yaml``); it prints tables, and writes JSON and a plot. Parameters
 are counted on the meta device, so the model may be larger than this machine. Without ``cluster.micro_step_ms`` a few
-real micro-steps run here, in a plain loop in the run's precision. The model of communication is ``distaccum.forecast``.
+real micro-steps run here, in a plain loop in the run's precision. The memory of a micro-step is found without
+computing (``activations.py``). The model of communication is ``distaccum.forecast``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from distaccum.config.engine import DDPConfig
+from distaccum.config.engine import BY_PARAMETER, DDPConfig
 from distaccum.config.instantiate import build
 from distaccum.config.schema import OptimConfig, RunConfig
 from distaccum.data.counter import GlobalCounter
@@ -30,17 +31,20 @@ from distaccum.distributed.world import open_world
 from distaccum.engines.factory import blocks_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import MILLI, Cluster
+from distaccum.forecast.memory import MicroStep, gathered, host, peak
 from distaccum.forecast.report import report
 from distaccum.forecast.window import Job, Sizes
 from distaccum.train.command import command, plot_file
 from distaccum.train.components import components_from_config
+from distaccum.train.micro_step import measured_micro_step
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.parameter_groups import GroupSize, group_sizes, split
 from distaccum.train.timing import LocalTimer
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 WARM_UP, TIMED = 2, 5  # micro-steps that are measured
 SIDE = 64  # of the matrix on which an optimizer makes its state
+MEMORY = {"a rank holds": "memory", "at the peak of a micro-step": "peak", "on the host": "host"}
 PARTS = {"compute": "of computing", "update": "of updating", "exposed": "of waiting for the network"}
 Values = dict[str, Any]
 
@@ -64,6 +68,7 @@ def sizes_of(config: RunConfig) -> Sizes:
         tensors=tuple(parameter.numel() for parameter in trained),
         blocks=tuple(reversed(blocks)),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
     )
 
 
@@ -131,14 +136,33 @@ def show(values: Values) -> None:
         say(f"           {batch['idle']} ranks have nothing to do: there are fewer samples than ranks")
     parts = (f"{step[key] / MILLI:,.1f} ms {word}" for key, word in PARTS.items())
     say(f"window     {step['seconds'] / MILLI:,.1f} ms: {', '.join(parts)}")
-    memory = Table("a rank holds", *values["memory"], caption="activations and gathered blocks are not modelled")
-    memory.add_row("MiB", *(f"{size / MIB:,.2f}" for size in values["memory"].values()))
-    console.print(memory)
+    for title in MEMORY:
+        parts = values[MEMORY[title]]
+        memory = Table(title, *parts)
+        memory.add_row("MiB", *("unknown" if size is None else f"{size / MIB:,.2f}" for size in parts.values()))
+        console.print(memory)
+    for line in about_peak(values):
+        say(line)
     kinds = {kind: size for kind, size in values["sent"].items() if size}
     sent = Table("a rank sends in a window", *kinds, "all")
     sent.add_row("MiB", *(f"{size / MIB:,.2f}" for size in (*kinds.values(), sum(kinds.values()))))
     console.print(sent)
     console.print(scaling_table(values))
+
+
+def about_peak(values: Values) -> list[str]:
+    """In words: what the peak is of, why it is not known, and whether it fits."""
+    about, total, memory_gib = values["micro_step"], values["peak"]["total"], values["cluster"]["memory_gib"]
+    lines = [f"peak       is not known: {about['unknown']}"] if about["unknown"] else []
+    if about["peak"] is not None:
+        compiled = "; compiled code keeps less, as a rule" if values["compiled"] else ""
+        kept, whose = f"{about['kept'] / MIB:,.2f} MiB", {"cuda": "a GPU's", "cpu": "a CPU's"}[about["device"]]
+        lines.append(f"kept       {kept} of activations, from forward to backward, by {whose} operators{compiled}")
+    if total is not None and memory_gib is not None:
+        left = memory_gib - total / GIB
+        fits = f"fits, {left:,.2f} GiB are left" if left >= 0 else f"does not fit: {-left:,.2f} GiB too much"
+        lines.append(f"card       of {memory_gib:g} GiB: the peak {fits}")
+    return lines
 
 
 def scaling_table(values: Values) -> Table:
@@ -184,28 +208,82 @@ def draw(values: Values, path: Path) -> None:
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def plan(values: Values) -> Values:
+def job_of(config: RunConfig) -> Job:
+    """What the arithmetic of a forecast takes.
+
+    Raises:
+        ConfigError: the model or its optimizers cannot be built, or the global batch is in tokens.
+    """
+    if config.batch.global_size is None:
+        remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
+        raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
+    return Job(
+        sizes=sizes_of(config),
+        sharding=config.engine.sharding(),
+        formats=config.engine.formats(config.precision, moments_of(config)),
+        global_batch_size=config.batch.global_size,
+        micro_batch_size=config.batch.micro_size,
+    )
+
+
+def peak_bytes(config: RunConfig, ranks: int = 1) -> int:
+    """The most bytes of tensors that one of ``ranks`` holds at once on its device, from the second window on.
+
+    To be compared with ``torch.cuda.max_memory_allocated()``, which has the workspaces of cuBLAS and of fused attention
+    too. Nothing of the model's size is allocated.
+
+    Raises:
+        ConfigError: the configuration cannot be planned; or the peak is not known, and why.
+    """
+    job = job_of(config)
+    job.sharding.check(ranks)
+    micro_step = measured_micro_step(config, max(job.micro_sizes(ranks)))
+    total = peak(job, ranks, micro_step, prefetch=config.trainer.prefetch)["total"]
+    if total is None:
+        raise ConfigError("model", config.model.get("_target_"), why_unknown(job, micro_step), "Measure it on the card")
+    return round(total)
+
+
+def why_unknown(job: Job, micro_step: MicroStep) -> str:
+    """In words, why the peak is not known; empty where it is."""
+    if not micro_step.unknown and gathered(job) is None:
+        return "DeepSpeed decides while it runs how much of a model in shards it keeps gathered"
+    return micro_step.unknown
+
+
+def memory_of(config: RunConfig, job: Job, ranks: int, *, measures: bool) -> Values:
+    """The peak of a rank's memory and what it takes on the host, in plain values."""
+    switched_off = MicroStep(unknown="plan.activations=false")
+    micro_step = measured_micro_step(config, max(job.micro_sizes(ranks))) if measures else switched_off
+    trainer, checkpoint = config.trainer, config.checkpoint
+    windows = 1 + (trainer.prefetch_windows if trainer.num_workers else 0)
+    own_format = config.engine.optimizer_format(ranks, config.precision.name) == BY_PARAMETER
+    copies = checkpoint.background and checkpoint.saves and own_format
+    return {
+        "peak": peak(job, ranks, micro_step, prefetch=trainer.prefetch),
+        "host": host(job, ranks, micro_step, windows=windows, copies_checkpoint=copies),
+        "micro_step": asdict(micro_step) | {"unknown": why_unknown(job, micro_step)},
+        "compiled": config.compile.compiles,
+    }
+
+
+def plan(values: Values, *, activations: bool = True) -> Values:
     """All figures of a configuration, given as nested plain values with those of ``cluster``.
+
+    Args:
+        values: the settings.
+        activations: whether a micro-step runs without numbers, for the peak of memory.
 
     Raises:
         ConfigError: the configuration cannot be planned.
     """
     cluster = Cluster(**values.pop("cluster"))
     config = RunConfig.from_dict(values)
-    if config.batch.global_size is None:
-        remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
-        raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
-    sizes = sizes_of(config)
-    formats = config.engine.formats(config.precision, moments_of(config))
-    job = Job(
-        sizes=sizes,
-        sharding=config.engine.sharding(),
-        formats=formats,
-        global_batch_size=config.batch.global_size,
-        micro_batch_size=config.batch.micro_size,
-    )
+    job = job_of(config)
+    sizes = job.sizes
     guess = replace(cluster, micro_step_ms=cluster.micro_step_ms or 1.0)
     report(job, guess, [cluster.ranks])  # raises for what cannot work, before anything is measured
+    memory = memory_of(config, job, cluster.ranks, measures=activations)
     if cluster.micro_step_ms is None:
         cluster = measured(config, cluster)
     model: Values = {
@@ -220,14 +298,14 @@ def plan(values: Values) -> Values:
     engine = ", ".join([config.engine.name, *settings])
     precision = f"{config.precision.name}, gradients travel in {config.precision.reduce_dtype}"
     about = {"model": model, "block_sizes": sizes.blocks, "engine": engine, "precision": precision}
-    return about | {"cluster": vars(cluster)} | report(job, cluster)
+    return about | {"cluster": vars(cluster)} | report(job, cluster) | memory
 
 
 def run(values: Values, folder: Path) -> int:
     """Prints and writes the figures; returns the exit code."""
     outputs = values.pop("plan")
     plot = plot_file("plan.plot", outputs["plot"], folder / "plan.png")
-    figures = plan(values)
+    figures = plan(values, activations=outputs["activations"])
     show(figures)
     file = Path(outputs["json"] or folder / "plan.json")
     file.parent.mkdir(parents=True, exist_ok=True)

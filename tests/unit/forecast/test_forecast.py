@@ -23,8 +23,9 @@ from distaccum.errors import ConfigError
 from distaccum.forecast import volume
 from distaccum.forecast.cluster import Cluster
 from distaccum.forecast.collectives import Link, ring_bytes, ring_seconds, seconds, tree_seconds
+from distaccum.forecast.memory import MicroStep, gathered, host, peak, state
 from distaccum.forecast.overlap import buckets, run_pass
-from distaccum.forecast.report import memory, report
+from distaccum.forecast.report import report
 from distaccum.forecast.volume import copied, sent
 from distaccum.forecast.window import Job, Sizes, Window, powers_of_two, scale
 
@@ -157,11 +158,11 @@ def test_memory_by_hand_for_each_engine() -> None:
         (1, 1, 4, 2),
     ]
     for engine, parts in zip(ENGINES, expected, strict=True):
-        *found, total = (size / 2**20 for size in memory(_job(engine, sizes=whole), 4).values())
+        *found, total = (size / 2**20 for size in state(_job(engine, sizes=whole), 4).values())
         assert (tuple(found), total) == (parts, sum(parts)), engine
-    frozen = memory(_job(FSDP2Config(), sizes=replace(whole, frozen=2**20)), 4)
+    frozen = state(_job(FSDP2Config(), sizes=replace(whole, frozen=2**20)), 4)
     assert frozen["parameters"] == 2 * 2**20
-    half = memory(_job(DeepSpeedConfig(stage=1), sizes=whole, precision=PrecisionConfig(name="bf16")), 4)
+    half = state(_job(DeepSpeedConfig(stage=1), sizes=whole, precision=PrecisionConfig(name="bf16")), 4)
     assert half == {
         "parameters": 2 * 2**20,
         "weight copies": 2**20,
@@ -169,6 +170,41 @@ def test_memory_by_hand_for_each_engine() -> None:
         "optimizer state": 2 * 2**20,
         "total": 9 * 2**20,
     }
+
+
+def test_the_peak_by_hand_for_each_engine() -> None:
+    """MiB beside what is there all the time, of 2**20 parameters in 4 blocks of an eighth each, on 4 ranks."""
+    sizes = Sizes(tensors=(2**19, *(2**17,) * 4), blocks=(2**17,) * 4, buffers=2**20)
+    measured = MicroStep(batch=2**18, kept=2**21, peak=2**22)
+    whole = {"fsdp2": 2 + 2 * 0.5, "fsdp2 held": 4.0}
+    for engine in ENGINES:
+        held = "fsdp2 held" if getattr(engine, "reshard_after_forward", True) is False else engine.name
+        job = _job(engine, sizes=sizes, micro_batch_size=8)
+        found = peak(job, 4, measured, prefetch=3)
+        between = state(job, 4)["total"]
+        assert between == sum(list(state(replace(job, sizes=replace(sizes, buffers=0)), 4).values())[:-1]) + 2**20
+        assert (found["state"], found["micro-batches"], found["activations"]) == (between, 3 * 2**18, 2**22)
+        if engine == DeepSpeedConfig(stage=3):
+            assert found["gathered"] is found["total"] is None  # DeepSpeed decides while it runs
+        else:
+            assert found["gathered"] == whole.get(held, 0) * 2**20
+            assert found["total"] == between + whole.get(held, 0) * 2**20 + 3 * 2**18 + 2**22
+    sixteen = _job(FSDP2Config(), sizes=sizes, precision=PrecisionConfig(name="bf16"))
+    assert gathered(sixteen) == 1.5 * 2**20
+    assert gathered(_job(FSDP2Config(), sizes=replace(sizes, blocks=()))) == 4 * 2**20
+    unknown = peak(_job(DDPConfig(), sizes=sizes), 4, MicroStep(batch=1, unknown="a reason"), prefetch=2)
+    assert unknown["activations"] is unknown["total"] is None
+
+
+def test_the_host_holds_windows_and_the_copy_of_a_checkpoint() -> None:
+    """Of 2**20 parameters with Adam: on rank 0 of ddp all of it, of zero1 half the moments, of fsdp2 half of it all."""
+    job, measured = _job(DDPConfig(), sizes=Sizes(tensors=(2**20,))), MicroStep(batch=1000)
+    found = host(job, 2, measured, windows=2, copies_checkpoint=False)
+    assert found == {"micro-batches": 2 * 16 * 1000, "checkpoint": 0}
+    for engine, mebibytes in ((DDPConfig(), 12), (Zero1Config(), 8), (FSDP2Config(), 6)):
+        job = _job(engine, sizes=Sizes(tensors=(2**20,)))
+        found = host(job, 2, MicroStep(unknown="a reason"), windows=1, copies_checkpoint=True)
+        assert found == {"micro-batches": None, "checkpoint": mebibytes * 2**20}, engine
 
 
 def test_what_is_sent_by_hand() -> None:
@@ -346,6 +382,7 @@ def test_the_slowest_link_of_a_ring_is_the_one_between_nodes() -> None:
         ({"update_ms": float("nan")}, "cluster.update_ms=nan: must not be negative"),
         ({"micro_step_ms": 0.0}, "cluster.micro_step_ms=0.0: must be a positive finite number"),
         ({"micro_step_ms": None}, "cluster.micro_step_ms: is not given. State it"),
+        ({"memory_gib": 0.0}, "cluster.memory_gib=0.0: must be a positive finite number"),
         ({"measure": 1}, "cluster.measure=1: not of type bool"),
     ],
 )
