@@ -55,14 +55,15 @@ COMPILED = {
     ("fsdp2", "blocks"): FSDP2Config(),
     ("fsdp2, selective", "blocks"): FSDP2Config(activation_checkpoint="selective"),
 }
+SMALL_COMPILED = [("ddp", "model"), ("fsdp2, selective", "blocks")]
 RATIO = "error of a window's weight change, over a plain loop's"
 AT_MOST = f"at most {window.TIMES}"
 
-UPDATES, EVERY, KILLED_AFTER = 60, 5, 8  # of the run that is killed: updates, between two checkpoints, records
+EVERY, KILLED_AFTER = 5, 8  # of the run that is killed: updates between two checkpoints, records before the end
 TRAIN = (
     *("data.seq_len=32", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.dropout=0.1"),
     *("batch.global_size=16", "batch.micro_size=4", "schedule.warmup_steps=5", "precision=bf16", "deterministic=true"),
-    *(f"trainer.max_steps={UPDATES}", "trainer.eval_every=0", "trainer.log_every=1", f"checkpoint.every={EVERY}"),
+    *("trainer.eval_every=0", "trainer.log_every=1", f"checkpoint.every={EVERY}"),
     *("metrics=jsonl", "metrics.console=false", "resume=auto"),
 )
 PATIENCE_S = 120.0  # for a run to come to where it is killed
@@ -158,13 +159,14 @@ def deepspeed(options: Options) -> list[Figure]:
 
 
 def compiled(options: Options) -> list[Figure]:
-    """Compiled forwards, on one rank: by inductor, in small sizes by AOT autograd alone, which needs no compiler."""
+    """Compiled forwards, on one rank: by inductor, in small sizes a few by AOT autograd alone, without a compiler."""
     backend = "aot_eager" if options.small else "inductor"
+    cells = {key: COMPILED[key] for key in SMALL_COMPILED} if options.small else COMPILED
     with alone(options.device) as world:
         loops, figures = PlainLoops(options, world.size), []
         for precision in ["bf16"] if options.small else ["fp32", "bf16"]:
             figures.append(loops.figure(precision))
-            for (name, what), engine in COMPILED.items():
+            for (name, what), engine in cells.items():
                 torch._dynamo.reset()  # as in a process that has compiled nothing yet
                 settings = CompileConfig(name=what, backend=backend)
                 weights = partial(loops.window.ours, engine, precision, world, settings=settings)
@@ -221,33 +223,45 @@ def two_ranks(options: Options) -> list[Figure]:
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "figures.json"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command = [*start, "-m", "launch.bench.gpu.two_ranks", str(answer), "small" if options.small else "full"]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **python_path()}
-        environment.pop("LOCAL_RANK", None)
-        code = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
-        if code or not answer.exists():
-            raise RuntimeError(f"the two ranks ended with exit code {code}")
+        sizes = "small" if options.small else "full"
+        succeed([*start, "-m", "launch.bench.gpu.two_ranks", str(answer), sizes], {"OMP_NUM_THREADS": "1"})
         return [Figure(**one) for one in json.loads(answer.read_text())]
+
+
+def succeed(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs a program of this checkout to its end.
+
+    Raises:
+        RuntimeError: it failed; the message ends with what it said last.
+    """
+    given = {**os.environ, **python_path(), **environment}
+    given.pop("LOCAL_RANK", None)
+    done = subprocess.run(command, env=given, stderr=subprocess.PIPE, text=True, errors="replace", check=False)  # noqa: S603
+    print(done.stderr, flush=True)  # noqa: T201  to the log
+    if done.returncode:
+        raise RuntimeError(f"ended with exit code {done.returncode}: {done.stderr.strip()[-1500:]}")
 
 
 def resume(options: Options) -> list[Figure]:
     """The main job, killed without warning and started again, beside the same job undisturbed; bit by bit."""
+    updates = f"trainer.max_steps={30 if options.small else 300}"
     with TemporaryDirectory() as temporary:
         whole = Path(temporary) / "whole"
-        _train(whole, "checkpoint.background=false")
+        succeed(_command(whole, updates, "checkpoint.background=false"), WORKSPACES)
         expected = _result(whole)
         figures = []
-        for background in ("false", "true"):
+        for background in ("true",) if options.small else ("false", "true"):
             folder = Path(temporary) / background
-            given = f"checkpoint.background={background}"
+            saves = f"checkpoint.background={background}"
+            command = _command(folder, updates, saves)
 
-            def measure(folder: Path = folder, given: str = given) -> tuple[str, bool]:
-                step = _kill(folder, given)
-                _train(folder, given)
+            def measure(folder: Path = folder, command: Sequence[str] = command) -> tuple[str, bool]:
+                step = _kill(folder, command)
+                succeed(command, WORKSPACES)
                 wrong = _differences(_result(folder), expected)
                 return (f"differs in {', '.join(wrong)}" if wrong else f"the same, from step {step} on"), not wrong
 
-            figures.append(tried(given, "killed and resumed", "the same bits", measure))
+            figures.append(tried(saves, "killed and resumed", "the same bits", measure))
     return figures
 
 
@@ -255,19 +269,9 @@ def _command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "distaccum.train", *TRAIN, *arguments, f"hydra.run.dir={folder}"]
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, **WORKSPACES, **python_path()}
-
-
-def _train(folder: Path, *arguments: str) -> None:
-    code = subprocess.run(_command(folder, *arguments), env=_environment(), check=False).returncode  # noqa: S603
-    if code:
-        raise RuntimeError(f"the run in {folder.name} ended with exit code {code}")
-
-
-def _kill(folder: Path, *arguments: str) -> int:
+def _kill(folder: Path, command: Sequence[str]) -> int:
     """Starts the run, and kills it once it has a checkpoint and is past it; returns the checkpoint's step."""
-    process = subprocess.Popen(_command(folder, *arguments), env=_environment())  # noqa: S603
+    process = subprocess.Popen(command, env={**os.environ, **python_path(), **WORKSPACES})  # noqa: S603
     latest, end = folder / "checkpoints" / "latest", monotonic() + PATIENCE_S
     try:
         while not latest.exists() or len(_records(folder)) < KILLED_AFTER:

@@ -84,18 +84,28 @@ def agreeing(weights: window.Weights, world: World) -> tuple[str, bool]:
     return ("yes" if len(set(found)) == 1 else "no"), len(set(found)) == 1
 
 
+def through(name: str, precision: str, loops: PlainLoops, world: World) -> list[Figure]:
+    """The figures of one engine in one precision; a collective."""
+    of, kept = f"{name}, 2 ranks over {world.backend}", list[window.Weights]()
+
+    def weights() -> window.Weights:
+        kept.append(loops.window.ours(OURS[name], precision, world))
+        return kept[-1]
+
+    figures = [loops.beside(of, precision, weights)]
+    if kept and name in REPLICATED:
+        agree = partial(agreeing, kept[-1], world)
+        figures.append(tried(f"{of}, {precision}", "ranks have the same bits", "yes", agree))
+    return figures
+
+
 def measure(world: World, *, small: bool) -> list[Figure]:
     """The same figures on every rank; a collective."""
     loops, figures = PlainLoops(Options(device=world.device, small=small), world.size), []
     for precision in precisions(world.device):
         figures.append(loops.figure(precision))
-        for name, engine in OURS.items():
-            weights = loops.window.ours(engine, precision, world)
-            of = f"{name}, 2 ranks over {world.backend}"
-            figures.append(loops.beside(of, precision, lambda weights=weights: weights))
-            if name in REPLICATED:
-                agree = partial(agreeing, weights, world)
-                figures.append(tried(f"{of}, {precision}", "ranks have the same bits", "yes", agree))
+        for name in OURS:
+            figures += through(name, precision, loops, world)
     for name, engine in OURS.items():
         of = f"{name}, 2 ranks over {world.backend}, fp16"
         skip = partial(skipping, engine, world)
