@@ -13,6 +13,7 @@ This process imports no torch: a GPU has no room for one that only waits.
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,9 @@ def chosen(names: Mapping[str, Sequence[str]], only: Sequence[str], broken: Mapp
     known = [name for part in names.values() for name in part]
     lost = "".join(f"; {part} cannot be imported: {why}" for part, why in broken.items())
     for name in only:
-        require(name in known, "only", name, f"is no measurement here{lost}", f"Use some of {', '.join(known)}")
+        require(
+            name in known, "only", name, f"is no measurement here{lost}", f"Use some of {', '.join(map(repr, known))}"
+        )
     return [(part, name) for part, own in names.items() for name in own if not only or name in only]
 
 
@@ -101,11 +104,12 @@ def _measure(module: str, part: str, name: str, *, small: bool, folder: Path, an
     if left < LEAST_S:
         return measured.left_out("no time was left in this part: raise minutes, or name it in only=[...]")
     print(f"{part}: {name}", file=sys.stderr, flush=True)  # noqa: T201  minutes may pass before the table
-    log = folder / "logs" / f"{part}-{name.replace(' ', '-')}.log"
+    file = re.sub(r"\W+", "-", f"{part} {name}")
+    log = folder / "logs" / f"{file}.log"
     log.parent.mkdir(exist_ok=True)
     began = monotonic()
     asked = {"module": module, "name": name, "small": small}
-    answer: Answer = ask(asked, answers / f"{part}-{name}.json", log=log, limit_s=left)
+    answer: Answer = ask(asked, answers / f"{file}.json", log=log, limit_s=left)
     return measured.done(answer.content.get("figures", []), error=answer.error, seconds=monotonic() - began)
 
 
