@@ -32,6 +32,7 @@ from launch.bench.gpu.report import Measured, Report
 PARTS = {name: f"launch.bench.gpu.{name}" for name in ("correct", "speed", "size")}
 LOOK_S = 180.0  # for the machine and the names of all measurements: torch is imported from a cold disk
 WHOLE = "(all)"  # the name under which a part stands that cannot be imported
+SHARE = 0.5  # of a part's time that one measurement has at most: one that hangs leaves some to those after it
 LEAST_S = 10.0  # a measurement is not begun with less: a process takes as long to start
 
 
@@ -90,18 +91,21 @@ def run(values: Mapping[str, Any], folder: Path, parts: Mapping[str, str] = PART
         unread = [] if only else [(own, WHOLE) for own in broken]
         for own, name in unread:
             report.add(Measured(part=own, name=name, small=small, error=f"cannot be imported: {broken[own]}"))
-        ends: dict[str, float] = {}
+        ends, seconds = dict[str, float](), 60 * values["minutes"]
         for own, name in asked:
-            end = ends.setdefault(own, monotonic() + 60 * values["minutes"])
-            report.add(_measure(wanted[own], own, name, small=small, folder=folder, answers=answers, end=end))
+            left = ends.setdefault(own, monotonic() + seconds) - monotonic()
+            limit = min(left, SHARE * seconds)
+            report.add(_measure(wanted[own], own, name, small=small, folder=folder, answers=answers, limit_s=limit))
     report.finish(draws=find_spec("matplotlib") is not None)
     return int(not report.good(unread + asked))
 
 
-def _measure(module: str, part: str, name: str, *, small: bool, folder: Path, answers: Path, end: float) -> Measured:
-    """Runs one measurement until ``end``, of the monotonic clock; its output is kept in ``logs``."""
-    left, measured = end - monotonic(), Measured(part=part, name=name, small=small)
-    if left < LEAST_S:
+def _measure(
+    module: str, part: str, name: str, *, small: bool, folder: Path, answers: Path, limit_s: float
+) -> Measured:
+    """Runs one measurement for so long at most; its output is kept in ``logs``."""
+    measured = Measured(part=part, name=name, small=small)
+    if limit_s < LEAST_S:
         return measured.left_out("no time was left in this part: raise minutes, or name it in only=[...]")
     print(f"{part}: {name}", file=sys.stderr, flush=True)  # noqa: T201  minutes may pass before the table
     file = re.sub(r"\W+", "-", f"{part} {name}")
@@ -109,8 +113,9 @@ def _measure(module: str, part: str, name: str, *, small: bool, folder: Path, an
     log.parent.mkdir(exist_ok=True)
     began = monotonic()
     asked = {"module": module, "name": name, "small": small}
-    answer: Answer = ask(asked, answers / f"{file}.json", log=log, limit_s=left)
-    return measured.done(answer.content.get("figures", []), error=answer.error, seconds=monotonic() - began)
+    answer: Answer = ask(asked, answers / f"{file}.json", log=log, limit_s=limit_s)
+    figures, seconds = answer.content.get("figures", []), monotonic() - began
+    return measured.done(figures, error=answer.error, said=answer.said, seconds=seconds)
 
 
 def main() -> int:

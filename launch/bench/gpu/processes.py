@@ -19,15 +19,16 @@ WORKER = "launch.bench.gpu.worker"
 # No measurement asks a network: what would is told so, and fails at once instead of waiting.
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TOLD = 2000  # characters of a log that an error repeats
+_TOLD = 2000  # characters
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process gave; ``error`` is empty where it gave all that was asked."""
+    """What a process gave; ``error`` is empty where it gave all that was asked, else ``said`` ends its output."""
 
     content: Mapping[str, Any]
     error: str = ""
+    said: str = ""
 
 
 def ask(question: Mapping[str, Any], file: Path, *, log: Path, limit_s: float) -> Answer:
@@ -46,7 +47,7 @@ def ask(question: Mapping[str, Any], file: Path, *, log: Path, limit_s: float) -
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return Answer({}, f"did not end within {limit_s:.0f} s, and was killed. {_last_of(log)}")
+            return Answer({}, f"did not end within {limit_s:.0f} s, and was killed", _last_of(log))
         finally:  # of what it has started, too
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -55,10 +56,10 @@ def ask(question: Mapping[str, Any], file: Path, *, log: Path, limit_s: float) -
         content = json.loads(file.read_text())
     except (OSError, ValueError):
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Answer({}, f"{ended} and no answer. {_last_of(log)}")
-    return Answer(content, content.pop("error", ""))
+        return Answer({}, f"{ended} and no answer", _last_of(log))
+    error = content.pop("error", "")
+    return Answer(content, error, _last_of(log) if error else "")
 
 
 def _last_of(log: Path) -> str:
-    said = log.read_text(errors="replace").strip()
-    return f"Its last words: {said[-_TOLD:]}" if said else "It said nothing"
+    return log.read_text(errors="replace").strip()[-_TOLD:]

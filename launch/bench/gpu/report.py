@@ -17,13 +17,15 @@ from distaccum.errors import ConfigError
 FILE = "report.json"
 DONE, FAILED, LEFT_OUT = "done", "failed", "left out"
 _SAME = ("torch", "cuda", "card", "cards", "driver", "python")  # figures of one report have these in common
-_LINES = 3  # of an error in the table; the report has all of it
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one measurement gave: figures as plain values, or why it has none. Seconds with its process's start."""
+    """What one measurement gave: figures as plain values, or why it has none.
+
+    ``said``: the end of its output, where it failed. ``seconds``: with its process's start.
+    """
 
     part: str
     name: str
@@ -31,6 +33,7 @@ class Measured:
     state: str = FAILED
     figures: Sequence[Mapping[str, Any]] = ()
     error: str = ""
+    said: str = ""
     seconds: float = 0.0
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -38,7 +41,7 @@ class Measured:
         """For one that was not begun."""
         return replace(self, state=LEFT_OUT, error=why)
 
-    def done(self, figures: Sequence[Mapping[str, Any]], *, error: str, seconds: float) -> Measured:
+    def done(self, figures: Sequence[Mapping[str, Any]], *, error: str, seconds: float, said: str = "") -> Measured:
         """For one that has ended: failed with an error, without figures, or with one that is not finite."""
         wrong = [f"{one['of']}, {one['name']}" for one in figures if not _is_finite(one["value"])]
         if not error and not figures:
@@ -46,7 +49,8 @@ class Measured:
         if not error and wrong:
             error = f"not finite: {'; '.join(wrong)}"
         told = [one if _is_finite(one["value"]) else {**one, "value": str(one["value"])} for one in figures]  # for JSON
-        return replace(self, state=FAILED if error else DONE, figures=told, error=error, seconds=round(seconds, 1))
+        state, seconds = FAILED if error else DONE, round(seconds, 1)
+        return replace(self, state=state, figures=told, error=error, said=said, seconds=seconds)
 
     @property
     def good(self) -> bool:
@@ -97,8 +101,13 @@ class Report:
         return cls(folder, machine, runs, measured)
 
     def add(self, measured: Measured) -> None:
-        """Adds what was measured, in place of an earlier one of that name, and writes the file."""
-        self._measured[measured.part, measured.name] = measured
+        """Adds what was measured, in place of what an earlier run has under that name, and writes the file.
+
+        One that is left out takes nothing's place.
+        """
+        key = measured.part, measured.name
+        if measured.state != LEFT_OUT or key not in self._measured:
+            self._measured[key] = measured
         self._write()
 
     def forget(self, part: str, name: str) -> None:
@@ -146,8 +155,8 @@ class Report:
                 shown = f"{_shown(figure['value'])} {figure['unit']}".strip()
                 rows.append([*about, figure["of"], figure["name"], shown, figure["target"], held])
             if one.state != DONE:
-                said = one.error.strip().splitlines()
-                rows.append([*about, "", one.state, "; ".join(said[-_LINES:]), "", "NO" if one.state == FAILED else ""])
+                why = one.error.strip().splitlines()[0]
+                rows.append([*about, "", one.state, why, "", "NO" if one.state == FAILED else ""])
         return rows
 
     def _notes(self) -> str:

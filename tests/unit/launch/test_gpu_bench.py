@@ -76,6 +76,7 @@ def test_a_run_whose_measurements_fail_reports_them_all(tmp_path: Path) -> None:
     }
     assert found["correct right"]["figures"][1] == _figure(of="cpu", name="small", value="True", unit="")
     assert found["correct raising"]["error"] == "ValueError: a | message"
+    assert "before the error" in found["correct raising"]["said"]
     assert "No module named 'tests.unit.launch.no_such_module'" in found["speed (all)"]["error"]
     assert "before the error" in (tmp_path / "logs" / "correct-raising.log").read_text()
     assert "ValueError: a \\| message" in (tmp_path / "report.md").read_text()  # a bar would begin a cell
@@ -91,7 +92,7 @@ def test_a_run_whose_measurements_fail_reports_them_all(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("dying", "was killed by SIGABRT and no answer"),
-        ("hanging", "did not end within 8 s, and was killed. Its last words: child"),
+        ("hanging", "did not end within 8 s, and was killed"),
     ],
 )
 def test_what_ends_a_process_is_told_and_leaves_none_behind(tmp_path: Path, name: str, problem: str) -> None:
@@ -100,7 +101,7 @@ def test_what_ends_a_process_is_told_and_leaves_none_behind(tmp_path: Path, name
     answer = processes.ask(question, tmp_path / "answer.json", log=tmp_path / "log", limit_s=8)
     assert problem in answer.error
     if name == "hanging":
-        child = int((tmp_path / "log").read_text().split()[-1])
+        child = int(answer.said.removeprefix("child "))
         for _ in range(100):
             if not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text():
                 return
@@ -109,12 +110,15 @@ def test_what_ends_a_process_is_told_and_leaves_none_behind(tmp_path: Path, name
 
 
 def test_a_measurement_without_time_is_left_out_and_told(tmp_path: Path) -> None:
-    report = Report.of(tmp_path, MACHINE, options={})
-    report.add(main._measure(HERE, "correct", "right", small=True, folder=tmp_path, answers=tmp_path, end=0.0))
+    report, given = Report.of(tmp_path, MACHINE, options={}), {"small": True, "folder": tmp_path, "answers": tmp_path}
+    report.add(_measured("before", _figure()))
+    for part, name in (("correct", "right"), ("speed", "before")):
+        report.add(main._measure(HERE, part, name, limit_s=9.0, **given))
     report.finish(draws=False)
     assert _of(tmp_path)["correct right"]["state"] == LEFT_OUT
+    assert _of(tmp_path)["speed before"]["figures"] == [_figure()]  # of an earlier run
     assert "Left out for lack of time: right." in (tmp_path / "report.md").read_text()
-    assert report.good([("correct", "right")])
+    assert report.good([("correct", "right"), ("speed", "before")])
 
 
 @pytest.mark.parametrize(
@@ -150,10 +154,11 @@ def test_a_report_of_another_machine_is_not_added_to(tmp_path: Path) -> None:
         Report.of(tmp_path, MACHINE, options={})
 
 
-def test_a_chart_for_each_unit_and_none_of_words(tmp_path: Path) -> None:
+def test_a_chart_for_each_thing_that_is_measured_and_none_of_words(tmp_path: Path) -> None:
     figures = [_figure(), _figure(of="b", value=300), _figure(value="yes"), _figure(unit="tokens/s", value=0.0)]
     measured = [_measured("some", *figures)]
-    assert plots.by_unit(measured) == {"ms": [("a: time", 1.0), ("b: time", 300.0)], "tokens/s": [("a: time", 0.0)]}
+    charts = {"time (ms)": [("a", 1.0), ("b", 300.0)], "time (tokens/s)": [("a", 0.0)]}
+    assert plots.by_name(measured) == charts
     plots.draw([_measured("words", _figure(value="yes"))], "nothing", tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
