@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from distaccum.errors import ConfigError
 FILE = "report.json"
 DONE, FAILED, LEFT_OUT = "done", "failed", "left out"
 _SAME = ("torch", "cuda", "card", "cards", "driver", "python")  # figures of one report have these in common
+_WIDTH = 160  # characters of the table where it goes to a file
+_WHOLE = 1000  # from which on a number is shown without a fraction
 Json = dict[str, Any]
 
 
@@ -176,13 +179,13 @@ class Report:
         table = Table(*head, title=title, caption=self._notes().strip() or None)
         for row in body:
             table.add_row(*map(escape, row))
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def _shown(value: float | str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= _WHOLE else f"{value:.4g}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
