@@ -119,6 +119,12 @@ ELSEWHERE = {
     "python launch/bench saves=true": (
         "distributed/test_bench.py::test_saves_are_compared_with_what_the_disk_and_memory_do"
     ),
+    "python launch/bench gpu part=correct hydra.run.dir=runs/gpu": (
+        "unit/launch/test_gpu_bench.py::test_all_that_is_right_on_a_gpu_is_right_on_the_cpu"
+    ),
+    "python launch/bench gpu part=speed hydra.run.dir=runs/gpu": (
+        "unit/launch/test_gpu_bench.py::test_a_run_whose_measurements_fail_reports_them_all"
+    ),
     "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
     "python launch/bench network": (
         "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"

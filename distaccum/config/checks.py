@@ -15,6 +15,8 @@ ON_DIVERGENCE = ("stop", "warn")
 ON_SPIKE = ("off", "warn", "skip")
 ROLLBACK = "rollback"  # of the Trainer alone
 VERIFY = ("first", "never")
+GLOO = "gloo"
+BACKENDS = ("auto", "nccl", GLOO)
 
 
 def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> None:

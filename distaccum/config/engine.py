@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from distaccum.config.checks import require, require_choice, require_count, require_positive, require_types
 from distaccum.config.precision import PrecisionConfig
@@ -37,6 +37,8 @@ class EngineConfig(ABC):
     """
 
     name: str = ""
+    over_gloo: ClassVar[bool] = True
+    """Whether a GPU's tensors may go over gloo between ranks."""
 
     def __post_init__(self) -> None:
         own = type(self).name
@@ -150,6 +152,7 @@ class DeepSpeedConfig(EngineConfig):
     """
 
     name: str = "deepspeed"
+    over_gloo: ClassVar[bool] = False  # it asks its accelerator for the backend, which is NCCL's on a GPU
     stage: int = 2
     offload_optimizer: bool = False
     offload_parameters: bool = False

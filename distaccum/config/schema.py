@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
 from distaccum.config.checks import (
+    BACKENDS,
     NONFINITE,
     ON_DIVERGENCE,
     ON_SPIKE,
@@ -147,7 +148,8 @@ class TrainerConfig:
     above the mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to
     the last checkpoint. ``hang_timeout``: without progress on any rank for so long, the run ends and names the ranks
     that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None: never. ``group_timeout``:
-    after it the process group itself gives up.
+    after it the process group itself gives up. ``backend``: what carries a GPU's tensors between ranks, ``nccl``
+    (``auto``) or ``gloo``, over which ranks may share a GPU; a CPU's go over gloo.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -169,6 +171,7 @@ class TrainerConfig:
     spike_window: int = 100
     hang_timeout: Any = "auto"
     group_timeout: Any = "30m"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         limit = (int, NoneType)
@@ -199,6 +202,7 @@ class TrainerConfig:
         require_choice("trainer.on_spike", self.on_spike, (*ON_SPIKE, ROLLBACK))
         require_positive("trainer.spike_zscore", self.spike_zscore)
         require_count("trainer.spike_window", self.spike_window, least=2)
+        require_choice("trainer.backend", self.backend, BACKENDS)
         longest = seconds_of("trainer.group_timeout", self.group_timeout)
         if self.hang_timeout not in (None, "auto"):
             fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest

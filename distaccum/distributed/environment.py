@@ -17,6 +17,9 @@ from distaccum.errors import ConfigError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 GROUP_TIMEOUT = timedelta(minutes=30)
+AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
+BACKENDS = (AUTO, NCCL, GLOO)
+"""What carries a GPU's tensors between ranks; by default NCCL. A CPU's go over gloo in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +73,30 @@ class LaunchEnvironment:
             return launched
         return cls(rank=dist.get_rank(), size=dist.get_world_size())
 
-    def device(self) -> torch.device:
+    def device(self, backend: str = AUTO) -> torch.device:
         """This rank's GPU if the machine has any, else the CPU.
 
+        Args:
+            backend: what carries the GPUs' tensors, one of ``BACKENDS``. Over gloo, ranks share GPUs where there are
+                more ranks than GPUs.
+
         Raises:
-            ConfigError: the machine has more processes than GPUs.
+            ConfigError: the machine has more processes than GPUs, which NCCL cannot do; NCCL without a GPU; or there is
+                no such backend.
         """
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        gpus = torch.cuda.device_count()
-        if self.local_rank >= gpus:
-            remedy = f"Start at most {gpus} processes on this machine, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
+        gpu = self.gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, backend)
+        return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+
+    def gpu(self, gpus: int, backend: str = AUTO) -> int | None:
+        """The number of this rank's GPU of a machine that has ``gpus``; None for the CPU. See :meth:`device`."""
+        check_backend(backend, "cuda" if gpus else "cpu")
+        if not gpus:
+            return None
+        if self.local_rank >= gpus and backend != GLOO:
+            remedy = f"Start at most {gpus} processes on this machine, hide the GPUs with CUDA_VISIBLE_DEVICES='', or "
+            remedy += "share them with trainer.backend=gloo, which is slower"
             raise ConfigError("LOCAL_RANK", self.local_rank, f"this machine has {gpus} GPUs", remedy)
-        return torch.device("cuda", self.local_rank)
+        return self.local_rank % gpus
 
     def store(self) -> Store:
         """The launcher's key-value store under a prefix unique to these ranks; one in memory for a world of one."""
@@ -91,3 +105,16 @@ class LaunchEnvironment:
         store: Store
         store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
         return private_store(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Refuses a backend that there is not, or that carries no tensors of this kind of device.
+
+    Raises:
+        ConfigError: it is none of ``BACKENDS``, or NCCL on a CPU.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError("backend", backend, "no such choice", f"Use one of {', '.join(BACKENDS)}")
+    if backend == NCCL and device_type != "cuda":
+        problem = "NCCL carries tensors of GPUs alone, and here is none"
+        raise ConfigError("backend", backend, problem, "Use backend=auto, or a machine with a GPU")

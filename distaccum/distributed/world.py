@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.activity import Activity
-from distaccum.distributed.environment import GROUP_TIMEOUT, LaunchEnvironment
+from distaccum.distributed.environment import AUTO, GLOO, GROUP_TIMEOUT, LaunchEnvironment, check_backend
+from distaccum.errors import ConfigError
 
 # Gloo's threads release the last collective's tensors shortly after it returns. If the interpreter is ending by then,
 # the process aborts: "terminate called without an active exception" (seen with torch 2.13; pytorch#190489).
@@ -31,8 +32,8 @@ _SENT = (
 class World:
     """An open process group, seen from one rank.
 
-    Host tensors go over gloo and device tensors over the device's own backend, so that a count that the host knows
-    never waits for the device. Every collective must be called on all ranks, in the same order.
+    Host tensors go over gloo and device tensors over the device's own backend, unless gloo is asked for, so that a
+    count that the host knows never waits for the device. Every collective must be called on all ranks, in one order.
     """
 
     rank: int
@@ -46,28 +47,36 @@ class World:
     """What this rank is doing, which :class:`~distaccum.distributed.watchdog.Watchdog` reads."""
 
     @classmethod
-    def join(cls, timeout: timedelta | None = None) -> World:
+    def join(cls, timeout: timedelta | None = None, *, backend: str = AUTO) -> World:
         """The open process group; if there is none, a new one of the ranks that the launcher started.
 
         A group that this opens stays open until the process exits; its collectives wait for ``timeout``, by default
-        ``GROUP_TIMEOUT``.
+        ``GROUP_TIMEOUT``. ``backend`` is as in :func:`open_world`.
 
         Raises:
-            ConfigError: as :meth:`LaunchEnvironment.from_environment` and :meth:`LaunchEnvironment.device`.
+            ConfigError: as :meth:`LaunchEnvironment.from_environment` and :meth:`LaunchEnvironment.device`; or the open
+                group has another backend.
         """
         ranks = LaunchEnvironment.from_environment()
+        if dist.is_initialized():
+            backend = _agreed(backend)
         if dist.is_initialized() and not ranks.launched and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())  # chosen by whoever opened the group
         else:
-            device = ranks.device()
+            device = ranks.device(backend)
         if not dist.is_initialized():
             opened = ExitStack()
-            world = opened.enter_context(open_world(ranks, ranks.store(), device, timeout))
+            world = opened.enter_context(open_world(ranks, ranks.store(), device, timeout, backend=backend))
             atexit.register(opened.close)
             return world
         serves_host = "cpu" in dist.get_backend_config()  # NCCL alone cannot sum host tensors
         group = None if serves_host else dist.new_group(backend="gloo")
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device, host_group=group)
+
+    @property
+    def backend(self) -> str:
+        """What carries this device's tensors between ranks: ``nccl`` or ``gloo``, or what the program has chosen."""
+        return _serving().get(self.device.type, "")
 
     @property
     def is_main(self) -> bool:
@@ -122,23 +131,51 @@ class World:
         self.all_reduce_max_host([0])
 
 
+def _serving() -> dict[str, str]:
+    """The open group's backends, by the kind of device whose tensors they carry."""
+    return dict(item.split(":", 1) for item in dist.get_backend_config().split(",") if ":" in item)
+
+
+def _agreed(backend: str) -> str:
+    """The backend of the open group for a GPU's tensors, which must be the one asked for."""
+    serving = _serving()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    check_backend(backend, device_type)
+    there = serving.get(device_type, AUTO)
+    if backend not in (AUTO, there):
+        problem = f"and the process group that the program opened has {there} for {device_type} tensors"
+        raise ConfigError("backend", backend, problem, f"Use backend=auto, or open it with backend={backend!r}")
+    return GLOO if there == GLOO and device_type == "cuda" else AUTO
+
+
 @contextmanager
 def open_world(
-    ranks: LaunchEnvironment, store: Store, device: torch.device, timeout: timedelta | None = None
+    ranks: LaunchEnvironment,
+    store: Store,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    *,
+    backend: str = AUTO,
 ) -> Iterator[World]:
     """Opens the default process group for the block, and closes it on any exit.
 
     Args:
         ranks: this process's rank and the world size.
         store: shared by every rank; see :meth:`LaunchEnvironment.store`.
-        device: of this rank's model; decides the backend (NCCL for CUDA, gloo for the CPU).
+        device: of this rank's model.
         timeout: of every collective; by default ``GROUP_TIMEOUT``.
+        backend: what carries a GPU's tensors: ``nccl``, which ``auto`` chooses, or ``gloo``, by way of the host, which
+            is slower, but ranks may share a GPU. A CPU's go over gloo.
+
+    Raises:
+        ConfigError: NCCL on a CPU, or there is no such backend.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    check_backend(backend, device.type)
+    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
     timeout = timeout or GROUP_TIMEOUT  # read here, so that a program can set another one for all that it opens
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
+    dist.init_process_group(backends, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device, store=store if ranks.size > 1 else None)
     finally:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.checks import require_positive_number, whole_number
+from distaccum.config.checks import GLOO, require, require_positive_number, whole_number
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import (
     DDPConfig,
@@ -185,6 +185,8 @@ def create(
         problem = f"the model was prepared for {context.world_size}"
         remedy = "Open the process group before the Trainer is made, or start with torchrun"
         raise ConfigError("world size", world.size, problem, remedy)
+    if world.device.type == "cuda" and world.backend == GLOO:
+        refuse_gloo(context.engine, world.device, key="backend")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     ownership = Ownership(model, optimizers)
     try:
@@ -202,6 +204,18 @@ def create(
     ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
     made.ownership = ownership
     return made
+
+
+def refuse_gloo(engine: EngineConfig, device: torch.device, *, key: str) -> None:
+    """Refuses an engine that cannot send a GPU's tensors over gloo; ``key`` is the setting that asks for gloo.
+
+    Raises:
+        ConfigError: it is such an engine, on a GPU.
+    """
+    fits = engine.over_gloo or device.type != "cuda"
+    able = ", ".join(spec.config.name for spec in _SPECS if spec.config.over_gloo)
+    problem = f"engine={engine.name} sends a GPU's tensors over NCCL alone"
+    require(fits, key, GLOO, problem, f"Use one GPU a rank and {key}=nccl, or engine={able}")
 
 
 def _parts_to_compile(model: nn.Module, context: EngineContext) -> list[nn.Module]:

@@ -106,12 +106,12 @@ def _run_job(
             coordinator.agree(job, rejection, within_s=within_s)
 
         @contextmanager
-        def open_group(device: torch.device, timeout: timedelta) -> Iterator[World]:
+        def open_group(device: torch.device, timeout: timedelta, backend: str) -> Iterator[World]:
             with coordinator.beginning(job, partial(reason_of, environment.rank)):
                 if RUN_NOTE in os.environ and environment.rank == 0:
                     Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
                 accepted()
-            with open_world(environment, coordinator.store_for(job), device, timeout) as world:
+            with open_world(environment, coordinator.store_for(job), device, timeout, backend=backend) as world:
                 yield world
 
         result = run(
@@ -131,9 +131,8 @@ def _run_job(
 
 def _make_components(job: Job, environment: LaunchEnvironment) -> TrainingComponents:
     config = RunConfig.from_dict(job.config)
-    return components_from_config(
-        config, world_size=environment.size, device=environment.device(), planned=environment.planned
-    )
+    device = environment.device(config.trainer.backend)
+    return components_from_config(config, world_size=environment.size, device=device, planned=environment.planned)
 
 
 class _Jobs:

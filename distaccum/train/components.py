@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
+from distaccum.config.checks import GLOO
 from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import Node, RunConfig
 from distaccum.config.secrets import redact
@@ -30,7 +31,7 @@ from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
 from distaccum.engines.context import EngineContext
-from distaccum.engines.factory import prepare
+from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
@@ -182,6 +183,8 @@ def build_components(
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
     if config.deterministic:
         determinism.check(device)
+    if config.trainer.backend == GLOO:
+        refuse_gloo(config.engine, device, key="trainer.backend")
     check_loss(loss)
     getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)

@@ -73,9 +73,9 @@ def _alone(_: str | None) -> None:
     """Asks no other rank: an error on a rank is that rank's alone."""
 
 
-def _join(_: torch.device, timeout: timedelta) -> AbstractContextManager[World]:
+def _join(_: torch.device, timeout: timedelta, backend: str) -> AbstractContextManager[World]:
     """Joins the open process group, or opens one that stays open."""
-    return nullcontext(World.join(timeout))
+    return nullcontext(World.join(timeout, backend=backend))
 
 
 def run(
@@ -86,7 +86,7 @@ def run(
     began: float,
     signals: StopSignals | None = None,
     agree: Callable[[str | None], None] = _alone,
-    open_group: Callable[[torch.device, timedelta], AbstractContextManager[World]] = _join,
+    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]] = _join,
 ) -> RunResult:
     """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
@@ -97,7 +97,7 @@ def run(
         began: when the run began, as ``time.monotonic`` gives it; ``trainer.max_time`` counts from there.
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
-        open_group: opens the process group of a device, with a timeout, and closes it.
+        open_group: opens the process group of a device, with a timeout and a backend, and closes it.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
@@ -158,7 +158,7 @@ def _in_group(
     *,
     began: float,
     signals: StopSignals | None,
-    open_group: Callable[[torch.device, timedelta], AbstractContextManager[World]],
+    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]],
     beginning: str,
 ) -> RunResult:
     """Opens the group and trains. An error from here on is written by the rank that it happens on."""
@@ -167,7 +167,7 @@ def _in_group(
         joined = False
         try:
             with (
-                open_group(components.device, group_timeout(trainer)) as world,
+                open_group(components.device, group_timeout(trainer), trainer.backend) as world,
                 nullcontext(signals) if signals else StopSignals() as caught,
             ):
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)

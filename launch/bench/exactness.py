@@ -53,7 +53,7 @@ def ours(world: World, micro_batches: MicroBatches) -> Tensor:
     model, found = make_model(), list[Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(
-        lambda *_: found.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))  # type: ignore[union-attr]
+        lambda *_: found.append(torch.cat([p.grad.flatten().double().cpu() for p in model.parameters()]))  # type: ignore[union-attr]
     )
     acc = Accumulator(
         model,

@@ -10,62 +10,26 @@ Without a program it takes Hydra overrides of ``conf/bench.yaml`` and measures o
 - ``loading=true``: whether loading is hidden behind computing.
 
 ``network`` measures two hosts with a slow link between them (``conf/link.yaml``), ``compare_engines`` trains the main
-job once on each engine.
+job once on each engine, ``gpu`` measures what is right, fast and large on a GPU (``conf/gpu.yaml``).
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from functools import partial
-from pathlib import Path
+from pkgutil import resolve_name
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from distaccum.config.command_line import register_aliases
-from distaccum.config.schema import RunConfig, conf_dir, plain
-from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.distributed.world import open_world
-from launch.bench import checkpoints, compare_engines, engines, exactness, loading, optimizer_step, tables, throughput
-from launch.bench.network import main as network
-
-PROGRAMS = {"network": network.main, "compare_engines": compare_engines.main}
-
-
-def run(node: DictConfig) -> None:
-    """Measures on this rank; rank 0 prints the figures, and writes them to ``bench.json`` in the run directory."""
-    values, folder = plain(node), Path(HydraConfig.get().runtime.output_dir)
-    options = values.pop("bench")
-    sizes, saved_sizes, loads = options.pop("boundary_sizes"), options.pop("saved_sizes"), options.pop("loading")
-    wanted = {name for name in ("exactness", "boundary", "engines", "saves", "loading") if values.pop(name)}
-    config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()
-    with open_world(ranks, ranks.store(), ranks.device()) as world:
-        if "exactness" in wanted:
-            figures, show = exactness.compare(world), partial(exactness.show, world=world)
-        elif "boundary" in wanted:
-            figures = optimizer_step.compare(world, sizes, pairs=options["pairs"])
-            show = partial(optimizer_step.show, device=world.device)
-        elif "engines" in wanted:
-            figures, show = engines.compare(config, world), partial(tables.show, path=folder / "engines.md")
-        elif "saves" in wanted:
-            figures = checkpoints.compare(world, saved_sizes, folder, pairs=options["pairs"])
-            show = partial(checkpoints.show, ranks=world.size)
-        elif "loading" in wanted:
-            figures, show = loading.compare(world, **loads), loading.show
-        else:
-            figures = throughput.compare(config, world, folder, **options)
-            show = partial(throughput.show, ranks=world.size)
-        if world.is_main:
-            show(figures)
-            (folder / "bench.json").write_text(json.dumps(figures, indent=2))
+# By name: each program loads its own imports, of which another one's machine may lack some.
+MEASURES = "launch.bench.one_process"
+PROGRAMS = {
+    "network": "launch.bench.network.main",
+    "compare_engines": "launch.bench.compare_engines",
+    "gpu": "launch.bench.gpu.main",
+}
 
 
 def main() -> int:
     """Runs the command; returns its exit code."""
-    if sys.argv[1:] and sys.argv[1] in PROGRAMS:
-        return PROGRAMS[sys.argv.pop(1)]()
-    sys.argv[1:] = register_aliases(sys.argv[1:])
-    hydra.main(config_path=str(conf_dir()), config_name="bench", version_base="1.3")(run)()
-    return 0
+    named = bool(sys.argv[1:]) and sys.argv[1] in PROGRAMS
+    program = PROGRAMS[sys.argv.pop(1)] if named else MEASURES
+    exit_code: int = resolve_name(f"{program}:main")()
+    return exit_code

@@ -220,6 +220,7 @@ def compare(config: RunConfig, world: World, folder: Path, *, windows: int, pair
         called = count_calls(steps[name], windows)
         counted["device reads"] = counted.get("device reads", 0.0) + called.pop("device reads")
         wide = variant.components(wide_and_short(config), world)
+        wide.model.to(world.device)  # every loop finds it there: what it takes is no peak of the loop's
         parameters = sum(p.numel() * p.element_size() for p in wide.model.parameters())
         peak = peak_bytes(partial(variant.make, wide, world), windows=4) / parameters
         figures[name] = counted | called | {"peak gradient memory / parameters": peak}

@@ -15,18 +15,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from distaccum.errors import ConfigError, near_misses
 
-_aten = torch.ops.aten
-# What a selective checkpoint keeps: what takes long to compute and little memory to hold.
-_KEPT = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
+# What a selective checkpoint keeps: what takes long to compute and little memory to hold. Attention is an operator for
+# each kernel: flash, memory-efficient, cuDNN's, or one of a back end from elsewhere; without one it is matrix products.
+_LONG = (
+    *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    "_scaled_dot_product_fused_attention_overrideable",
+    *("_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward"),
 )
+_PACKETS = [getattr(torch.ops.aten, name) for name in _LONG if hasattr(torch.ops.aten, name)]  # torch 2.8 lacks some
+_FORMS = [getattr(packet, form) for packet in _PACKETS for form in packet.overloads()]
+_KEPT = frozenset(form for form in _FORMS if not form._schema.is_mutable)
 
 
 def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.blocks") -> list[nn.Module]:

@@ -25,7 +25,7 @@ class Figure:
     """One number or word.
 
     ``of``: the case, ``124m, compiled`` say. ``name``: what was measured. ``unit``: of the value. ``target``: in words,
-    with ``holds`` whether the value meets it; None without a target, or where the sizes are small.
+    with ``holds`` whether the value meets it; None without a target, or where the sizes are too small to judge it by.
     """
 
     of: str
