@@ -70,22 +70,22 @@ def _peak_at(options: Options, settings: tuple[str, ...], micro_size: int) -> in
     return peak.most
 
 
-def beside_forecast(options: Options, model: str) -> list[Figure]:
-    """On each engine what is held when the optimizer steps, over the forecast of it; and the peak of a window."""
-    figures = []
-    for engine in ENGINES:
-        with alone(options) as world:
-            config = run_config(options, model, "precision=bf16", f"engine={engine}", micro_size=4, accumulation=2)
-            held, peak = _held_and_peak(config, world)
-        expected = forecast_of(config)
-        of = f"{model}, bf16, {engine}, micro-batch {config.batch.micro_size}"
-        figures += [
-            Figure(of=of, name="held when the optimizer steps", value=held / GIB, unit="GiB"),
-            Figure(of=of, name="held over the forecast (weights, gradients, optimizer state)", value=held / expected),
-            *peak.figures(of),
-        ]
-        release(options.device)
-    return figures
+def memory_of(options: Options, model: str) -> list[Figure]:
+    """A size's memory on each engine, beside the forecast."""
+    return [figure for engine in ENGINES for figure in beside_forecast(options, model, engine)]
+
+
+def beside_forecast(options: Options, model: str, engine: str) -> list[Figure]:
+    """What is held when the optimizer steps, over the forecast of it; and the peak of a window."""
+    with alone(options) as world:
+        config = run_config(options, model, "precision=bf16", f"engine={engine}", micro_size=4, accumulation=2)
+        held, peak = _held_and_peak(config, world)
+    of = f"{model}, bf16, {engine}, micro-batch {config.batch.micro_size}"
+    return [
+        Figure(of=of, name="weights, gradients and optimizer state held at the step", value=held / GIB, unit="GiB"),
+        Figure(of=of, name="held over the forecast", value=held / forecast_of(config)),
+        *peak.figures(of),
+    ]
 
 
 def forecast_of(config: RunConfig) -> float:
@@ -107,7 +107,7 @@ def _held_and_peak(config: RunConfig, world: World) -> tuple[int, Peak]:
     release(device)
     before = live_storages() if device.type != "cuda" else {}
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    loop = WindowLoop(components_of(config, world), world)
+    loop = WindowLoop(components_of(config, world, epoch=2), world)  # a CPU's memory has the data, too
     found: list[int] = []
 
     def look() -> None:
@@ -128,7 +128,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "1.5b": partial(compiled, model="1.5b", micro_sizes=(32, 16, 8), least=LARGEST_LEAST),
     "774m": partial(compiled, model="774m", micro_sizes=(32, 16, 8)),
     "350m": partial(compiled, model="350m", micro_sizes=(64, 32, 16)),
-    "memory, 124m": partial(beside_forecast, model="124m"),
-    "memory, 1.5b": partial(beside_forecast, model="1.5b"),
+    "memory, 124m": partial(memory_of, model="124m"),
+    "memory, 1.5b": partial(memory_of, model="1.5b"),
     **{f"1.5b, fsdp2, {kind}": partial(checkpointed, activation_checkpoint=kind) for kind in CHECKPOINTS},
 }

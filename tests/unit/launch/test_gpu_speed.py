@@ -26,7 +26,17 @@ from launch.bench.gpu.timing import ratios, seconds_of_windows
 
 CPU = torch.device("cpu")
 SMALL, FULL = Options(device=CPU, small=True), Options(device=CPU, small=False)
+OF_TORCH = pytest.mark.filterwarnings("ignore::UserWarning")  # fp16 on a CPU; what torch.compile looks at
 CLIPPED = ("precision=fp32", "loss=cross_entropy", "optim.lr=0.01", "schedule.warmup_steps=0")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few kilobytes: threads would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _values(figures: list[Figure]) -> dict[str, float | str]:
@@ -240,12 +250,14 @@ def test_loops_are_timed_in_turn_and_no_longer_than_stated() -> None:
 
 
 @pytest.mark.slow
+@OF_TORCH
 @pytest.mark.parametrize("name", speed.MEASUREMENTS)
 def test_a_measurement_of_speed_runs_in_small(name: str) -> None:
     _check(speed.MEASUREMENTS[name](SMALL))
 
 
 @pytest.mark.slow
+@OF_TORCH
 @pytest.mark.parametrize("name", size.MEASUREMENTS)
 def test_a_measurement_of_size_runs_in_small(name: str) -> None:
     _check(size.MEASUREMENTS[name](SMALL))
@@ -256,23 +268,14 @@ def _check(figures: list[Figure]) -> None:
     assert len({(figure.of, figure.name) for figure in figures}) == len(figures)
     for figure in figures:
         assert figure.holds is None, "targets are a GPU's"
+        assert figure.target != "0" or figure.value == 0, figure
         assert isinstance(figure.value, str) or math.isfinite(figure.value), figure
 
 
 @pytest.mark.slow
-def test_in_windows_without_a_log_the_trainer_waits_for_nothing() -> None:
-    found = speed.host_waits(SMALL)
-    targets = [figure for figure in found if figure.target]
-    assert len(targets) == 4
-    assert [figure.value for figure in targets] == [0.0] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["124m"])
-def test_what_is_held_at_the_step_is_the_forecast(model: str) -> None:
-    """Within the few kilobytes of a batch and of the generators' states, of half a megabyte."""
-    ratios_ = [f.value for f in size.beside_forecast(SMALL, model) if "over the forecast" in f.name]
-    assert len(ratios_) == len(size.ENGINES)
-    for ratio in ratios_:
-        assert isinstance(ratio, float)
-        assert 1.0 <= ratio < 1.06
+@pytest.mark.parametrize("engine", size.ENGINES)
+def test_what_is_held_at_the_step_is_the_forecast(engine: str) -> None:
+    """And the few kilobytes of a batch and of the generators' states, of half a megabyte."""
+    held = _values(size.beside_forecast(SMALL, "124m", engine))["held over the forecast"]
+    assert isinstance(held, float)
+    assert 1.0 <= held < 1.06
