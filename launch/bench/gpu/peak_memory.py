@@ -23,11 +23,12 @@ class Peak:
     most: int
 
     def figures(self, of: str) -> list[Figure]:
-        """The peak, and how much of it a window's own tensors are: activations, and what the step needs."""
-        return [
-            Figure(of=of, name="peak memory", value=self.most / GIB, unit="GiB"),
-            Figure(of=of, name="peak memory above what is held", value=(self.most - self.held) / GIB, unit="GiB"),
-        ]
+        """The peak, and what of it is a window's own."""
+        return [Figure(of=of, name="peak memory", value=self.most / GIB, unit="GiB"), self.above(of)]
+
+    def above(self, of: str) -> Figure:
+        """What a window takes on top: activations, and what the step needs."""
+        return Figure(of=of, name="peak memory above what is held", value=(self.most - self.held) / GIB, unit="GiB")
 
 
 def peak_of_window(step: Callable[[], object], device: torch.device) -> Peak:

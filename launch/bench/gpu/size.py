@@ -9,7 +9,8 @@ import torch
 
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
-from distaccum.forecast.report import memory as forecast
+from distaccum.forecast.cluster import Cluster
+from distaccum.forecast.report import report
 from distaccum.forecast.window import Job
 from distaccum.train.plan import moments_of, sizes_of
 from launch.bench.gpu.figures import Figure, Measurement, Options
@@ -98,7 +99,7 @@ def forecast_of(config: RunConfig) -> float:
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.micro_size,
     )
-    return forecast(job, 1)["total"]
+    return float(report(job, Cluster(micro_step_ms=1.0), [1])["memory"]["total"])
 
 
 def _held_and_peak(config: RunConfig, world: World) -> tuple[int, Peak]:
@@ -128,7 +129,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "1.5b": partial(compiled, model="1.5b", micro_sizes=(32, 16, 8), least=LARGEST_LEAST),
     "774m": partial(compiled, model="774m", micro_sizes=(32, 16, 8)),
     "350m": partial(compiled, model="350m", micro_sizes=(64, 32, 16)),
-    "memory, 124m": partial(memory_of, model="124m"),
-    "memory, 1.5b": partial(memory_of, model="1.5b"),
-    **{f"1.5b, fsdp2, {kind}": partial(checkpointed, activation_checkpoint=kind) for kind in CHECKPOINTS},
+    "memory 124m": partial(memory_of, model="124m"),
+    "memory 1.5b": partial(memory_of, model="1.5b"),
+    **{f"1.5b fsdp2 {kind}": partial(checkpointed, activation_checkpoint=kind) for kind in CHECKPOINTS},
 }
