@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from distaccum.config.checks import require, require_choice, require_types
+from distaccum.config.checks import require, require_choice, require_types, settings_by_name
 
 COMPILED = ("none", "blocks", "model")
 MODES = ("default", "max-autotune-no-cudagraphs")
@@ -22,7 +22,7 @@ class CompileConfig:
     globs of the modules to compile one by one; by default a model's own blocks, those that fsdp2 shards. ``backend``:
     torch's. ``mode``: inductor's. ``dynamic``: whether code is made for each shape (``false``), for all of them
     (``true``), or for all from the second one on (``auto``). ``fullgraph``: what cannot be one graph is an error.
-
+    ``loss``: compiled with it is what a loss says of itself that can be.
     """
 
     name: str = "none"
@@ -31,10 +31,11 @@ class CompileConfig:
     mode: str = "default"
     dynamic: Any = False
     fullgraph: bool = False
+    loss: bool = True
 
     def __post_init__(self) -> None:
         require_choice("compile", self.name, COMPILED)
-        require_types("compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool)
+        require_types("compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool, loss=bool)
         texts = all(isinstance(glob, str) for glob in self.blocks)
         require(texts, "compile.blocks", self.blocks, "not a list of texts", "Give globs of module names")
         fits = self.name == "blocks" or not self.blocks
@@ -56,12 +57,7 @@ class CompileConfig:
         Raises:
             ConfigError: it is neither, or there is no such name.
         """
-        if isinstance(given, str):
-            return cls(name=given)
-        problem = f"neither a name nor settings but {type(given).__name__}"
-        remedy = f"Use one of {', '.join(COMPILED)}, or a CompileConfig"
-        require(isinstance(given, cls), "compile", given, problem, remedy)
-        return given
+        return settings_by_name(cls, given, key="compile", names=COMPILED)
 
     @property
     def compiles(self) -> bool:

@@ -1,5 +1,7 @@
 """Compiled forwards: ``torch.compile`` inside of what an engine wraps, of the model or of each of its blocks.
 
+With them what the loss makes of the model's output: for whole logits the largest tensors of a micro-step.
+
 A module's ``forward`` is compiled, and not its ``__call__``: the hooks on it, an engine's among them, stay outside of
 the graph, and names in checkpoints are the model's own. What is communicated between two blocks is never traced.
 """
@@ -18,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.config.compile import INDUCTOR, CompileConfig
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig
-from distaccum.errors import ConfigError, shorten
+from distaccum.errors import ConfigError, MisuseError, shorten
+from distaccum.losses.base import Compilable
 
 _log = logging.getLogger(__name__)
 
@@ -27,24 +30,25 @@ _MANY = 8  # graphs after that: as many as torch makes of one function before it
 _SHARDS_PARAMETERS = 3  # the stage of DeepSpeed that does
 
 
-class CompiledForward:
-    """In the place of a module's ``forward``. A copy of the module, by ``deepcopy`` or pickle, has the plain one.
+class CompiledMethod:
+    """In the place of a method of an object, as a module's ``forward``. A copy of the object has the plain one.
 
     Args:
-        module: whose forward it is.
+        owner: whose method it is.
+        name: of the method.
         config: says how it is compiled.
     """
 
-    def __init__(self, module: nn.Module, config: CompileConfig) -> None:
-        self._module, self._own = module, "forward" in vars(module)
-        self.plain: Callable[..., Any] = module.forward
+    def __init__(self, owner: Any, name: str, config: CompileConfig) -> None:
+        self._owner, self._name, self._own = owner, name, name in vars(owner)
+        self.plain: Callable[..., Any] = getattr(owner, name)
         options: Any = {"mode": config.mode} if config.backend == INDUCTOR else {}
         dynamic = None if config.dynamic == "auto" else config.dynamic
         self._compiled = torch.compile(
             self.plain, backend=config.backend, dynamic=dynamic, fullgraph=config.fullgraph, **options
         )
         update_wrapper(self, self.plain)
-        vars(module)["forward"] = self
+        vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
@@ -53,11 +57,23 @@ class CompiledForward:
         return _itself, (self.plain,)
 
     def undo(self) -> None:
-        """Gives the module its plain forward back, unless somebody has put another one there."""
-        if vars(self._module).get("forward") is self:
-            del vars(self._module)["forward"]
+        """Gives the object its plain method back, unless somebody has put another one there."""
+        if vars(self._owner).get(self._name) is self:
+            del vars(self._owner)[self._name]
             if self._own:
-                vars(self._module)["forward"] = self.plain
+                vars(self._owner)[self._name] = self.plain
+
+
+class CompiledCriterion(CompiledMethod):
+    """What a loss makes of the model's output, and of nothing else that is compiled or that an engine wraps."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, nn.Module) for one in (*args, *kwargs.values())):
+            problem = f"{type(self._owner).__name__}.{self._name} is named by to_compile, and called with a module"
+            raise MisuseError(
+                f"{problem}: name what computes the loss of the model's output, or use compile.loss=false"
+            )
+        return super().__call__(*args, **kwargs)
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +99,17 @@ class Compiled:
         self._windows = 0
         self._counters = _counters()
         self._before, self._breaks_before = self._made(), self._breaks()
-        self._forwards = [CompiledForward(module, config) for module in modules]
+        self._config = config
+        self._methods = [CompiledMethod(module, "forward", config) for module in modules]
+
+    def add_loss(self, loss: object) -> None:
+        """Compiles what a loss names, before the first window; raises what :func:`check_loss` does."""
+        check_loss(loss, self._config)
+        if name := criterion_of(loss, self._config):
+            owner: Any = getattr(loss, name)
+            module = isinstance(owner, nn.Module)
+            criterion = CompiledCriterion(owner if module else loss, "forward" if module else name, self._config)
+            self._methods.append(criterion)
 
     def window_began(self) -> None:
         """Called before a window's first micro-step."""
@@ -106,7 +132,7 @@ class Compiled:
     def _tell_first(self) -> None:
         broken = {reason: n - self._breaks_before.get(reason, 0) for reason, n in self._breaks().items()}
         reasons = [reason.splitlines()[0] for reason, n in broken.items() if n > 0]
-        _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._forwards))
+        _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._methods))
         if not self.graphs:
             problem = "compile is on, and nothing was compiled"
             _log.warning("%s: torch runs the forward as it is, or has compiled it before in this process", problem)
@@ -131,10 +157,34 @@ class Compiled:
         return dict(self._counters["graph_break"])
 
     def undo(self) -> None:
-        """Gives every module its plain forward back."""
-        for forward in self._forwards:
-            forward.undo()
-        self._forwards = []
+        """Gives every module its plain forward back, and the loss its own method."""
+        for method in self._methods:
+            method.undo()
+        self._methods = []
+
+
+def criterion_of(loss: object, config: CompileConfig) -> str:
+    """The name of what is compiled of a loss; empty: nothing."""
+    return loss.to_compile if config.compiles and config.loss and isinstance(loss, Compilable) else ""
+
+
+def check_loss(loss: object, config: CompileConfig) -> None:
+    """Checks what a loss says of itself that can be compiled.
+
+    Raises:
+        ConfigError: it names no attribute of its own that is called, or one in whose place none can be put.
+    """
+    name: Any = criterion_of(loss, config)
+    if name == "":
+        return
+    shown, remedy = type(loss).__name__, 'Name a method, as in to_compile = "of_logits", or use compile.loss=false'
+    if not isinstance(name, str) or name.startswith("__") or not callable(getattr(loss, name, None)):
+        raise ConfigError(f"loss {shown}.to_compile", name, "names nothing of it that its __call__ could call", remedy)
+    if isinstance(getattr(loss, name), CompiledMethod) or hasattr(getattr(loss, name), "_torchdynamo_orig_callable"):
+        raise ConfigError(f"loss {shown}.to_compile", name, "is compiled already", "Leave out one of the two")
+    if not hasattr(loss, "__dict__") or isinstance(getattr(type(loss), name, None), property):
+        problem = "cannot be replaced in it, which has __slots__ or makes it a property"
+        raise ConfigError(f"loss {shown}.to_compile", name, problem, remedy)
 
 
 def compiled_parts(model: nn.Module) -> list[str]:
@@ -151,7 +201,7 @@ def _is_compiled(module: nn.Module) -> bool:
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         return True
     forward = vars(module).get("forward")
-    return isinstance(forward, CompiledForward) or hasattr(forward, "_torchdynamo_orig_callable")
+    return isinstance(forward, CompiledMethod) or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def innermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:

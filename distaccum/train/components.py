@@ -29,6 +29,7 @@ from distaccum.data.fingerprint import fingerprint
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
+from distaccum.engines import compiled
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.errors import ConfigError, shorten
@@ -183,6 +184,7 @@ def build_components(
     if config.deterministic:
         determinism.check(device)
     check_loss(loss)
+    compiled.check_loss(loss, config.compile)
     getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=bool(data.held_out))
