@@ -15,10 +15,11 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
-from distaccum.config.compile import INDUCTOR, CompileConfig
+from distaccum.config.compile import INDUCTOR, WITH_GRAPHS, CompileConfig
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig
 from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.losses.base import Compilable
@@ -42,13 +43,14 @@ class CompiledMethod:
     def __init__(self, owner: Any, name: str, config: CompileConfig) -> None:
         self._owner, self._name, self._own = owner, name, name in vars(owner)
         self.plain: Callable[..., Any] = getattr(owner, name)
-        options: Any = {"mode": config.mode} if config.backend == INDUCTOR else {}
-        dynamic = None if config.dynamic == "auto" else config.dynamic
-        self._compiled = torch.compile(
-            self.plain, backend=config.backend, dynamic=dynamic, fullgraph=config.fullgraph, **options
-        )
+        self._compiled = self._compile(config, config.mode)
         update_wrapper(self, self.plain)
         vars(owner)[name] = self
+
+    def _compile(self, config: CompileConfig, mode: str) -> Callable[..., Any]:
+        options: Any = {"mode": mode} if config.backend == INDUCTOR else {}
+        dynamic = None if config.dynamic == "auto" else config.dynamic
+        return torch.compile(self.plain, backend=config.backend, dynamic=dynamic, fullgraph=config.fullgraph, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
@@ -62,6 +64,50 @@ class CompiledMethod:
             del vars(self._owner)[self._name]
             if self._own:
                 vars(self._owner)[self._name] = self.plain
+
+
+class GraphedForward(CompiledMethod):
+    """A module's ``forward``, in a micro-step as torch's tree of CUDA graphs, and otherwise as code without graphs.
+
+    What a graph returns lies in memory that the next micro-step's graph writes, of which torch says nothing once it
+    replays: what leaves the module is a copy. Gradients of parameters need none, as buckets are added to in place.
+
+    Args:
+        module: whose forward it is.
+        config: says how it is compiled.
+        in_micro_step: whether a forward is one of a micro-step, and its backward not over.
+    """
+
+    def __init__(self, module: nn.Module, config: CompileConfig, in_micro_step: Callable[[], bool]) -> None:
+        super().__init__(module, "forward", config)
+        self._in_micro_step = in_micro_step
+        self._graphed = self._compile(config, WITH_GRAPHS[config.mode])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._in_micro_step() and torch.is_grad_enabled()):
+            return self._compiled(*args, **kwargs)
+        return _copied(self._graphed(*args, **kwargs), self._owner, (args, kwargs))
+
+
+def _copied(output: Any, module: nn.Module, given: Any) -> Any:
+    """``output`` without the memory of graphs; what shares its memory with an input is the caller's, and stays so.
+
+    Raises:
+        MisuseError: a part of it is neither a tensor nor a plain value, so that nobody knows what it holds.
+    """
+    inputs = {one.untyped_storage().data_ptr() for one in tree_leaves(given) if isinstance(one, Tensor)}
+
+    def copy(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part if part.untyped_storage().data_ptr() in inputs else part.clone()
+        if part is None or isinstance(part, bool | int | float | str):
+            return part
+        problem = (
+            f"{type(module).__name__} returns a {type(part).__name__}, whose tensors the next micro-step overwrites"
+        )
+        raise MisuseError(f"{problem}: return tensors in tuples, lists and dictionaries, or use compile.graphs=false")
+
+    return tree_map(copy, output)
 
 
 class CompiledCriterion(CompiledMethod):
@@ -99,8 +145,13 @@ class Compiled:
         self._windows = 0
         self._counters = _counters()
         self._before, self._breaks_before = self._made(), self._breaks()
-        self._config = config
-        self._methods = [CompiledMethod(module, "forward", config) for module in modules]
+        self._config, self._in_micro_step = config, False
+        self._skips_before = self._skips()
+        self._methods: list[CompiledMethod] = (
+            [GraphedForward(module, config, lambda: self._in_micro_step) for module in modules]
+            if config.graphs
+            else [CompiledMethod(module, "forward", config) for module in modules]
+        )
 
     def add_loss(self, loss: object) -> None:
         """Compiles what a loss names, before the first window; raises what :func:`check_loss` does."""
@@ -115,8 +166,19 @@ class Compiled:
         """Called before a window's first micro-step."""
         self._before = self._made()
 
+    def micro_step_began(self) -> None:
+        """Called before its forward, by engines that can have graphs: what those before gave may be overwritten."""
+        if self._config.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+            self._in_micro_step = True
+
+    def backward_ended(self) -> None:
+        """Called after it: forwards that follow are no micro-step's."""
+        self._in_micro_step = False
+
     def window_ended(self) -> None:
         """Called after its step."""
+        self._in_micro_step = False
         new = max(0, self._made() - self._before)
         self._windows += 1
         if self._windows <= _WARM_UP:
@@ -139,6 +201,9 @@ class Compiled:
         elif reasons:
             remedy = "TORCH_LOGS=graph_breaks shows where, compile.fullgraph=true makes it an error"
             _log.warning("the compiled forward is in several graphs (%s): %s", shorten(reasons), remedy)
+        if self._config.graphs and (skips := self._skips() - self._skips_before):
+            remedy = "TORCH_LOGS=cudagraphs says why"
+            _log.warning("compile.graphs=true, and %d graphs run without being captured: %s", skips, remedy)
 
     def _tell_many(self) -> None:
         remedy = "give micro-batches one shape" + ("" if self._dynamic is True else ", or use compile.dynamic=true")
@@ -152,6 +217,9 @@ class Compiled:
 
     def _made(self) -> int:
         return int(self._counters["stats"]["unique_graphs"])
+
+    def _skips(self) -> int:
+        return int(self._counters["inductor"]["cudagraph_skips"])
 
     def _breaks(self) -> dict[str, int]:
         return dict(self._counters["graph_break"])
@@ -248,6 +316,8 @@ def check(
     if engine.name == "fsdp2" and config.blocks:
         problem = "on engine=fsdp2, where the blocks that are sharded are compiled"
         raise ConfigError("compile.blocks", config.blocks, problem, "Name them as engine.blocks")
+    if config.graphs:
+        _check_graphs(engine, device)
     if not parts:
         problem = f"and {type(model).__name__} has no blocks that could be told (the elements of a ModuleList)"
         key = "engine.blocks" if engine.name == "fsdp2" else "compile.blocks"
@@ -266,6 +336,19 @@ def check(
         raise ConfigError("compile.backend", config.backend, problem, f"Use {INDUCTOR}")
     if config.backend == INDUCTOR and device is not None:
         _check_compiler(device)
+
+
+def _check_graphs(engine: EngineConfig, device: torch.device | None) -> None:
+    """CUDA graphs, whose weights and gradients have to stay where they are."""
+    remedy = "Leave it out"
+    if engine.name not in ("ddp", "zero1"):
+        problem = f"on engine={engine.name}, whose weights or gradients move between micro-steps"
+        raise ConfigError("compile.graphs", True, problem, f"{remedy}, or use engine=ddp or zero1")
+    if getattr(engine, "find_unused_parameters", False):
+        problem = "and engine.find_unused_parameters=true, with which micro-steps differ"
+        raise ConfigError("compile.graphs", True, problem, "Leave one of them out")
+    if device is not None and device.type != "cuda":
+        raise ConfigError("compile.graphs", True, f"on a {device.type.upper()}, which has no CUDA graphs", remedy)
 
 
 def _check_compiler(device: torch.device) -> None:

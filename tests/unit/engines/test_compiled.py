@@ -22,6 +22,7 @@ from distaccum.engines.factory import create_engine, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.transformers import CausalLM, SequenceClassification
+from distaccum.testing.counters import OperationCounter
 
 DATA: Any = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).unbind())
 QUICK: dict[str, Any] = {"backend": "aot_eager"}
@@ -473,3 +474,80 @@ def test_a_label_out_of_bounds_is_an_error_of_compiled_code_too(gloo_world: Worl
     acc.engine.compiled.add_loss(loss)
     with pytest.raises((IndexError, RuntimeError)):
         loss(Given(torch.randn(2, 3, 23)), (labels, labels))
+
+
+def test_the_boundary_has_as_many_operators_for_any_model(gloo_world: World) -> None:
+    """Three of which walk over gradients: there is nothing for a compiler to fuse."""
+    found = []
+    for blocks in (1, 6):
+        model = Net(blocks)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = create_engine(model, optimizer, gloo_world, clip_norm=1.0)
+        for _ in range(2):  # the first begins the optimizer's state
+            with engine.micro_step(sync=True):
+                engine.backward(sum(output.sum() for output in engine.model(DATA[0])))
+            with OperationCounter() as counter:
+                engine.step()
+        found.append(counter.counts["aten ops"])
+        engine.close()
+    assert found[0] == found[1] <= 20  # 16 with torch 2.13
+
+
+# --- CUDA graphs
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "device", "words"),
+    [
+        (DDPConfig(), "model", "cpu", "compile.graphs=True: on a CPU, which has no CUDA graphs"),
+        (FSDP2Config(), "blocks", "cuda", "compile.graphs=True: on engine=fsdp2"),
+        (DeepSpeedConfig(stage=1), "model", "cuda", "compile.graphs=True: on engine=deepspeed"),
+        (DDPConfig(find_unused_parameters=True), "model", "cuda", "compile.graphs=True: and engine.find_unused"),
+    ],
+)
+def test_graphs_are_refused_where_they_cannot_be(engine: EngineConfig, name: str, device: str, words: str) -> None:
+    named, model = CompileConfig(name=name, graphs=True), Net()
+    with pytest.raises(ConfigError, match=words):
+        compiled.check(model, [model], named, engine=engine, casts=False, device=torch.device(device))
+
+
+def test_what_leaves_a_graph_is_a_copy_but_for_inputs() -> None:
+    given, own = torch.ones(3), torch.ones(2, requires_grad=True)
+    output = {"own": (own, own[:1]), "given": given[1:], "plain": [None, 2, "text"]}
+    copied: Any = compiled._copied(output, Net(), ((given,), {}))
+    storage = own.untyped_storage().data_ptr()
+    assert all(part.untyped_storage().data_ptr() != storage for part in copied["own"])
+    assert copied["given"] is output["given"]
+    assert copied["plain"] == output["plain"]
+    (gradient,) = torch.autograd.grad(copied["own"][0].sum() + copied["own"][1].sum(), [own])
+    assert gradient.tolist() == [2, 1]
+    with pytest.raises(MisuseError, match="Net returns a Loss, whose tensors the next micro-step overwrites"):
+        compiled._copied((own, Loss()), Net(), ())
+
+
+def test_graphs_are_of_micro_steps_alone(gloo_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what stands in for inductor on a CPU: which version of a forward runs, and where micro-steps begin."""
+    from torch._inductor import cudagraph_trees  # noqa: PLC0415  seconds to import
+
+    ran: list[str] = []
+
+    def compile_of(self: CompiledMethod, _: CompileConfig, mode: str) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(mode)
+            return self.plain(*args)
+
+        return run
+
+    monkeypatch.setattr(CompiledMethod, "_compile", compile_of)
+    model = Net()
+    acc = _accumulator(gloo_world, model)
+    acc.engine.compiled = compiled.Compiled([model], CompileConfig(name="model", graphs=True), tells=True)
+    marks = cudagraph_trees.MarkStepBox.mark_step_counter
+    for window in acc.windows(DATA):
+        acc.step(window, Loss())
+        assert acc.engine.compiled is not None
+        acc.model(DATA[0])
+    assert marks - cudagraph_trees.MarkStepBox.mark_step_counter == ran.count("reduce-overhead") == 4
+    assert ran[:3] == ["default", "default", "default"]  # is the loss a sum?
+    last = ran[-4:]
+    assert last == ["default", "reduce-overhead", "reduce-overhead", "default"]
