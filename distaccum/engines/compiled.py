@@ -169,7 +169,7 @@ class Compiled:
     def micro_step_began(self) -> None:
         """Called before its forward, by engines that can have graphs: what those before gave may be overwritten."""
         if self._config.graphs:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             self._in_micro_step = True
 
     def backward_ended(self) -> None:

@@ -242,7 +242,7 @@ TASKS = {"gradient": gradient, "resume": resume, "slope": slope}
 
 def main() -> None:
     """See the module."""
-    world_module.GROUP_TIMEOUT = timedelta(seconds=120)
+    world_module.GROUP_TIMEOUT = timedelta(minutes=20)  # while another rank compiles what this one has not met
     world, found = World.join(), {}
     for text in sys.argv[2:]:
         cell = Cell(*text.split(","))
