@@ -7,13 +7,14 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import Accumulator, CompileConfig, DDPConfig, FSDP2Config, Trainer
+from distaccum import Accumulator, CompileConfig, DDPConfig, FSDP2Config, RunConfig, Trainer
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines import compiled
@@ -339,6 +340,21 @@ def test_a_trainer_refuses_it_before_a_process_group() -> None:
             max_steps=1,
             compile=CompileConfig(name="blocks", **QUICK),
         )
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_trainer_compiles_its_loss_and_gives_it_back(
+    compiles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "distaccum.engines.compiled")
+    data, loss, off = DATA, OfOutputs(), {"console": False, "wandb": {"mode": "disabled"}}
+    named = CompileConfig(name="blocks", backend="eager", loss=compiles)
+    config = RunConfig.from_dict({"metrics": off, "checkpoint": {"every": 0}, "trainer": {"verify": "never"}})
+    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 2}
+    Trainer(Net(1), loss, data, compile=named, config=config, run_dir=tmp_path, **sizes).fit()
+    (told,) = [one.getMessage() for one in caplog.records if one.name == "distaccum.engines.compiled"]
+    assert told == f"compiled {1 + compiles} graphs of {1 + compiles} parts in the first windows"
+    assert vars(loss).keys() == vars(OfOutputs()).keys()
 
 
 @pytest.mark.parametrize("part", ["total", "module"])
