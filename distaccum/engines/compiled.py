@@ -9,19 +9,18 @@ the graph, and names in checkpoints are the model's own. What is communicated be
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
-from distaccum.config.compile import INDUCTOR, WITH_GRAPHS, CompileConfig
+from distaccum.config.compile import INDUCTOR, CompileConfig
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig
-from distaccum.errors import ConfigError, MisuseError, shorten
+from distaccum.engines.compiled_method import CompiledCriterion, CompiledMethod, GraphedForward
+from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Compilable
 
 _log = logging.getLogger(__name__)
@@ -29,101 +28,6 @@ _log = logging.getLogger(__name__)
 _WARM_UP = 2  # windows that compile what the later ones run
 _MANY = 8  # graphs after that: as many as torch makes of one function before it runs the rest uncompiled
 _SHARDS_PARAMETERS = 3  # the stage of DeepSpeed that does
-
-
-class CompiledMethod:
-    """In the place of a method of an object, as a module's ``forward``. A copy of the object has the plain one.
-
-    Args:
-        owner: whose method it is.
-        name: of the method.
-        config: says how it is compiled.
-    """
-
-    def __init__(self, owner: Any, name: str, config: CompileConfig) -> None:
-        self._owner, self._name, self._own = owner, name, name in vars(owner)
-        self.plain: Callable[..., Any] = getattr(owner, name)
-        self._compiled = self._compile(config, config.mode)
-        update_wrapper(self, self.plain)
-        vars(owner)[name] = self
-
-    def _compile(self, config: CompileConfig, mode: str) -> Callable[..., Any]:
-        options: Any = {"mode": mode} if config.backend == INDUCTOR else {}
-        dynamic = None if config.dynamic == "auto" else config.dynamic
-        return torch.compile(self.plain, backend=config.backend, dynamic=dynamic, fullgraph=config.fullgraph, **options)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.plain,)
-
-    def undo(self) -> None:
-        """Gives the object its plain method back, unless somebody has put another one there."""
-        if vars(self._owner).get(self._name) is self:
-            del vars(self._owner)[self._name]
-            if self._own:
-                vars(self._owner)[self._name] = self.plain
-
-
-class GraphedForward(CompiledMethod):
-    """A module's ``forward``, in a micro-step as torch's tree of CUDA graphs, and otherwise as code without graphs.
-
-    What a graph returns lies in memory that the next micro-step's graph writes, of which torch says nothing once it
-    replays: what leaves the module is a copy. Gradients of parameters need none, as buckets are added to in place.
-
-    Args:
-        module: whose forward it is.
-        config: says how it is compiled.
-        in_micro_step: whether a forward is one of a micro-step, and its backward not over.
-    """
-
-    def __init__(self, module: nn.Module, config: CompileConfig, in_micro_step: Callable[[], bool]) -> None:
-        super().__init__(module, "forward", config)
-        self._in_micro_step = in_micro_step
-        self._graphed = self._compile(config, WITH_GRAPHS[config.mode])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self._in_micro_step() and torch.is_grad_enabled()):
-            return self._compiled(*args, **kwargs)
-        return _copied(self._graphed(*args, **kwargs), self._owner, (args, kwargs))
-
-
-def _copied(output: Any, module: nn.Module, given: Any) -> Any:
-    """``output`` without the memory of graphs; what shares its memory with an input is the caller's, and stays so.
-
-    Raises:
-        MisuseError: a part of it is neither a tensor nor a plain value, so that nobody knows what it holds.
-    """
-    inputs = {one.untyped_storage().data_ptr() for one in tree_leaves(given) if isinstance(one, Tensor)}
-
-    def copy(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part if part.untyped_storage().data_ptr() in inputs else part.clone()
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        problem = (
-            f"{type(module).__name__} returns a {type(part).__name__}, whose tensors the next micro-step overwrites"
-        )
-        raise MisuseError(f"{problem}: return tensors in tuples, lists and dictionaries, or use compile.graphs=false")
-
-    return tree_map(copy, output)
-
-
-class CompiledCriterion(CompiledMethod):
-    """What a loss makes of the model's output, and of nothing else that is compiled or that an engine wraps."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(one, nn.Module) for one in (*args, *kwargs.values())):
-            problem = f"{type(self._owner).__name__}.{self._name} is named by to_compile, and called with a module"
-            raise MisuseError(
-                f"{problem}: name what computes the loss of the model's output, or use compile.loss=false"
-            )
-        return super().__call__(*args, **kwargs)
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
 
 
 class Compiled:
@@ -248,7 +152,8 @@ def check_loss(loss: object, config: CompileConfig) -> None:
     shown, remedy = type(loss).__name__, 'Name a method, as in to_compile = "of_logits", or use compile.loss=false'
     if not isinstance(name, str) or name.startswith("__") or not callable(getattr(loss, name, None)):
         raise ConfigError(f"loss {shown}.to_compile", name, "names nothing of it that its __call__ could call", remedy)
-    if isinstance(getattr(loss, name), CompiledMethod) or hasattr(getattr(loss, name), "_torchdynamo_orig_callable"):
+    part = getattr(loss, name)
+    if compiled_parts(part) if isinstance(part, nn.Module) else _runs_compiled(part):
         raise ConfigError(f"loss {shown}.to_compile", name, "is compiled already", "Leave out one of the two")
     if not hasattr(loss, "__dict__") or isinstance(getattr(type(loss), name, None), property):
         problem = "cannot be replaced in it, which has __slots__ or makes it a property"
@@ -268,8 +173,11 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 def _is_compiled(module: nn.Module) -> bool:
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         return True
-    forward = vars(module).get("forward")
-    return isinstance(forward, CompiledMethod) or hasattr(forward, "_torchdynamo_orig_callable")
+    return _runs_compiled(vars(module).get("forward"))
+
+
+def _runs_compiled(method: object) -> bool:
+    return isinstance(method, CompiledMethod) or hasattr(method, "_torchdynamo_orig_callable")
 
 
 def innermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -326,7 +234,7 @@ def check(
         problem = f"torch {torch.__version__} has no DistributedDataParallel._inside_ddp_forward"
         raise ConfigError("compile", config.name, problem, "Use torch 2.8 to 2.15, or compile=none")
     try:
-        torch.compile(_itself, backend="eager")
+        torch.compile(lambda: None, backend="eager")
     except RuntimeError as error:  # of a platform or an interpreter
         raise ConfigError("compile", config.name, f"torch cannot compile: {error}", "Use compile=none") from error
     _counters()

@@ -7,18 +7,17 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import Accumulator, CompileConfig, DDPConfig, FSDP2Config, RunConfig, Trainer
+from distaccum import Accumulator, CompileConfig, DDPConfig, FSDP2Config
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines import compiled
-from distaccum.engines.compiled import CompiledMethod
+from distaccum.engines.compiled_method import CompiledMethod, copied
 from distaccum.engines.factory import create_engine, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -305,9 +304,12 @@ class Slots:
         return output.sum()
 
 
-def _compiled_already() -> Any:
-    loss: Any = OfOutputs()
-    loss.total = torch.compile(loss.total, backend="eager")
+def _compiled_already(part: str) -> Any:
+    loss = _with(part)
+    if part == "module":
+        loss.module.compile(backend="eager")
+    else:
+        loss.total = torch.compile(loss.total, backend="eager")
     return loss
 
 
@@ -318,7 +320,8 @@ def _compiled_already() -> Any:
         (_with("__call__"), "to_compile=__call__: names nothing of it"),
         (_with(True), "to_compile=True: names nothing of it"),
         (Slots(), "to_compile=total: cannot be replaced"),
-        (_compiled_already(), "to_compile=total: is compiled already"),
+        (_compiled_already("total"), "to_compile=total: is compiled already"),
+        (_compiled_already("module"), "to_compile=module: is compiled already"),
     ],
 )
 def test_a_loss_that_cannot_be_compiled_is_refused(loss: Any, words: str) -> None:
@@ -326,35 +329,6 @@ def test_a_loss_that_cannot_be_compiled_is_refused(loss: Any, words: str) -> Non
         compiled.check_loss(loss, CompileConfig(name="blocks"))
     compiled.check_loss(loss, CompileConfig(name="blocks", loss=False))
     compiled.check_loss(loss, CompileConfig())
-
-
-def test_a_trainer_refuses_it_before_a_process_group() -> None:
-    data: Any = DATA
-    with pytest.raises(ConfigError, match="to_compile=totals: names nothing of it"):
-        Trainer(
-            Net(),
-            _with("totals"),
-            data,
-            global_batch_size=4,
-            micro_batch_size=2,
-            max_steps=1,
-            compile=CompileConfig(name="blocks", **QUICK),
-        )
-
-
-@pytest.mark.parametrize("compiles", [True, False])
-def test_a_trainer_compiles_its_loss_and_gives_it_back(
-    compiles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "distaccum.engines.compiled")
-    data, loss, off = DATA, OfOutputs(), {"console": False, "wandb": {"mode": "disabled"}}
-    named = CompileConfig(name="blocks", backend="eager", loss=compiles)
-    config = RunConfig.from_dict({"metrics": off, "checkpoint": {"every": 0}, "trainer": {"verify": "never"}})
-    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 2}
-    Trainer(Net(1), loss, data, compile=named, config=config, run_dir=tmp_path, **sizes).fit()
-    (told,) = [one.getMessage() for one in caplog.records if one.name == "distaccum.engines.compiled"]
-    assert told == f"compiled {1 + compiles} graphs of {1 + compiles} parts in the first windows"
-    assert vars(loss).keys() == vars(OfOutputs()).keys()
 
 
 @pytest.mark.parametrize("part", ["total", "module"])
@@ -441,7 +415,6 @@ def _losses() -> dict[str, Any]:
         "cross entropy": (CrossEntropy(), (4, 6, 23), (labels, labels)),
         "weighted": (CausalLM(weights="weights"), (4, 6, 23), whole),
         "multi_label": (SequenceClassification(problem="multi_label", weights="weights"), (4, 3), one),
-        "regression": (SequenceClassification(problem="regression"), (4, 3), one),
     }
 
 
@@ -468,7 +441,7 @@ def _kept(loss: Any, logits: Tensor, batch: Any) -> int:
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
-        ("aot_eager", ("cross entropy", "weighted", "multi_label", "regression")),
+        ("aot_eager", ("cross entropy", "weighted", "multi_label")),
         pytest.param("inductor", ("cross entropy",), marks=pytest.mark.slow),
     ],
 )
@@ -545,15 +518,15 @@ def test_graphs_are_refused_where_they_cannot_be(engine: EngineConfig, name: str
 def test_what_leaves_a_graph_is_a_copy_but_for_inputs() -> None:
     given, own = torch.ones(3), torch.ones(2, requires_grad=True)
     output = {"own": (own, own[:1]), "given": given[1:], "plain": [None, 2, "text"]}
-    copied: Any = compiled._copied(output, Net(), ((given,), {}))
+    found: Any = copied(output, Net(), ((given,), {}))
     storage = own.untyped_storage().data_ptr()
-    assert all(part.untyped_storage().data_ptr() != storage for part in copied["own"])
-    assert copied["given"] is output["given"]
-    assert copied["plain"] == output["plain"]
-    (gradient,) = torch.autograd.grad(copied["own"][0].sum() + copied["own"][1].sum(), [own])
+    assert all(part.untyped_storage().data_ptr() != storage for part in found["own"])
+    assert found["given"] is output["given"]
+    assert found["plain"] == output["plain"]
+    (gradient,) = torch.autograd.grad(found["own"][0].sum() + found["own"][1].sum(), [own])
     assert gradient.tolist() == [2, 1]
     with pytest.raises(MisuseError, match="Net returns a Loss, whose tensors the next micro-step overwrites"):
-        compiled._copied((own, Loss()), Net(), ())
+        copied((own, Loss()), Net(), ())
 
 
 def test_graphs_are_of_micro_steps_alone(gloo_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
