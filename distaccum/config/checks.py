@@ -6,9 +6,11 @@ import math
 from numbers import Real
 from operator import index
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from distaccum.errors import ConfigError
+
+_Settings = TypeVar("_Settings")
 
 NONFINITE = ("stop", "skip")
 ON_DIVERGENCE = ("stop", "warn")
@@ -56,6 +58,22 @@ def require_fraction(key: str, value: float) -> None:
 def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
     """One of ``choices``."""
     require(value in choices, key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")
+
+
+def settings_by_name(kind: type[_Settings], given: object, *, key: str, names: tuple[str, ...]) -> _Settings:
+    """Settings of ``kind`` that are given by one of its ``names``, or as they are.
+
+    Raises:
+        ConfigError: it is neither, or there is no such name.
+    """
+    if isinstance(given, str):
+        named: Any = kind
+        made: _Settings = named(name=given)
+        return made
+    problem, remedy = f"neither a name nor settings but {type(given).__name__}", f"Use one of {', '.join(names)}"
+    if not isinstance(given, kind):
+        raise ConfigError(key, given, problem, f"{remedy}, or a {kind.__name__}")
+    return given
 
 
 def whole_number(key: str, value: Any) -> int:

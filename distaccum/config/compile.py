@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from distaccum.config.checks import require, require_choice, require_types
+from distaccum.config.checks import require, require_choice, require_types, settings_by_name
 
 COMPILED = ("none", "blocks", "model")
 MODES = ("default", "max-autotune-no-cudagraphs")
 DYNAMIC = (False, True, "auto")
 INDUCTOR = "inductor"
-_GRAPHS = ("reduce-overhead", "max-autotune")  # torch's modes that capture CUDA graphs
+# Torch's modes that capture CUDA graphs, by those that compile the same without.
+WITH_GRAPHS = {"default": "reduce-overhead", "max-autotune-no-cudagraphs": "max-autotune"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class CompileConfig:
     globs of the modules to compile one by one; by default a model's own blocks, those that fsdp2 shards. ``backend``:
     torch's. ``mode``: inductor's. ``dynamic``: whether code is made for each shape (``false``), for all of them
     (``true``), or for all from the second one on (``auto``). ``fullgraph``: what cannot be one graph is an error.
-
+    ``loss``: compiled with it is what a loss says of itself that can be. ``graphs``: micro-steps are CUDA graphs.
     """
 
     name: str = "none"
@@ -31,23 +32,37 @@ class CompileConfig:
     mode: str = "default"
     dynamic: Any = False
     fullgraph: bool = False
+    loss: bool = True
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         require_choice("compile", self.name, COMPILED)
-        require_types("compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool)
+        require_types(
+            "compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool, loss=bool, graphs=bool
+        )
         texts = all(isinstance(glob, str) for glob in self.blocks)
         require(texts, "compile.blocks", self.blocks, "not a list of texts", "Give globs of module names")
         fits = self.name == "blocks" or not self.blocks
         require(fits, "compile.blocks", self.blocks, f"and compile={self.name}", "Use compile=blocks, or leave it out")
-        if self.mode in _GRAPHS:
+        if self.mode in WITH_GRAPHS.values():
             problem = "captures CUDA graphs, in whose memory the next micro-step writes"
-            require(False, "compile.mode", self.mode, problem, f"Use {' or '.join(MODES)}")
+            remedy = f"Use {' or '.join(MODES)}, with compile.graphs=true for graphs"
+            require(False, "compile.mode", self.mode, problem, remedy)
         require_choice("compile.mode", self.mode, MODES)
         problem = f"and compile.backend={self.backend} has no modes"
         fits = self.mode == "default" or self.backend == INDUCTOR
         require(fits, "compile.mode", self.mode, problem, "Leave one of them out")
         known = any(self.dynamic is one or (isinstance(one, str) and self.dynamic == one) for one in DYNAMIC)
         require(known, "compile.dynamic", self.dynamic, "no such choice", "Use false, true or auto")
+        if self.graphs:
+            key = "compile.graphs"
+            require(
+                self.compiles, key, True, f"and compile={self.name}", "Use compile=blocks or model, or leave it out"
+            )
+            problem, remedy = f"and compile.backend={self.backend} captures none", f"Use {INDUCTOR}, or leave it out"
+            require(self.backend == INDUCTOR, key, True, problem, remedy)
+            problem = f"and compile.dynamic={self.dynamic}: a graph has fixed shapes"
+            require(self.dynamic is False, key, True, problem, "Leave one of them out")
 
     @classmethod
     def of(cls, given: str | CompileConfig) -> CompileConfig:
@@ -56,12 +71,7 @@ class CompileConfig:
         Raises:
             ConfigError: it is neither, or there is no such name.
         """
-        if isinstance(given, str):
-            return cls(name=given)
-        problem = f"neither a name nor settings but {type(given).__name__}"
-        remedy = f"Use one of {', '.join(COMPILED)}, or a CompileConfig"
-        require(isinstance(given, cls), "compile", given, problem, remedy)
-        return given
+        return settings_by_name(cls, given, key="compile", names=COMPILED)
 
     @property
     def compiles(self) -> bool:

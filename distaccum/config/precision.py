@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from distaccum.config.checks import require, require_choice, require_count, require_positive
+from distaccum.config.checks import require, require_choice, require_count, require_positive, settings_by_name
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
@@ -110,12 +110,7 @@ class PrecisionConfig:
         Raises:
             ConfigError: it is neither, or no policy has that name.
         """
-        if isinstance(precision, str):
-            return cls(name=precision)
-        problem = f"neither a name nor settings but {type(precision).__name__}"
-        remedy = f"Use one of {', '.join(PRECISIONS)}, or a PrecisionConfig"
-        require(isinstance(precision, cls), "precision", precision, problem, remedy)
-        return precision
+        return settings_by_name(cls, precision, key="precision", names=PRECISIONS)
 
     @property
     def casts(self) -> bool:

@@ -1,5 +1,7 @@
 """Compiled forwards: ``torch.compile`` inside of what an engine wraps, of the model or of each of its blocks.
 
+With them what the loss makes of the model's output: for whole logits the largest tensors of a micro-step.
+
 A module's ``forward`` is compiled, and not its ``__call__``: the hooks on it, an engine's among them, stay outside of
 the graph, and names in checkpoints are the model's own. What is communicated between two blocks is never traced.
 """
@@ -7,9 +9,8 @@ the graph, and names in checkpoints are the model's own. What is communicated be
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -18,50 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.config.compile import INDUCTOR, CompileConfig
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig
+from distaccum.engines.compiled_method import CompiledCriterion, CompiledMethod, GraphedForward
 from distaccum.errors import ConfigError, shorten
+from distaccum.losses.base import Compilable
 
 _log = logging.getLogger(__name__)
 
 _WARM_UP = 2  # windows that compile what the later ones run
 _MANY = 8  # graphs after that: as many as torch makes of one function before it runs the rest uncompiled
 _SHARDS_PARAMETERS = 3  # the stage of DeepSpeed that does
-
-
-class CompiledForward:
-    """In the place of a module's ``forward``. A copy of the module, by ``deepcopy`` or pickle, has the plain one.
-
-    Args:
-        module: whose forward it is.
-        config: says how it is compiled.
-    """
-
-    def __init__(self, module: nn.Module, config: CompileConfig) -> None:
-        self._module, self._own = module, "forward" in vars(module)
-        self.plain: Callable[..., Any] = module.forward
-        options: Any = {"mode": config.mode} if config.backend == INDUCTOR else {}
-        dynamic = None if config.dynamic == "auto" else config.dynamic
-        self._compiled = torch.compile(
-            self.plain, backend=config.backend, dynamic=dynamic, fullgraph=config.fullgraph, **options
-        )
-        update_wrapper(self, self.plain)
-        vars(module)["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.plain,)
-
-    def undo(self) -> None:
-        """Gives the module its plain forward back, unless somebody has put another one there."""
-        if vars(self._module).get("forward") is self:
-            del vars(self._module)["forward"]
-            if self._own:
-                vars(self._module)["forward"] = self.plain
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
 
 
 class Compiled:
@@ -83,14 +49,40 @@ class Compiled:
         self._windows = 0
         self._counters = _counters()
         self._before, self._breaks_before = self._made(), self._breaks()
-        self._forwards = [CompiledForward(module, config) for module in modules]
+        self._config, self._in_micro_step = config, False
+        self._skips_before = self._skips()
+        self._methods: list[CompiledMethod] = (
+            [GraphedForward(module, config, lambda: self._in_micro_step) for module in modules]
+            if config.graphs
+            else [CompiledMethod(module, "forward", config) for module in modules]
+        )
+
+    def add_loss(self, loss: object) -> None:
+        """Compiles what a loss names, before the first window; raises what :func:`check_loss` does."""
+        check_loss(loss, self._config)
+        if name := criterion_of(loss, self._config):
+            owner: Any = getattr(loss, name)
+            module = isinstance(owner, nn.Module)
+            criterion = CompiledCriterion(owner if module else loss, "forward" if module else name, self._config)
+            self._methods.append(criterion)
 
     def window_began(self) -> None:
         """Called before a window's first micro-step."""
         self._before = self._made()
 
+    def micro_step_began(self) -> None:
+        """Called before its forward, by engines that can have graphs: what those before gave may be overwritten."""
+        if self._config.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            self._in_micro_step = True
+
+    def backward_ended(self) -> None:
+        """Called after it: forwards that follow are no micro-step's."""
+        self._in_micro_step = False
+
     def window_ended(self) -> None:
         """Called after its step."""
+        self._in_micro_step = False
         new = max(0, self._made() - self._before)
         self._windows += 1
         if self._windows <= _WARM_UP:
@@ -106,13 +98,16 @@ class Compiled:
     def _tell_first(self) -> None:
         broken = {reason: n - self._breaks_before.get(reason, 0) for reason, n in self._breaks().items()}
         reasons = [reason.splitlines()[0] for reason, n in broken.items() if n > 0]
-        _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._forwards))
+        _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._methods))
         if not self.graphs:
             problem = "compile is on, and nothing was compiled"
             _log.warning("%s: torch runs the forward as it is, or has compiled it before in this process", problem)
         elif reasons:
             remedy = "TORCH_LOGS=graph_breaks shows where, compile.fullgraph=true makes it an error"
             _log.warning("the compiled forward is in several graphs (%s): %s", shorten(reasons), remedy)
+        if self._config.graphs and (skips := self._skips() - self._skips_before):
+            remedy = "TORCH_LOGS=cudagraphs says why"
+            _log.warning("compile.graphs=true, and %d graphs run without being captured: %s", skips, remedy)
 
     def _tell_many(self) -> None:
         remedy = "give micro-batches one shape" + ("" if self._dynamic is True else ", or use compile.dynamic=true")
@@ -127,14 +122,42 @@ class Compiled:
     def _made(self) -> int:
         return int(self._counters["stats"]["unique_graphs"])
 
+    def _skips(self) -> int:
+        return int(self._counters["inductor"]["cudagraph_skips"])
+
     def _breaks(self) -> dict[str, int]:
         return dict(self._counters["graph_break"])
 
     def undo(self) -> None:
-        """Gives every module its plain forward back."""
-        for forward in self._forwards:
-            forward.undo()
-        self._forwards = []
+        """Gives every module its plain forward back, and the loss its own method."""
+        for method in self._methods:
+            method.undo()
+        self._methods = []
+
+
+def criterion_of(loss: object, config: CompileConfig) -> str:
+    """The name of what is compiled of a loss; empty: nothing."""
+    return loss.to_compile if config.compiles and config.loss and isinstance(loss, Compilable) else ""
+
+
+def check_loss(loss: object, config: CompileConfig) -> None:
+    """Checks what a loss says of itself that can be compiled.
+
+    Raises:
+        ConfigError: it names no attribute of its own that is called, or one in whose place none can be put.
+    """
+    name: Any = criterion_of(loss, config)
+    if name == "":
+        return
+    shown, remedy = type(loss).__name__, 'Name a method, as in to_compile = "of_logits", or use compile.loss=false'
+    if not isinstance(name, str) or name.startswith("__") or not callable(getattr(loss, name, None)):
+        raise ConfigError(f"loss {shown}.to_compile", name, "names nothing of it that its __call__ could call", remedy)
+    part = getattr(loss, name)
+    if compiled_parts(part) if isinstance(part, nn.Module) else _runs_compiled(part):
+        raise ConfigError(f"loss {shown}.to_compile", name, "is compiled already", "Leave out one of the two")
+    if not hasattr(loss, "__dict__") or isinstance(getattr(type(loss), name, None), property):
+        problem = "cannot be replaced in it, which has __slots__ or makes it a property"
+        raise ConfigError(f"loss {shown}.to_compile", name, problem, remedy)
 
 
 def compiled_parts(model: nn.Module) -> list[str]:
@@ -150,8 +173,11 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 def _is_compiled(module: nn.Module) -> bool:
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         return True
-    forward = vars(module).get("forward")
-    return isinstance(forward, CompiledForward) or hasattr(forward, "_torchdynamo_orig_callable")
+    return _runs_compiled(vars(module).get("forward"))
+
+
+def _runs_compiled(method: object) -> bool:
+    return isinstance(method, CompiledMethod) or hasattr(method, "_torchdynamo_orig_callable")
 
 
 def innermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -198,6 +224,8 @@ def check(
     if engine.name == "fsdp2" and config.blocks:
         problem = "on engine=fsdp2, where the blocks that are sharded are compiled"
         raise ConfigError("compile.blocks", config.blocks, problem, "Name them as engine.blocks")
+    if config.graphs:
+        _check_graphs(engine, device)
     if not parts:
         problem = f"and {type(model).__name__} has no blocks that could be told (the elements of a ModuleList)"
         key = "engine.blocks" if engine.name == "fsdp2" else "compile.blocks"
@@ -206,7 +234,7 @@ def check(
         problem = f"torch {torch.__version__} has no DistributedDataParallel._inside_ddp_forward"
         raise ConfigError("compile", config.name, problem, "Use torch 2.8 to 2.15, or compile=none")
     try:
-        torch.compile(_itself, backend="eager")
+        torch.compile(lambda: None, backend="eager")
     except RuntimeError as error:  # of a platform or an interpreter
         raise ConfigError("compile", config.name, f"torch cannot compile: {error}", "Use compile=none") from error
     _counters()
@@ -216,6 +244,19 @@ def check(
         raise ConfigError("compile.backend", config.backend, problem, f"Use {INDUCTOR}")
     if config.backend == INDUCTOR and device is not None:
         _check_compiler(device)
+
+
+def _check_graphs(engine: EngineConfig, device: torch.device | None) -> None:
+    """CUDA graphs, whose weights and gradients have to stay where they are."""
+    remedy = "Leave it out"
+    if engine.name not in ("ddp", "zero1"):
+        problem = f"on engine={engine.name}, whose weights or gradients move between micro-steps"
+        raise ConfigError("compile.graphs", True, problem, f"{remedy}, or use engine=ddp or zero1")
+    if getattr(engine, "find_unused_parameters", False):
+        problem = "and engine.find_unused_parameters=true, with which micro-steps differ"
+        raise ConfigError("compile.graphs", True, problem, "Leave one of them out")
+    if device is not None and device.type != "cuda":
+        raise ConfigError("compile.graphs", True, f"on a {device.type.upper()}, which has no CUDA graphs", remedy)
 
 
 def _check_compiler(device: torch.device) -> None:

@@ -198,6 +198,8 @@ class DDPEngine(Engine):
         if not self._ran and not self._communicates and self._world.size > 1:
             self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
+        if self.compiled is not None:
+            self.compiled.micro_step_began()
         return _NOTHING
 
     def backward(self, loss: Tensor) -> None:
@@ -223,6 +225,8 @@ class DDPEngine(Engine):
         else:
             with uncounted():
                 self._reduce(scaled)
+        if self.compiled is not None:
+            self.compiled.backward_ended()
         self._watch.note()
 
     def _reduce(self, loss: Tensor) -> None:

@@ -54,6 +54,15 @@ def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
 
 
 @runtime_checkable
+class Compilable(Protocol):
+    """A loss a part of which may be compiled: what it makes of the model's output, as one of its methods or modules."""
+
+    @property
+    def to_compile(self) -> str:
+        """The name of that attribute, called with tensors and never with the model; empty for none."""
+
+
+@runtime_checkable
 class Predictor(Protocol):
     """A loss that gives predictions to metrics, such as those of torchmetrics, in an evaluation."""
 

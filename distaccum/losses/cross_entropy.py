@@ -21,6 +21,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -
         logits: ``(*labels.shape, classes)``.
         labels: int64; those of value ``ignore_index`` neither contribute nor count.
     """
+    _expect_logits(logits, labels)
     return _cross_entropy_sum(logits, labels, ignore_index), (labels != ignore_index).sum()
 
 
@@ -29,7 +30,7 @@ def count_labels(labels: Tensor, *, ignore_index: int = -100) -> int:
     return int(np.count_nonzero(labels.cpu().numpy() != ignore_index))
 
 
-def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def _expect_logits(logits: Any, labels: Tensor) -> None:
     if not isinstance(logits, Tensor):
         remedy = "return the logits alone, or use the loss of distaccum.losses.transformers that fits"
         raise MisuseError(f"the model returns a {type(logits).__name__}, and cross entropy takes logits: {remedy}")
@@ -37,6 +38,9 @@ def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Ten
         problem = f"logits of shape {list(logits.shape)} for labels of shape {list(labels.shape)}"
         remedy = "classes are the last dimension, as logits.movedim(1, -1) makes it; labels are the numbers of classes"
         raise MisuseError(f"{problem}: {remedy}")
+
+
+def _cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     # At least fp32, whatever the forward's dtype: 16 bits are too few for a sum over thousands of tokens.
     flat = logits.flatten(0, -2)
     flat = flat if flat.dtype == torch.float64 else flat.float()
@@ -93,7 +97,18 @@ class CrossEntropy:
         inputs, labels = batch
         if self._chunk is not None:
             return self._in_chunks(model, batch, self._chunk, scores=False)
-        return _cross_entropy_sum(model(inputs), labels, self.ignore_index)
+        logits = model(inputs)
+        _expect_logits(logits, labels)
+        return self.of_logits(logits, labels)
+
+    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The summed cross entropy of whole logits, in the shape of the labels."""
+        return _cross_entropy_sum(logits, labels, self.ignore_index)
+
+    @property
+    def to_compile(self) -> str:
+        """:meth:`of_logits`; in chunks nothing, as the loss is then made inside the model's forward."""
+        return "of_logits" if self._chunk is None else ""
 
     def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The summed cross entropy as ``loss``, and the number of correct predictions as ``accuracy``."""
@@ -102,7 +117,8 @@ class CrossEntropy:
             return {"loss": loss, "accuracy": right}
         inputs, labels = batch
         logits = model(inputs)
-        total = _cross_entropy_sum(logits, labels, self.ignore_index)
+        _expect_logits(logits, labels)
+        total = self.of_logits(logits, labels)
         return {"loss": total, "accuracy": (logits.argmax(-1) == labels.reshape(logits.shape[:-1])).sum()}
 
     def predictions(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

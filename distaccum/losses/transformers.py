@@ -50,7 +50,7 @@ class _Adapter:
     def count(self, batch: Batch) -> float:
         """The number of labels that count, or the sum of their weights; computed on the host."""
         counted = self._counted(self._targets(batch["labels"]))
-        return float(self._total(counted.double(), batch))
+        return float(_total(counted.double(), self._weights_of(batch)))
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """The sum of the (weighted) losses of all labels that count: 0-dim, at least fp32.
@@ -61,19 +61,28 @@ class _Adapter:
         """
         if self._chunk is not None:
             return self._in_chunks(model, batch, self._chunk, scores=False)
-        return self._total(self._losses(self._logits(model, batch), self._targets(batch["labels"])), batch)
+        return self.of_logits(self._logits(model, batch), self._targets(batch["labels"]), self._weights_of(batch))
+
+    def of_logits(self, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """The sum of the (weighted) losses of whole logits: the target of each, and the samples' weights."""
+        return _total(self._losses(_wide(logits), targets), weights)
+
+    @property
+    def to_compile(self) -> str:
+        """:meth:`of_logits`; in chunks nothing, as there are none."""
+        return "of_logits" if self._chunk is None else ""
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """0-dim sums over the count: ``loss``, and for classes the (weighted) correct predictions as ``accuracy``."""
         if self._chunk is not None:
             loss, right = self._in_chunks(model, batch, self._chunk, scores=True)
             return {"loss": loss, "accuracy": right}
-        logits, targets = self._logits(model, batch), self._targets(batch["labels"])
-        found = {"loss": self._total(self._losses(logits, targets), batch)}
+        logits, targets, weights = self._logits(model, batch), self._targets(batch["labels"]), self._weights_of(batch)
+        found = {"loss": self.of_logits(logits, targets, weights)}
         if self.problem == "regression":
             return found
         named = logits > 0 if self.problem == "multi_label" else logits.argmax(-1).reshape(targets.shape)
-        return found | {"accuracy": self._total((named == targets).float(), batch)}
+        return found | {"accuracy": _total((named == targets).float(), weights)}
 
     def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """``(predictions, targets)`` of the labels that count.
@@ -81,7 +90,7 @@ class _Adapter:
         For classes: logits ``(n, classes)`` and labels ``(n,)``. For regression and several labels per sample: both in
         the shape of the batch's labels.
         """
-        logits, targets = self._logits(model, batch), self._targets(batch["labels"])
+        logits, targets = _wide(self._logits(model, batch)), self._targets(batch["labels"])
         if self.problem != "single_label":
             return logits.reshape(targets.shape), targets
         counted = self._counted(targets).flatten()
@@ -104,16 +113,14 @@ class _Adapter:
         losses: Tensor = criterion(logits.reshape(targets.shape), targets.to(logits.dtype), reduction="none")
         return losses
 
-    def _total(self, values: Tensor, batch: Batch) -> Tensor:
-        """The sum of values ``(B, ...)``, each multiplied by its sample's weight."""
-        if self.weights is None:
-            return values.sum()
-        weights: Tensor = batch[self.weights].to(values.dtype)
-        return (values * weights.reshape(len(values), *[1] * (values.dim() - 1))).sum()
+    def _weights_of(self, batch: Batch) -> Tensor | None:
+        """``(B,)``; None where all are 1."""
+        weights: Tensor | None = None if self.weights is None else batch[self.weights]
+        return weights
 
     def _in_chunks(self, model: nn.Module, batch: Batch, chunk: int, *, scores: bool) -> Tensor:
         targets = self._targets(batch["labels"])
-        weights = None if self.weights is None else batch[self.weights]
+        weights = self._weights_of(batch)
         if weights is not None:
             weights = weights.reshape(len(targets), *[1] * (targets.dim() - 1)).expand(targets.shape)
         output = ChunkedOutput.of(targets, weights=weights, ignore_index=self.ignore_index, chunk=chunk, scores=scores)
@@ -134,8 +141,19 @@ class _Adapter:
             raise MisuseError(
                 f"{type(model).__name__} gives no logits: use a model with a head for {type(self).__name__}"
             )
-        # At least fp32, whatever the forward's dtype: 16 bits are too few for a sum over thousands of tokens.
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least fp32, whatever the forward's dtype: 16 bits are too few for a sum over thousands of tokens."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _total(values: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum of values ``(B, ...)``, each multiplied by its sample's weight."""
+    if weights is None:
+        return values.sum()
+    return (values * weights.to(values.dtype).reshape(len(values), *[1] * (values.dim() - 1))).sum()
 
 
 class CausalLM(_Adapter):

@@ -30,6 +30,7 @@ from distaccum.data.fingerprint import fingerprint
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
+from distaccum.engines import compiled
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
@@ -186,6 +187,7 @@ def build_components(
     if config.trainer.backend == GLOO:
         refuse_gloo(config.engine, device, key="trainer.backend")
     check_loss(loss)
+    compiled.check_loss(loss, config.compile)
     getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
     _check_metrics(metrics or {}, loss, evaluated=bool(data.held_out))

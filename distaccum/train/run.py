@@ -328,7 +328,7 @@ def train(
 def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:
     """The accumulator that the configuration describes."""
     config = components.config
-    return Accumulator(
+    accumulator = Accumulator(
         components.model,
         components.optimizers,
         global_batch_size=config.batch.global_size,
@@ -347,6 +347,9 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
         prefetch=config.trainer.prefetch,
         world=world,
     )
+    if (compiled := accumulator.engine.compiled) is not None:
+        compiled.add_loss(components.loss)
+    return accumulator
 
 
 def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:

@@ -29,6 +29,12 @@ from distaccum.errors import ConfigError
         ({"name": "model", "dynamic": 1}, "compile.dynamic"),
         ({"name": "model", "dynamic": None}, "compile.dynamic"),
         ({"name": "model", "fullgraph": 1}, "compile.fullgraph"),
+        ({"name": "model", "loss": "auto"}, "compile.loss"),
+        ({"name": "model", "graphs": 1}, "compile.graphs"),
+        ({"graphs": True}, "compile.graphs"),
+        ({"name": "model", "graphs": True, "backend": "aot_eager"}, "compile.graphs"),
+        ({"name": "model", "graphs": True, "dynamic": "auto"}, "compile.graphs"),
+        ({"name": "model", "graphs": True, "mode": "reduce-overhead"}, "compile.mode"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(given: dict[str, Any], key: str) -> None:
