@@ -373,7 +373,8 @@ class Cell:
         signals = [StopSignals() for _ in range(given.size)]
         failing: dict[tuple[Fails, str, str], int] = {}
         owns, must_fail = [False], [False]
-        newest, shown = max(filter(self._whole, steps(self.checkpoints)), default=None), self.screen.tell()
+        with self.disk.outside():
+            newest, shown = max(filter(self._whole, steps(self.checkpoints)), default=None), self.screen.tell()
         agreement = _Agreement(given.size)
         power: list[int] = []
         seen: Counter[At] = Counter()
