@@ -215,7 +215,8 @@ class CheckpointConfig:
 
     ``every_minutes``: one more so long after the last save, by rank 0's clock (null: none).
 
-    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory.
+    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory;
+    ``auto``: where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
 
     ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
     ``best_mode``: ``min`` or ``max``.
@@ -224,7 +225,7 @@ class CheckpointConfig:
     every: int = 50
     every_minutes: Optional[float] = None  # noqa: UP045
     keep: int = 2
-    background: Any = False
+    background: Any = AUTO
     best: Optional[str] = None  # noqa: UP045
     best_mode: str = "min"
 

@@ -182,6 +182,7 @@ SETTINGS = (
     "trainer.eval_every=0",
     "metrics=jsonl",
     "checkpoint.every=2",
+    "checkpoint.background=false",  # in which a failure ends the run at once
     "resume=auto",
 )
 

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -18,6 +19,7 @@ from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.distributed import free_memory
 from distaccum.train.background_save import BackgroundSave
 from distaccum.train.callbacks import Callback, Run
 
@@ -91,15 +93,34 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(
     gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of step 2 wait until update 3 is made; they are what a run that waits writes, byte for byte."""
-    _train(tmp_path / "waits", Watch())
+    _train(tmp_path / "waits", Watch(), background=False)
     gate = Event()
     _opening(monkeypatch, ".saving-step-2/", lambda _: None if gate.wait(60) else pytest.fail("never opened"))
     watch = Watch(gate, at=3)
-    _train(tmp_path / "run", watch, background=True)
+    _train(tmp_path / "run", watch)
     assert _content(tmp_path / "run") == _content(tmp_path / "waits")
     assert [name for _, name in watch.seen] == ["step-2", "step-4", "step-6", "step-8"]
     assert watch.seen[0][0] in (3, 4)  # the next save waits for it
     assert watch.seen[-1][0] == 8
+
+
+def test_where_memory_is_short_training_waits_and_a_line_says_so(
+    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A made-up machine, which has as little left as the first save wants."""
+    machine, watch = tmp_path / "machine", Watch()
+    (machine / "proc").mkdir(parents=True)
+    (machine / "proc" / "meminfo").write_text("MemAvailable: 0 kB\n")
+    monkeypatch.setattr(free_memory, "available", partial(free_memory.available, machine))
+    _train(tmp_path / "short", watch)
+    assert watch.seen == [(step, f"step-{step}") for step in (2, 4, 6, 8)]
+    said = [record.getMessage() for record in caplog.records if "checkpoint.background=auto" in record.getMessage()]
+    assert len(said) == 1
+    assert "training waits for saves, as rank 0 would take 0.0 MiB, more than half of the 0.0 MiB" in said[0]
+    caplog.clear()
+    _train(tmp_path / "forced", background=True)
+    assert _content(tmp_path / "forced") == _content(tmp_path / "short")
+    assert "checkpoint.background" not in caplog.text
 
 
 @pytest.mark.slow
