@@ -83,7 +83,7 @@ def test_killed_at_random_moments_is_bitwise_uninterrupted(
             assert found["reason"].startswith("rank 1 "), found
             says(killed.stderr)
     print(f"{times} kills, {half_written} while a checkpoint was being written")
-    assert half_written >= times // 6
+    assert background == "false" or half_written >= times // 6
     succeed(*settings, where["killed"], world=2, PYTHONPATH=str(ROOT), timeout=600)
     exact = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")
     ours, theirs = (metrics(tmp_path / name) for name in ("killed", "whole"))
