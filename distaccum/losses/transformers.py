@@ -63,6 +63,11 @@ class _Adapter:
             return self._in_chunks(model, batch, self._chunk, scores=False)
         return self._total(self._losses(self._logits(model, batch), self._targets(batch["labels"])), batch)
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of :meth:`scores`."""
+        return ("loss",) if self.problem == "regression" else ("loss", "accuracy")
+
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """0-dim sums over the count: ``loss``, and for classes the (weighted) correct predictions as ``accuracy``."""
         if self._chunk is not None:

@@ -48,7 +48,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
             capture_output=True,
             text=True,
             check=False,
-            timeout=280,
+            timeout=280 if stride > 1 else 3000,
             env=environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more),
         )
         assert finished.returncode == 0, finished.stderr
