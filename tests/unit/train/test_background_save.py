@@ -22,6 +22,7 @@ from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.distributed import free_memory
 from distaccum.train.background_save import BackgroundSave
 from distaccum.train.callbacks import Callback, Run
+from distaccum.train.owner import OwnershipLostError
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
 
@@ -211,6 +212,23 @@ def test_an_error_in_the_run_waits_for_the_save(gloo_world: Any, tmp_path: Path)
     with pytest.raises(ValueError, match="on purpose"):
         _train(tmp_path, Watch(raises=5), background=True)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-4\n"
+
+
+def test_a_run_that_was_taken_over_touches_nothing_of_what_the_other_one_saves(gloo_world: Any, tmp_path: Path) -> None:
+    """The other one saves the same step, and what its ranks leave for each other lies in a folder of the same name."""
+    theirs = tmp_path / "checkpoints" / ".saving-step-2" / ".rank-7.json"
+
+    class TakenOver(Callback):
+        def on_update(self, run: Run, outcome: Outcome) -> None:
+            if run.progress.step == 3:
+                lock = tmp_path / "owner.json"
+                lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "another"}))
+                theirs.write_text("{}")
+
+    with pytest.raises(OwnershipLostError):
+        _train(tmp_path, TakenOver(), background=True)
+    assert theirs.exists()
+    assert not (tmp_path / "checkpoints" / "step-2").exists()
 
 
 def test_only_its_own_number_says_that_a_save_has_ended(tmp_path: Path) -> None:
