@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,13 @@ class HostMemory:
         self._device, self._pins = device, device.type == "cuda"
         self._taken: list[Tensor] = []
         self._next = 0
+
+    def missing(self, sizes: Sequence[int]) -> int:
+        """The bytes that copies of tensors of these sizes take, beside what is taken already.
+
+        Torch pins memory in powers of two: https://docs.pytorch.org/docs/stable/notes/cuda.html, on its host allocator.
+        """
+        return max(0, sum(map(self._taken_for, sizes)) - sum(self._taken_for(tensor.nbytes) for tensor in self._taken))
 
     def reuse(self) -> None:
         """The next copies overwrite those of before; where they come in the same order, no memory is taken."""
@@ -41,3 +50,6 @@ class HostMemory:
 
     def _take(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
+
+    def _taken_for(self, size: int) -> int:
+        return 1 << (size - 1).bit_length() if self._pins and size else size

@@ -89,41 +89,62 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
     Returns:
         By name the digests of the files that were hashed while this rank wrote them: of all but an engine's own.
     """
-    with HashingWriter(folder) as writer:
-        for name, content in contents(engine, run, data, world):
-            writer.write(name, content)
-        engine.save_files(folder)
-        return writer.digests
+    return Part.of(engine, run, data, world).write(folder, engine)
 
 
-def contents(
-    engine: Engine, run: RunState, data: Any, world: World, *, host: Callable[[Tensor], Tensor] = Tensor.cpu
-) -> Iterator[tuple[str, Pieces]]:
-    """This rank's files by name, but for an engine's own; all ranks go through all of theirs, between two windows.
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank writes of a checkpoint, but for an engine's own files; tensors are where they are trained."""
 
-    What is given of tensors is as good as ``host`` makes it: their own memory where that is where they are.
-    """
-    state = engine.state()
-    shared = engine.state_layout is StateLayout.SHARDED
-    yield from tensors.contents("model", state.model, world, shared=shared, host=host)
-    yield from tensors.contents("optimizer", state.optimizer, world, shared=shared, in_parts=True, host=host)
-    values = merged(state.optimizer_values, world) if shared else state.optimizer_values
-    if world.is_main:
-        record = {
-            "version": VERSION,
-            "world_size": world.size,
-            "clocks": asdict(run.progress),
-            **{name: value for name, value in asdict(run).items() if name != "progress"},
-            "scaler": state.scaler,
-            "optimizer_values": values,
-        }
-        yield "state.json", [json.dumps(record, indent=2).encode()]
-    random = RNGState.capture(world.device).to_json()
-    yield f"random-{world.rank}.json", [json.dumps(random).encode()]
-    if data is not None:
-        stream = BytesIO()
-        torch.save(data, stream)
-        yield f"data-{world.rank}.pt", [stream.getbuffer()]
+    model: tensors.Share
+    optimizer: tensors.Share
+    rest: Mapping[str, Pieces]
+
+    @classmethod
+    def of(cls, engine: Engine, run: RunState, data: Any, world: World) -> Part:
+        """This rank's, between two windows; a collective. The arguments are those of :func:`save`."""
+        state = engine.state()
+        shared = engine.state_layout is StateLayout.SHARDED
+        model = tensors.share("model", state.model, world, shared=shared)
+        optimizer = tensors.share("optimizer", state.optimizer, world, shared=shared)
+        values = merged(state.optimizer_values, world) if shared else state.optimizer_values
+        rest: dict[str, Pieces] = {}
+        if world.is_main:
+            record = {
+                "version": VERSION,
+                "world_size": world.size,
+                "clocks": asdict(run.progress),
+                **{name: value for name, value in asdict(run).items() if name != "progress"},
+                "scaler": state.scaler,
+                "optimizer_values": values,
+            }
+            rest["state.json"] = [json.dumps(record, indent=2).encode()]
+        random = RNGState.capture(world.device).to_json()
+        rest[f"random-{world.rank}.json"] = [json.dumps(random).encode()]
+        if data is not None:
+            stream = BytesIO()
+            torch.save(data, stream)
+            rest[f"data-{world.rank}.pt"] = [stream.getbuffer()]
+        return cls(model=model, optimizer=optimizer, rest=rest)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each tensor, in no order."""
+        return [tensor.nbytes for share in (self.model, self.optimizer) for tensor in (share.tensors or {}).values()]
+
+    def files(self, host: Callable[[Tensor], Tensor] = Tensor.cpu) -> Iterator[tuple[str, Pieces]]:
+        """Its files by name. What is given of tensors is as good as ``host`` makes it, which brings one to the host."""
+        yield from self.model.files(host=host)
+        yield from self.optimizer.files(in_parts=True, host=host)
+        yield from self.rest.items()
+
+    def write(self, folder: Path, engine: Engine) -> dict[str, str]:
+        """Writes it, and the engine's own files; a collective where there are any. See :func:`save`."""
+        with HashingWriter(folder) as writer:
+            for name, content in self.files():
+                writer.write(name, content)
+            engine.save_files(folder)
+            return writer.digests
 
 
 @dataclass(frozen=True, kw_only=True)

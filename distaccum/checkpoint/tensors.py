@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -31,33 +32,40 @@ _KNOWN = frozenset(TYPES)  # of other types the bytes are stored
 _PART, _MOST_PARTS = 2**27, 16
 
 
-def contents(
-    kind: str,
-    tensors: Mapping[str, Tensor],
-    world: World,
-    *,
-    shared: bool,
-    in_parts: bool = False,
-    host: Callable[[Tensor], Tensor] = Tensor.cpu,
-) -> Iterator[tuple[str, Pieces]]:
-    """This rank's share, as ``KIND.safetensors``, or ``KIND-R.safetensors`` where other ranks write too.
+@dataclass(frozen=True)
+class Share:
+    """The tensors of a kind that this rank writes into files named ``stem``; None where it writes no file of them."""
+
+    stem: str
+    tensors: Mapping[str, Tensor] | None
+
+    def files(
+        self, *, in_parts: bool = False, host: Callable[[Tensor], Tensor] = Tensor.cpu
+    ) -> Iterator[tuple[str, Pieces]]:
+        """They are ``STEM.safetensors``; what is large comes ``in_parts``, ``STEM-I.safetensors``.
+
+        ``host`` brings a tensor to the host.
+        """
+        if self.tensors is None:
+            return
+        stored, notes = _storable(self.tensors)
+        parts = _parts(stored) if in_parts else [stored]
+        for i, part in enumerate(parts):
+            noted = {name: note for name, note in notes.items() if name in part}
+            metadata = {_NOTES: json.dumps(noted)} if noted else {}
+            yield f"{self.stem}{f'-{i}' if len(parts) > 1 else ''}.safetensors", pieces(part, metadata, host)
+
+
+def share(kind: str, tensors: Mapping[str, Tensor], world: World, *, shared: bool) -> Share:
+    """What this rank writes of them: as ``KIND``, or as ``KIND-R`` where other ranks write too.
 
     A tensor of several ranks is given by the first of them. A collective if ``shared``; else rank 0 has every tensor.
-    What is large comes ``in_parts``, as many files with ``-I`` at the end of their names. ``host`` brings a tensor to
-    the host.
     """
     given = world.all_gather_object(list(tensors)) if shared else [list(tensors)]
     before: set[str] = set().union(*given[: world.rank])
     own = {name: tensor for name, tensor in tensors.items() if name not in before}
     alone = all(set(names) <= set(given[0]) for names in given)
-    if world.is_main or own:
-        stem = f"{kind}{'' if alone else f'-{world.rank}'}"
-        stored, notes = _storable(own)
-        parts = _parts(stored) if in_parts else [stored]
-        for i, part in enumerate(parts):
-            noted = {name: note for name, note in notes.items() if name in part}
-            metadata = {_NOTES: json.dumps(noted)} if noted else {}
-            yield f"{stem}{f'-{i}' if len(parts) > 1 else ''}.safetensors", pieces(part, metadata, host)
+    return Share(f"{kind}{'' if alone else f'-{world.rank}'}", own if world.is_main or own else None)
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:

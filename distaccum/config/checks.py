@@ -16,6 +16,7 @@ NONFINITE = ("stop", "skip")
 ON_DIVERGENCE = ("stop", "warn")
 ON_SPIKE = ("off", "warn", "skip")
 ROLLBACK = "rollback"  # of the Trainer alone
+AUTO = "auto"  # of checkpoint.background
 VERIFY = ("first", "never")
 GLOO = "gloo"
 BACKENDS = ("auto", "nccl", GLOO)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc
 
 from distaccum.config.checks import (
+    AUTO,
     BACKENDS,
     NONFINITE,
     ON_DIVERGENCE,
@@ -218,7 +219,8 @@ class CheckpointConfig:
 
     ``every_minutes``: one more so long after the last save, by rank 0's clock (null: none).
 
-    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory.
+    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory;
+    ``auto``: where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
 
     ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
     ``best_mode``: ``min`` or ``max``.
@@ -227,15 +229,16 @@ class CheckpointConfig:
     every: int = 50
     every_minutes: Optional[float] = None  # noqa: UP045
     keep: int = 2
-    background: bool = False
+    background: Any = AUTO
     best: Optional[str] = None  # noqa: UP045
     best_mode: str = "min"
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types(
-            "checkpoint", self, every=int, every_minutes=number, keep=int, best=(str, NoneType), background=bool
-        )
+        require_types("checkpoint", self, every=int, every_minutes=number, keep=int, best=(str, NoneType))
+        known = isinstance(self.background, bool) or self.background == AUTO
+        problem, remedy = "is none of true, false and auto", "Use auto, or leave it out"
+        require(known, "checkpoint.background", self.background, problem, remedy)
         require_positive("checkpoint.every_minutes", self.every_minutes)
         require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
         saves = self.best is None or self.saves

@@ -33,10 +33,25 @@ class Loss(Protocol):
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A loss that reports further sums in an evaluation, such as the accuracy."""
+    """A loss that reports further sums in an evaluation, such as the accuracy.
+
+    It may state their names beforehand as ``score_names``, a tuple: a result of another name is refused before the run.
+    """
 
     def scores(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """0-dim sums over the batch's count, by name, the loss or losses among them."""
+
+
+def score_names(loss: Loss) -> tuple[str, ...] | None:
+    """The names that ``loss`` says it scores by; None where it says nothing, or has other ``scores`` than their class.
+
+    Without ``scores`` they are those of its counts.
+    """
+    kinds = type(loss).__mro__
+    scoring, naming = (next((kind for kind in kinds if name in vars(kind)), None) for name in ("scores", "score_names"))
+    if scoring is None or naming is None or not issubclass(naming, scoring):
+        return None
+    return tuple(getattr(loss, "score_names"))  # noqa: B009  no part of the interface
 
 
 def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:

@@ -68,6 +68,8 @@ class CrossEntropy:
         ConfigError: the chunk is no positive whole number.
     """
 
+    score_names = ("loss", "accuracy")
+
     def __init__(self, *, ignore_index: int = -100, chunk: int | None = None) -> None:
         self.ignore_index = ignore_index
         self._chunk = checked_chunk(chunk)

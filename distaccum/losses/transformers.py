@@ -72,6 +72,11 @@ class _Adapter:
         """:meth:`of_logits`; in chunks nothing, as there are none."""
         return "of_logits" if self._chunk is None else ""
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of :meth:`scores`."""
+        return ("loss",) if self.problem == "regression" else ("loss", "accuracy")
+
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """0-dim sums over the count: ``loss``, and for classes the (weighted) correct predictions as ``accuracy``."""
         if self._chunk is not None:

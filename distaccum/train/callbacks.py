@@ -51,7 +51,10 @@ class Callback:
         """Called after an evaluation; the results are the same on every rank."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Called after a checkpoint is complete at ``path``."""
+        """Called after a checkpoint is complete at ``path``.
+
+        It may be of an earlier step than ``run.progress`` is at, where it was written in the background.
+        """
 
     def on_end(self, run: Run, results: Mapping[str, float]) -> None:
         """Called with the last evaluation's results at the end of a run that neither failed nor was preempted."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from distaccum.config.instantiate import signature_of, target_of
+from distaccum.errors import ConfigError
+
 _ABSENT = "not there"
 _IGNORED = ("resume", "resume_allow", "init_from")
 # What the saved tensors and numbers mean depends on these.
@@ -40,13 +43,15 @@ def compare(
     """The changes of a configuration, those that are refused first.
 
     Args:
-        before: the configuration as the checkpoint keeps it.
+        before: the configuration as the checkpoint keeps it. An argument of a target that only one of the two states,
+            with the value of its default, is no change: the target may have been given it since.
         now: as this run would keep it.
         facts: what both say of ``model`` and ``loss``, by :func:`structure`; looked at where no setting of one differs.
         data: how the data themselves differ, in words; "" where they do not; None where nobody can tell, so that a
             changed setting of the data counts.
         allowed: keys, or the beginnings of keys, that the user answers for.
     """
+    before, now = _filled(before, now), _filled(now, before)
     saved, given = dict(_flat(before)), dict(_flat(now))
     found = []
     for key in sorted(saved.keys() | given.keys()):
@@ -104,6 +109,35 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _filled(node: Any, other: Any) -> Any:
+    """``node``, with those arguments of targets that the ``other`` alone states, if they are the targets' defaults."""
+    if not (isinstance(node, Mapping) and isinstance(other, Mapping)):
+        return node
+    filled = {name: _filled(value, other[name]) if name in other else value for name, value in node.items()}
+    target = other.get("_target_")
+    if target is not None and _name(target) == _name(node.get("_target_")):
+        defaults = _defaults(other)
+        filled |= {name: other[name] for name in other.keys() - node.keys() if _is_default(other[name], name, defaults)}
+    return filled
+
+
+def _defaults(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of the arguments of a node's target; none where it cannot be found any more."""
+    try:
+        parameters = signature_of(target_of("", dict(node)))
+    except ConfigError:
+        return {}
+    return {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+
+
+def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
+    if name not in defaults:
+        return False
+    default = defaults[name]
+    plain = list(default) if isinstance(default, tuple) else default
+    return _is_plain(plain) and isinstance(plain, bool) == isinstance(value, bool) and bool(plain == value)
 
 
 def _flat(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

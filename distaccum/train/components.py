@@ -212,7 +212,7 @@ def build_components(
     total_steps = _total_steps(config, plan)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=evaluates(data, config))
-    check_results(data, config, everyone)
+    check_results(data, config, everyone, loss=loss, metrics=metrics or {})
     if optimizers and config.optim.groups:
         problem = "and optimizers are given, which have groups of their own"
         raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")

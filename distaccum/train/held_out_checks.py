@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, default_collate
 
 from distaccum.config.schema import RunConfig
 from distaccum.data.spec import DataSpec, is_map_style
+from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError, shorten
+from distaccum.losses.base import Loss, Scorer, score_names
+from distaccum.losses.normalize import SINGLE
 from distaccum.train.callbacks import Callback
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -69,24 +75,33 @@ def evaluates(data: DataSpec, config: RunConfig) -> bool:
     return bool(data.held_out) and config.trainer.eval_every > 0
 
 
-def check_results(data: DataSpec, config: RunConfig, callbacks: Sequence[Callback]) -> None:
-    """Refuses results that no evaluation gives, as far as the names of the held-out sets tell.
+def check_results(
+    data: DataSpec, config: RunConfig, callbacks: Sequence[Callback], *, loss: Loss, metrics: Mapping[str, Any]
+) -> None:
+    """Refuses results that no evaluation gives, as far as the names of held-out sets, scores and metrics tell.
+
+    Args:
+        data: of the run.
+        config: of the run.
+        callbacks: may look at results.
+        loss: may score.
+        metrics: further results, by name.
 
     Raises:
         ConfigError: ``checkpoint.best`` without evaluations; or that or a callback names no result of one set.
     """
-    best = config.checkpoint.best
+    best, names = config.checkpoint.best, cache(partial(_names, data, loss, metrics))
     if best is not None and not evaluates(data, config):
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if best is not None:
-        _check_result("checkpoint.best", best, best, data)
+        _check_result("checkpoint.best", best, best, data, names)
     for callback in callbacks:
         if callback.watched_result is not None:
             shown = f"{type(callback).__name__}(metric={callback.watched_result!r})"
-            _check_result("callbacks", shown, callback.watched_result, data)
+            _check_result("callbacks", shown, callback.watched_result, data, names)
 
 
-def _check_result(key: str, value: str, name: str, data: DataSpec) -> None:
+def _check_result(key: str, value: str, name: str, data: DataSpec, names: Callable[[], list[str] | None]) -> None:
     sets = list(data.held_out)
     if sets == [""]:
         if not name.startswith("eval_"):
@@ -96,3 +111,40 @@ def _check_result(key: str, value: str, name: str, data: DataSpec) -> None:
         problem = f"is no result of one of the held-out sets {shorten(sets)}"
         remedy = f"Use one of {', '.join(f'eval_{one}_loss' for one in sets)}, or another result of one of them"
         raise ConfigError(key, value, problem, remedy)
+    prefixes = [f"eval_{one}_" if one else "eval_" for one in sets]
+    if not sets or any(name == f"{prefix}{SINGLE}" for prefix in prefixes) or (known := names()) is None:
+        return
+    results = [f"{prefix}{one}" for prefix in prefixes for one in known]
+    if not any(fnmatchcase(name, result) for result in results):
+        remedy = f"Use one of {', '.join(result for result in results if not result.endswith('*'))}"
+        raise ConfigError(key, value, "is no result of the evaluation", remedy)
+
+
+def _names(data: DataSpec, loss: Loss, metrics: Mapping[str, Any]) -> list[str] | None:
+    """What the results of a held-out set are called, or patterns of it; None where nobody knows before they are there.
+
+    A metric may give numbers by name.
+    """
+    if (scored := _scored(data, loss)) is None:
+        return None
+    of_data = () if data.bytes_per_token is None else ("bits_per_byte",)
+    of_metrics = [name for metric in metrics for name in (metric, f"{metric}_*")]
+    return list(dict.fromkeys((SINGLE, *scored, *of_data, *of_metrics)))
+
+
+def _scored(data: DataSpec, loss: Loss) -> Sequence[str] | None:
+    """The names that the loss scores by; None where nobody knows before an evaluation.
+
+    One without ``scores`` is asked for the count of a sample: several losses may differ from batch to batch.
+    """
+    if (names := score_names(loss)) is not None or isinstance(loss, Scorer):
+        return names
+    before = RNGState.capture(torch.device("cpu"))
+    try:
+        sample = next(iter(data.held_out.values()))[0]
+        count = loss.count((data.collate or default_collate)([sample]))
+    except Exception:  # the evaluation itself says so, where it reads the sample
+        return None
+    finally:
+        before.restore()
+    return None if isinstance(count, Mapping) else [SINGLE]

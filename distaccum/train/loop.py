@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,36 +12,26 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.open_window import OpenWindow
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
-from distaccum.checkpoint import state as checkpoint
-from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
 from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.engines.base import StateLayout
-from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, PeerError, SpikeError
-from distaccum.train.background_save import BackgroundSave, clear
-from distaccum.train.best import BestCheckpoint
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError
 from distaccum.train.callbacks import Callback, watches_updates
-from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
-from distaccum.train.failure import reason_of
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
-from distaccum.train.save_clock import SaveClock
+from distaccum.train.saving import Saver
 from distaccum.train.time_limit import TimeLimit
 
-_log = logging.getLogger(__name__)
-
 TRAINING = "training"
-_RESCUE_S = 20.0  # after an error, for what is still being written; a launcher ends the ranks after 30
 
 
 def _tell_nobody(_: str) -> None:
@@ -91,34 +78,31 @@ class Loop:
         self._run_dir = run_dir
         self._store = store
         self._loggers = loggers
-        self._wandb_id = wandb_id
         self._logged = dict(logged or {})
         self._time_limit = time_limit
         self._enter_phase = enter_phase
-        self._best = BestCheckpoint(components.config.checkpoint, store, accumulator.world)
         self._world = accumulator.world
-        minutes = components.config.checkpoint.every_minutes
-        self._clock = None if minutes is None else SaveClock(60 * minutes, decides=self._world.is_main)
-        if self._clock is not None:
-            accumulator.add_rider(self._clock)
-        self._background: BackgroundSave | None = None
-        if components.config.checkpoint.background:
-            self._save_behind()
-        self._host_memory = HostMemory(self._world.device)
-        self._failed_saves = 0  # in a row, of those in the background
-        self._trouble = ""  # of the last save in the background
+        # A run from another run's checkpoint has saved none itself.
+        saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
+        self._saver = Saver(
+            components,
+            accumulator,
+            loader,
+            run_dir=run_dir,
+            store=store,
+            time_limit=time_limit,
+            wandb_id=wandb_id,
+            saved_step=saved_step,
+            on_saved=lambda path: self._call(lambda callback: callback.on_checkpoint(self, path)),
+        )
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._evaluator = self._make_evaluator() if self._evaluates else None
-        # A run from another run's checkpoint has saved none itself.
-        self._saved_step = self.progress.step if components.config.resume == "auto" else 0
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
-        if self._saved_step:
-            accumulator.replicas.saved = store.root / f"step-{self._saved_step}"
         self._watched = self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
         self._reason = ""
@@ -178,7 +162,7 @@ class Loop:
             self._settle(at_end=True)
             raise
         except BaseException:
-            self._rescue()
+            self._saver.rescue()
             raise
         return self._finish()
 
@@ -198,11 +182,11 @@ class Loop:
         if self._watched or self._is_due(self._tracker.max_possible_step):
             self._tracker.resolve_last_step()
             self._look_at_last(self._tracker.known_progress)
-        if self._clock is not None and self._clock.due:
+        if self._saver.due:
             self._look_at_last(self.progress)
-            if not self._is_saved(self.progress.step):
+            if not self._saver.is_saved(self.progress.step):
                 self._save()
-        if self._background is not None and self._background.ready:
+        if self._saver.ready:
             self._settle()
         if self._reason:
             self._accumulator.stop()
@@ -335,141 +319,28 @@ class Loop:
             logger.log(record)
 
     def _is_best(self) -> bool:
-        return self._evaluation is not None and self._best.improves(self._evaluation[1])
-
-    def _is_saved(self, step: int) -> bool:
-        """Whether the last save was, or is, of this step."""
-        saving = self._background is not None and self._background.pending and self._background.step == step
-        return saving or step == self._saved_step
-
-    def _save_behind(self) -> None:
-        if self._accumulator.engine.state_layout is StateLayout.EXTERNAL:
-            if self._world.is_main:
-                _log.warning("checkpoint.background: the engine writes files of its own, so training waits for saves")
-            return
-        self._background = BackgroundSave(self._world.rank, self._world.size)
-        self._accumulator.add_rider(self._background)
+        return self._evaluation is not None and self._saver.improves(self._evaluation[1])
 
     def _save(self, *, best: bool = False, again: bool = False, waits: bool = False) -> None:
         self._settle(at_end=waits)
-        self._run_dir.require_owned()
         self._enter_phase(f"saving step {self.progress.step}")
-        self._world.activity.phase = Phase.SAVE
-        self._accumulator.replicas.check()
-        self._accumulator.replicas.check_state()
-        self._accumulator.use_evaluation_weights()
         for logger in self._loggers:
             logger.sync()
-        spikes = self._accumulator.spikes
-        run = checkpoint.RunState(
-            progress=self.progress,
-            position=self._loader.position,
-            wandb_id=self._wandb_id,
-            config=self._components.record,
-            callbacks=callback_states(self._components.callbacks),
-            optimizer_format=self._components.config.optimizer_format(self._world.size),
-            facts=self._components.facts if self._world.is_main else {},
-            spikes={} if spikes is None else spikes.state_dict(),
-            logged=self._logged,
-        )
-        engine, data, step = self._accumulator.engine, self._loader.state(), self.progress.step
-        if self._background is not None and not (best or again or waits):
-            folder = self._store.begin(step, self._world)
-            self._host_memory.reuse()
-            copies = list(checkpoint.contents(engine, run, data, self._world, host=self._host_memory.copy))
-            self._host_memory.wait()
-            self._background.begin(step, folder, copies)
-            if self._clock is not None:
-                self._clock.saved()
-            self._time_limit.copied()
-            self._goes_on()
-            return
-        path = self._store.save(
-            step,
-            self._world,
-            partial(checkpoint.save, engine=engine, run=run, data=data, world=self._world),
-            again=again,
-            before_publishing=partial(self._before_publishing, best=best),
-        )
-        if best and self._evaluation is not None:
-            self._best.note(self._evaluation[1])
-        if self._clock is not None:
-            self._clock.saved()
-        self._saved(step, path)
-        self._time_limit.saved()
+        evaluation = self._evaluation[1] if best and self._evaluation is not None else None
+        self._saver.save(self._logged, best=evaluation, again=again, waits=waits)
         self._goes_on()
 
-    def _saved(self, step: int, path: Path) -> None:
-        """Tells of a checkpoint that is there."""
-        self._saved_step, self._accumulator.replicas.saved = step, path
-        self._failed_saves, self._trouble = 0, ""
-        if self._world.is_main:
-            self._run_dir.note_saved(step)
-        self._world.activity.phase = Phase.BETWEEN
-        self._call(lambda callback: callback.on_checkpoint(self, path))
-        _log.info("saved %s", path)
+    def _settle(self, *, at_end: bool = False) -> None:
+        """Publishes what was saved in the background, if anything was: see :meth:`Saver.settle`."""
+        if self._saver.pending:
+            self._enter_phase("publishing a checkpoint")
+            self._saver.settle(at_end=at_end)
+            self._goes_on()
 
     def _goes_on(self) -> None:
         self._world.activity.phase = Phase.BETWEEN
         self._meter.restart(self.progress)
         self._enter_phase(TRAINING)
-
-    def _settle(self, *, at_end: bool = False) -> None:
-        """Publishes what was saved in the background, for whose files this waits; a collective between two windows.
-
-        A failure is a warning, and also an error where the one before has failed too and this is not ``at_end``.
-        """
-        if self._background is None or not self._background.pending:
-            return
-        self._enter_phase("publishing a checkpoint")
-        self._world.activity.phase = Phase.SAVE
-        written = self._background.take()
-        error = written.error
-        reason = "" if error is None else self._run_dir.hidden(reason_of(self._world.rank, error))
-        outcomes = self._world.all_gather_object((dict(written.digests), reason))
-        if self._world.is_main and not any(reason for _, reason in outcomes):
-            try:
-                self._publish(written.step, [digests for digests, _ in outcomes])
-            except OSError as failed:
-                error, reason = failed, self._run_dir.hidden(reason_of(self._world.rank, failed))
-        reasons = [*(reason for _, reason in outcomes if reason), self._world.broadcast_str(reason)]
-        first = next(filter(None, reasons), "")
-        if not first:
-            self._saved(written.step, self._store.root / f"step-{written.step}")
-        else:
-            self._failed(written.step, first, error, at_end=at_end)
-        self._time_limit.saved(behind=written.seconds)
-        self._goes_on()
-
-    def _publish(self, step: int, digests: Sequence[Mapping[str, str]]) -> None:
-        clear(self._store.folder_of(step))
-        self._store.publish(step, digests, before_publishing=self._run_dir.require_owned)
-
-    def _rescue(self) -> None:
-        """Publishes what was saved in the background before an error, without a collective: ranks may be gone."""
-        if self._background is None or not self._background.pending:
-            return
-        try:
-            written = self._background.take(_RESCUE_S)
-            if self._world.is_main and written.error is None:
-                folder = self._store.folder_of(written.step)
-                self._publish(written.step, self._background.left_by_all(folder, _RESCUE_S))
-                self._run_dir.note_saved(written.step)
-        except (OSError, ValueError, DistaccumError) as error:
-            _log.warning("step %d, which was being saved, is lost (%s)", self._background.step, error)
-
-    def _failed(self, step: int, reason: str, error: Exception | None, *, at_end: bool) -> None:
-        """What could not be saved in the background; the checkpoint before is there."""
-        self._failed_saves += 1
-        self._trouble = f"step {step} could not be saved: {reason}"
-        if self._world.is_main:
-            self._store.drop(step)
-            self._write_status()
-            goes_on = "the run goes on, and ends if the next save fails, too"
-            ends = goes_on if self._failed_saves == 1 else "it is the second in a row, and the run ends"
-            _log.warning("%s; %s", self._trouble, "it is saved once more" if at_end else ends)
-        if self._failed_saves > 1 and not at_end:
-            raise error or PeerError(reason, "while this rank wrote its part of a checkpoint")
 
     def _finish(self) -> dict[str, float]:
         """Makes the last update's record, evaluation and checkpoint, unless they were due anyway.
@@ -526,18 +397,13 @@ class Loop:
         if not self._components.config.checkpoint.saves or self._components.evaluates_alone:
             return
         self._settle(at_end=True)
-        if self._saved_step != self.progress.step:
+        if self._saver.saved_step != self.progress.step:
             self._save(best=best, waits=True)
         elif best and self._evaluation is not None:
-            if self._world.is_main:
-                self._before_publishing(best=best)
-            self._best.note(self._evaluation[1])
-
-    def _before_publishing(self, *, best: bool) -> None:
-        self._run_dir.require_owned()
-        if best and self._evaluation is not None:
-            self._best.mark(self._store.root / f"step-{self.progress.step}", self._evaluation[1])
+            self._saver.mark_best(self._evaluation[1])
 
     def _write_status(self) -> None:
         if self._world.is_main:
-            self._run_dir.write_status(State.RUNNING, step=self._tracker.known_progress.step, reason=self._trouble)
+            self._run_dir.write_status(
+                State.RUNNING, step=self._tracker.known_progress.step, reason=self._saver.trouble
+            )

@@ -134,7 +134,7 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
 
     def begin() -> None:
         memory.reuse()
-        list(state.contents(engine, _RUN, None, world, host=memory.copy))
+        list(state.Part.of(engine, _RUN, None, world).files(memory.copy))
         memory.wait()
 
     def copy() -> None:

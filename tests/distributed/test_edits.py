@@ -40,7 +40,7 @@ _COPIES = {
     "unfrozen": "requires_grad of middle.weight was changed",
 }
 _NO_WHOLE = "was changed outside of a window, which changes nothing at engine.stage=3"
-_STAGE_3 = {"float64 too": "DeepSpeed gathers one format"}
+_WIDE = {"float64 too": "in float32, which is in float64"}
 REFUSED: dict[str, dict[str, str]] = {
     "ddp": {**_OF_RANKS, "unfrozen": "a parameter was unfrozen after wrapping"},
     "zero1": {**_OF_RANKS, **_IN_PARTS, **_ZERO1, "unfrozen": "a parameter was unfrozen after wrapping"},
@@ -48,11 +48,11 @@ REFUSED: dict[str, dict[str, str]] = {
         **_OF_RANKS,
         "unfrozen": _COPIES["unfrozen"],
         "add_param_group": _IN_PARTS["add_param_group"],
-        "float64 too": "DeepSpeed reduces no gradient in float64 there",
+        **_WIDE,
     },
-    "ds1": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES},
-    "ds2": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES},
-    "ds3": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_STAGE_3},
+    "ds1": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_WIDE},
+    "ds2": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_WIDE},
+    "ds3": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_WIDE},
     "ds3x": dict.fromkeys(("clamp", "clamp by groups", "load_state_dict"), _NO_WHOLE),
 }
 # In 16 bits the whole batch itself is off by a few roundings of them.

@@ -48,7 +48,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
             capture_output=True,
             text=True,
             check=False,
-            timeout=280,
+            timeout=280 if stride > 1 else 3000,
             env=environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more),
         )
         assert finished.returncode == 0, finished.stderr
@@ -182,6 +182,7 @@ SETTINGS = (
     "trainer.eval_every=0",
     "metrics=jsonl",
     "checkpoint.every=2",
+    "checkpoint.background=false",  # in which a failure ends the run at once
     "resume=auto",
 )
 
@@ -221,6 +222,47 @@ def test_a_disk_that_is_full_for_one(
     resumed = run()
     assert resumed.returncode == 0, resumed.stderr
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("ddp", "0", ".saving-step-4/", "step-9"),
+        ("zero1", "1", ".saving-step-", "step-2"),
+        ("fsdp2", "1", ".saving-step-6/", "step-9"),
+    ],
+    ids=lambda case: case[0],
+)
+def test_a_disk_that_is_full_for_a_rank_that_saves_in_the_background(
+    tmp_path: Path, library: Path, forks: Forks, case: tuple[str, ...]
+) -> None:
+    """One save that fails is told and the run goes on; two in a row end it on all ranks, with that rank's reason."""
+    engine, who, where, newest = case
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        variables = environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more)
+        arguments = [str(TRAIN), *SETTINGS, f"engine={engine}", f"hydra.run.dir={tmp_path}"]
+        arguments.append("checkpoint.background=true")
+        return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
+
+    finished, ends = run(WHO=who, WHERE=where), newest == "step-2"
+    told = [line for line in finished.stderr.splitlines() if "could not be saved" in line]
+    assert len(told) == 1 + ends, finished.stderr
+    assert all(
+        f"could not be saved: rank {who}: OSError: [Errno 28] No space left on device: '" in line for line in told
+    )
+    assert finished.returncode == ends
+    assert status(tmp_path)["state"] == ("failed" if ends else "done")
+    if ends:
+        assert status(tmp_path)["reason"].startswith(f"rank {who}: OSError: [Errno 28] No space left on device: '")
+    found = CheckpointStore(tmp_path / "checkpoints", keep=0).newest_valid()
+    assert found is not None
+    assert found.name == newest
+    resumed = run()
+    assert resumed.returncode == 0, resumed.stderr
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-9\n"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train import run as run_module
+from distaccum.train import saving
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.run import RunResult, run
@@ -65,6 +66,13 @@ class Plan:
     data: str = "samples"
     engine: str = "ddp"
     best: bool = False
+    background: bool = False
+    pace: int = 1  # see Job
+
+    @property
+    def waiting(self) -> Plan:
+        """The same run, which waits for its saves."""
+        return replace(self, background=False, pace=1)
 
 
 class _Stream(IterableDataset[Any]):
@@ -104,7 +112,12 @@ def _config(plan: Plan) -> RunConfig:
                 "hang_timeout": None,
                 "verify": "never",
             },
-            "checkpoint": {"every": plan.save_every, "keep": plan.keep, "best": "eval_loss" if plan.best else None},
+            "checkpoint": {
+                "every": plan.save_every,
+                "keep": plan.keep,
+                "best": "eval_loss" if plan.best else None,
+                "background": plan.background,
+            },
             "metrics": {"console": False, "wandb": {"mode": "disabled"}},
         }
     )
@@ -355,12 +368,13 @@ class Cell:
         self, given: Attempt, *, host: str = "a", world: World | None = None
     ) -> list[RunResult | BaseException]:
         """What each rank gave or raised; in this thread where it is to be the only rank of an open ``world``."""
-        job = Job(size=given.size, host=host)
+        job = Job(size=given.size, host=host, pace=self.plan.pace)
         self.disk.start(job)
         signals = [StopSignals() for _ in range(given.size)]
         failing: dict[tuple[Fails, str, str], int] = {}
         owns, must_fail = [False], [False]
-        newest, shown = max(filter(self._whole, steps(self.checkpoints)), default=None), self.screen.tell()
+        with self.disk.outside():
+            newest, shown = max(filter(self._whole, steps(self.checkpoints)), default=None), self.screen.tell()
         agreement = _Agreement(given.size)
         power: list[int] = []
         seen: Counter[At] = Counter()
@@ -401,6 +415,8 @@ class Cell:
                             with self.disk.outside():
                                 must_fail[0] = not self._has_left()
                             self._take_over()
+            if call.kind == "mkdir" and "/.saving-" in call.path:
+                self._require(not self.disk.is_writing(job), "a save begins while another is being written")
             if call.kind in _REMOVES:
                 with self.disk.outside():
                     self._check(call, "before")
@@ -575,7 +591,11 @@ def open_cell(plan: Plan) -> Iterator[Cell]:
     ):
         cell = Cell(plan, Path(name), screen)
         cell.said = said
-        with cell.disk.installed(), patch.object(run_module, "_git_commit", lambda: None):
+        with (
+            cell.disk.installed(),
+            patch.object(run_module, "_git_commit", lambda: None),
+            patch.object(saving, "_RESCUE_S", 1.0),  # for ranks that have gone
+        ):
             yield cell
 
 
@@ -600,7 +620,7 @@ def _listening() -> Iterator[list[str]]:
 
 @cache
 def undisturbed(plan: Plan, size: int) -> Result:
-    """The oracle: the plan without a fault."""
+    """The oracle: the plan without a fault, and without saves in the background."""
     with open_cell(plan) as cell:
         given = cell.attempt(Attempt(size=size))
         for result in given:
@@ -677,7 +697,7 @@ def _check_end(cell: Cell, sizes: Sequence[int], size: int, damaged: Mapping[str
     left = [name for name in tree(root) if _TEMPORARY.search(name)]
     if left:
         raise ViolationError(f"left behind: {left}")
-    expected, found = undisturbed(plan, size), _result(cell)
+    expected, found = undisturbed(plan.waiting, size), _result(cell)
     exact = set(sizes) <= {size}
     tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     for name, tensor in expected.weights.items():

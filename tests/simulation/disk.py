@@ -22,7 +22,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ import torch
 from safetensors import SafetensorError
 
 from distaccum.checkpoint import tensors
+from distaccum.train import background_save
 
 CHANGES = ("create", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "truncate", "utime")
 READS = ("open", "read", "stat", "list")
@@ -61,16 +62,95 @@ class Job:
     """Processes that are started together on a host; ``before`` and ``after`` see each call of theirs.
 
     ``before`` may raise an OSError in the call's place, or return the share of a write that is still done; the process
-    is then ended by ``after``, which is to raise CrashedError.
+    is then ended by ``after``, which is to raise CrashedError. ``pace``: how many calls the thread that writes a
+    checkpoint makes before each call of a process's own thread; it makes all that are left when that one waits for it.
     """
 
     size: int
     host: str = "a"
+    pace: int = 1
     before: Callable[[Call], float | None] = lambda _: None
     after: Callable[[Call], None] = lambda _: None
     dead: bool = False
     counts: Counter[Any] = field(default_factory=Counter)
     first_pid: int = 0
+
+
+class _Behind(threading.Thread):
+    """The thread that writes a checkpoint of a process; a call of it comes when the process's own thread lets it come.
+
+    So only one of the two runs at any time, and a cell is the same whenever it is run. What a job does before and after
+    the calls is done by the process's own thread, where its collectives are.
+    """
+
+    def __init__(self, disk: Disk, **options: Any) -> None:
+        super().__init__(**options)
+        process = disk.process
+        assert process is not None
+        self.job, self.rank = process
+        self._disk = disk
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._asked: tuple[str, Callable[[], Any]] | None = None
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self.ended = False
+
+    def start(self) -> None:
+        super().start()
+        self._disk.behind[self.job, self.rank] = self
+        self._go_on()
+
+    def run(self) -> None:
+        self._turn.acquire()
+        try:
+            with self._disk.running(self.job, self.rank):
+                super().run()
+        except CrashedError:
+            pass
+        finally:
+            self.ended = True
+            self._back.release()
+
+    def ask(self, when: str, act: Callable[[], Any]) -> Any:
+        """What ``act`` gives, or raises, in the process's own thread; called by this one."""
+        self._asked = (when, act)
+        self._back.release()
+        self._turn.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._answer
+
+    def call(self) -> None:
+        """Lets it make a call; called by the process's own thread."""
+        self._go_on()
+        if self._asked is not None and self._asked[0] == "after":
+            self._go_on()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Lets it make all of its calls.
+
+        Raises:
+            CrashedError: the process has ended in one of them.
+        """
+        while not self.ended:
+            self._go_on()
+        super().join()
+        if self._disk.is_dead:
+            raise CrashedError
+
+    def _go_on(self) -> None:
+        """Answers what it has asked, and waits until it asks again or has ended."""
+        if self.ended:
+            return
+        if self._asked is not None:
+            (_, act), self._asked = self._asked, None
+            try:
+                self._answer = act()
+            except (OSError, CrashedError) as error:
+                self._error = error
+        self._turn.release()
+        self._back.acquire()
 
 
 @dataclass(eq=False)
@@ -124,6 +204,7 @@ class Disk:
         self._top = _Node(is_folder=True)
         self._nodes = {os.stat(root).st_ino: self._top}
         self._turn = threading.RLock()
+        self.behind: dict[tuple[Job, int], _Behind] = {}
 
     # processes
 
@@ -135,6 +216,9 @@ class Disk:
     def end(self, job: Job) -> None:
         """Its processes are gone."""
         job.dead = True
+        for thread in [thread for (owner, _), thread in self.behind.items() if owner is job]:
+            with suppress(CrashedError):
+                thread.join()
         for pid in range(job.first_pid, job.first_pid + job.size):
             self._alive.pop(pid, None)
 
@@ -150,28 +234,43 @@ class Disk:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Within the block this thread is no process of the simulation."""
-        before, self._local.process = self._process, None
+        before, self._local.process = self.process, None
         try:
             yield
         finally:
             self._local.process = before
 
     @property
-    def _process(self) -> tuple[Job, int] | None:
+    def process(self) -> tuple[Job, int] | None:
+        """The job and the rank that this thread is of."""
         return getattr(self._local, "process", None)
 
     @property
     def is_dead(self) -> bool:
         """Whether this thread's process is gone."""
-        return self._process is not None and self._process[0].dead
+        return self.process is not None and self.process[0].dead
 
     @contextmanager
     def call(self, kind: str, path: str) -> Iterator[float | None]:
         """Counts a call, lets the job act, and yields the share of a write that is done, None for all."""
-        if self._process is None:
+        if self.process is None:
             yield None
             return
-        job, rank = self._process
+        job, rank = self.process
+        thread = threading.current_thread()
+        if isinstance(thread, _Behind):
+            made, share = thread.ask("before", partial(self._before, job, rank, kind, path))
+            yield share
+            thread.ask("after", partial(job.after, made))
+            return
+        if (behind := self.behind.get((job, rank))) is not None:
+            for _ in range(job.pace):
+                behind.call()
+        made, share = self._before(job, rank, kind, path)
+        yield share
+        job.after(made)
+
+    def _before(self, job: Job, rank: int, kind: str, path: str) -> tuple[Call, float | None]:
         if job.dead:
             raise CrashedError
         job.counts[rank] += 1
@@ -180,8 +279,11 @@ class Disk:
         share = job.before(made)
         if job.dead:  # while another process had its turn
             raise CrashedError
-        yield share
-        job.after(made)
+        return made, share
+
+    def is_writing(self, job: Job) -> bool:
+        """Whether a thread of the job writes a checkpoint."""
+        return any(owner is job and not thread.ended for (owner, _), thread in self.behind.items())
 
     # the machine's disk
 
@@ -271,6 +373,7 @@ class Disk:
             stack.enter_context(patch.object(safetensors.torch, "serialize_file", self._serialized))
             stack.enter_context(patch.object(tensors, "safe_open", self._safe_opened))
             stack.enter_context(patch.object(torch, "save", self._saved))
+            stack.enter_context(patch.object(background_save, "Thread", partial(_Behind, self)))
             yield
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
@@ -295,14 +398,14 @@ class Disk:
         }
 
     def _pid(self) -> int:
-        return self._getpid() if self._process is None else self._process[0].first_pid + self._process[1]
+        return self._getpid() if self.process is None else self.process[0].first_pid + self.process[1]
 
     def _hostname(self) -> str:
-        return self._host() if self._process is None else self._process[0].host
+        return self._host() if self.process is None else self.process[0].host
 
     def _at(self, path: Any, folder: int | None = None) -> str | None:
         """The path if it is below the folder and a process of the simulation asks for it."""
-        if self._process is None:
+        if self.process is None:
             return None
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
@@ -313,10 +416,10 @@ class Disk:
 
     def _opened(self, file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **options: Any) -> Any:
         text = "" if isinstance(file, int) else os.fspath(file)
-        if isinstance(text, str) and text.startswith("/proc/") and text.endswith("/stat") and self._process:
+        if isinstance(text, str) and text.startswith("/proc/") and text.endswith("/stat") and self.process:
             number = text.split("/")[2]
             if number.isdecimal() and int(number) >= _FIRST_PID:
-                if self._alive.get(int(number)) != self._process[0].host:
+                if self._alive.get(int(number)) != self.process[0].host:
                     raise FileNotFoundError(errno.ENOENT, "no such process", text)
                 return io.StringIO(f"{number} (python) R " + " ".join([number] * 40))
         path = None if isinstance(file, int) else self._at(text)

@@ -38,6 +38,8 @@ plans = st.builds(
     data=st.sampled_from(["samples", "samples", "tokens", "stream"]),
     engine=st.sampled_from(["ddp", "ddp", "zero1"]),
     best=st.booleans(),
+    background=st.booleans(),
+    pace=st.sampled_from([0, 1, 3, 100]),
 )
 
 
@@ -46,7 +48,10 @@ def _at(size: int) -> st.SearchStrategy[At]:
     any_call = st.builds(At, number=st.integers(1, 500), rank=ranks)
     change = st.builds(At, number=st.integers(1, 40), kind=st.sampled_from(CHANGES), rank=ranks)
     read = st.builds(At, number=st.integers(1, 60), kind=st.sampled_from(READS), rank=ranks)
-    return st.one_of(any_call, change, change, read)
+    saving = st.builds(
+        At, number=st.integers(1, 60), kind=st.sampled_from(CHANGES), rank=ranks, path=st.just("/.saving-")
+    )
+    return st.one_of(any_call, change, change, read, saving)
 
 
 def _faults(size: int) -> st.SearchStrategy[Any]:

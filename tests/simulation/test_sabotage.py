@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import files, hashing, store
+from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import CheckpointError
 from distaccum.train import run
+from distaccum.train.background_save import BackgroundSave, Written
 from distaccum.train.loop import Loop
 from distaccum.train.metrics import loggers
 from distaccum.train.metrics.loggers import JsonlLogger
@@ -36,6 +39,7 @@ from tests.simulation.cells import (
 
 pytestmark = pytest.mark.slow
 PLAN = Plan(steps=6, save_every=2, keep=2)
+BEHIND = replace(PLAN, background=True, pace=0)  # nothing is written until it is waited for
 Cells = list[tuple[Plan, list[Attempt]]]
 
 
@@ -160,6 +164,18 @@ def _another_position(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Accumulator, "restore", restore)
 
 
+def _copies_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostMemory, "copy", lambda _, tensor: tensor.detach())
+
+
+def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    def take(self: BackgroundSave, within_s: float | None = None) -> Written:
+        self._thread, self.ready = None, False
+        return Written(self.step, {}, 0.0)
+
+    patch.setattr(BackgroundSave, "take", take)
+
+
 FLIP = Damages(name="step-4/model")
 SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = {
     "no sync before a rename": (_no_sync, _power("history.json", *range(2, 5)) + _power("latest", 2, 3), "."),
@@ -206,6 +222,18 @@ SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = 
         "left behind|File exists",
     ),
     "records in memory": (_records_in_memory, _power("history.json", *range(2, 5)), "rows of steps|before the end"),
+    "a sleeper publishes": (
+        _asks_nobody,
+        _cells(Sleeps(at=At(number=3, kind="fsync", path="/.saving-")), plan=BEHIND),
+        "a process that slept",
+    ),
+    "no sync behind the training": (
+        _no_sync,
+        [(BEHIND, attempts) for _, attempts in _power("history.json", *range(2, 5)) + _power("latest", 2, 3)],
+        ".",
+    ),
+    "no copy is made": (_copies_nothing, _saved(1, plan=BEHIND), "differs|the row of"),
+    "published before it is written": (_waits_for_nothing, _saved(1, plan=BEHIND), "without damage|not whole"),
     "a bit more after a resume": (_another_position, _saved(1), "differs|the row of"),
 }
 

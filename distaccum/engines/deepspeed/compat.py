@@ -129,9 +129,9 @@ def check_parameters(model: nn.Module, stage: int) -> None:
         if fault:
             raise ConfigError("engine", "deepspeed", f"cannot take {name}, {fault}", remedy)
     trained = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
-    if torch.float64 in trained and stage == STAGES[0]:
-        problem = f"DeepSpeed reduces no gradient in float64 there, as that of {trained[torch.float64]}"
-        raise ConfigError("engine.stage", stage, problem, "Train in float32, or use engine.stage=2, or engine=ddp")
+    if torch.float64 in trained:  # at stage 0 it reduces no such gradient at all
+        problem = f"steps {trained[torch.float64]} in float32, which is in float64"
+        raise ConfigError("engine", "deepspeed", problem, "Train in float32, or use engine=ddp, zero1 or fsdp2")
     if len(trained) > 1 and stage == STAGES[-1]:
         mixed = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in trained.items())
         remedy = "Train all in float32, or use engine.stage=2"

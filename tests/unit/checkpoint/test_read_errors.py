@@ -159,7 +159,7 @@ def test_what_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_takes_no_tensors_is_named_with_its_file(gloo_world: World, tmp_path: Path) -> None:
-    (file,) = tensors.contents("model", {"weight": torch.ones(2)}, gloo_world, shared=False)
+    (file,) = tensors.share("model", {"weight": torch.ones(2)}, gloo_world, shared=False).files()
     with pytest.raises(FileNotFoundError) as caught, HashingWriter(tmp_path / "gone") as writer:
         writer.write(*file)
     assert caught.value.errno == errno.ENOENT

@@ -23,6 +23,7 @@ from distaccum.config.instantiate import build
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.config.schema import RunConfig
 from distaccum.data.plan.batch import BatchPlan
+from distaccum.engines.deepspeed.compat import check_parameters
 from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.config.keys import HELD, KINDS, REFUSED
 from distaccum.errors import ConfigError
@@ -721,3 +722,20 @@ def test_every_setting_of_the_scaler_is_in_the_json_or_refused() -> None:
     for name, value in refused.items():
         with pytest.raises(ConfigError, match=name):
             _generate(precision=replace(FP16, scaler=ScalerConfig(**{name: value})))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_would_be_stepped_in_float32_is_refused(stage: int) -> None:
+    """DeepSpeed keeps its own copy of an fp64 parameter in fp32, and steps that, without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+    with pytest.raises(ConfigError, match=r"engine=deepspeed: steps 1\.bias in float32, which is in float64"):
+        check_parameters(model, stage)
+    model[1].requires_grad_(False)
+    check_parameters(model, stage)
+
+
+def test_stage_3_gathers_one_format() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    check_parameters(model, 2)
+    with pytest.raises(ConfigError, match=r"DeepSpeed gathers one format, not 0\.bias in float32 and 1\.bias in bflo"):
+        check_parameters(model, 3)

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -18,8 +19,10 @@ from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.distributed import free_memory
 from distaccum.train.background_save import BackgroundSave
 from distaccum.train.callbacks import Callback, Run
+from distaccum.train.owner import OwnershipLostError
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
 
@@ -91,15 +94,34 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(
     gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of step 2 wait until update 3 is made; they are what a run that waits writes, byte for byte."""
-    _train(tmp_path / "waits", Watch())
+    _train(tmp_path / "waits", Watch(), background=False)
     gate = Event()
     _opening(monkeypatch, ".saving-step-2/", lambda _: None if gate.wait(60) else pytest.fail("never opened"))
     watch = Watch(gate, at=3)
-    _train(tmp_path / "run", watch, background=True)
+    _train(tmp_path / "run", watch)
     assert _content(tmp_path / "run") == _content(tmp_path / "waits")
     assert [name for _, name in watch.seen] == ["step-2", "step-4", "step-6", "step-8"]
     assert watch.seen[0][0] in (3, 4)  # the next save waits for it
     assert watch.seen[-1][0] == 8
+
+
+def test_where_memory_is_short_training_waits_and_a_line_says_so(
+    gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A made-up machine, which has as little left as the first save wants."""
+    machine, watch = tmp_path / "machine", Watch()
+    (machine / "proc").mkdir(parents=True)
+    (machine / "proc" / "meminfo").write_text("MemAvailable: 0 kB\n")
+    monkeypatch.setattr(free_memory, "available", partial(free_memory.available, machine))
+    _train(tmp_path / "short", watch)
+    assert watch.seen == [(step, f"step-{step}") for step in (2, 4, 6, 8)]
+    said = [record.getMessage() for record in caplog.records if "checkpoint.background=auto" in record.getMessage()]
+    assert len(said) == 1
+    assert "training waits for saves, as rank 0 would take 0.0 MiB, more than half of the 0.0 MiB" in said[0]
+    caplog.clear()
+    _train(tmp_path / "forced", background=True)
+    assert _content(tmp_path / "forced") == _content(tmp_path / "short")
+    assert "checkpoint.background" not in caplog.text
 
 
 @pytest.mark.slow
@@ -190,6 +212,23 @@ def test_an_error_in_the_run_waits_for_the_save(gloo_world: Any, tmp_path: Path)
     with pytest.raises(ValueError, match="on purpose"):
         _train(tmp_path, Watch(raises=5), background=True)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-4\n"
+
+
+def test_a_run_that_was_taken_over_touches_nothing_of_what_the_other_one_saves(gloo_world: Any, tmp_path: Path) -> None:
+    """The other one saves the same step, and what its ranks leave for each other lies in a folder of the same name."""
+    theirs = tmp_path / "checkpoints" / ".saving-step-2" / ".rank-7.json"
+
+    class TakenOver(Callback):
+        def on_update(self, run: Run, outcome: Outcome) -> None:
+            if run.progress.step == 3:
+                lock = tmp_path / "owner.json"
+                lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "another"}))
+                theirs.write_text("{}")
+
+    with pytest.raises(OwnershipLostError):
+        _train(tmp_path, TakenOver(), background=True)
+    assert theirs.exists()
+    assert not (tmp_path / "checkpoints" / "step-2").exists()
 
 
 def test_only_its_own_number_says_that_a_save_has_ended(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
+from distaccum.train.held_out_checks import check_results
 
 DATA = [(torch.randn(4), torch.tensor(i % 3)) for i in range(16)]
 SCORES = [5.0, 2.0, 3.0, float("nan"), 4.0, 1.5, 9.0]  # of the evaluations, one after each update
@@ -74,7 +75,70 @@ def test_a_resumed_run_knows_the_best_before(gloo_world: Any, tmp_path: Path) ->
 
 
 def test_what_cannot_be_is_refused(gloo_world: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.best=eval_other: the evaluation gives eval_loss, .*eval_score"):
+    said = (
+        r"checkpoint\.best=eval_other: is no result of the evaluation\. Use one of eval_loss, .*accuracy, eval_score$"
+    )
+    with pytest.raises(ConfigError, match=said):
         _train(tmp_path, 2, SCORES, best="eval_other")
     with pytest.raises(ConfigError, match=r"checkpoint\.best=eval_loss: and checkpoint\.every=0 saves nothing"):
         _train(tmp_path, 2, SCORES, best="eval_loss", every=0)
+    assert not (tmp_path / "metrics.jsonl").exists()  # before a window
+
+
+class Plain:
+    """A loss that scores nothing."""
+
+    count, __call__ = CrossEntropy.count, CrossEntropy.__call__
+    ignore_index, _chunk = -100, None
+
+
+class More(CrossEntropy):
+    """Scores by another name, which it does not state beforehand."""
+
+    def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        found = super().scores(model, batch)
+        return found | {"wrong": len(batch[1]) - found["accuracy"]}
+
+
+class Stated(More):
+    """And states it."""
+
+    score_names = ("loss", "accuracy", "wrong")
+
+
+class Several(Plain):
+    """Two losses by name."""
+
+    def count(self, batch: tuple[Tensor, Tensor]) -> dict[str, int]:  # type: ignore[override]
+        return {"first": len(batch[1]), "second": len(batch[1])}
+
+
+@pytest.mark.parametrize(
+    ("loss", "good", "bad"),
+    [
+        (CrossEntropy(), ["loss", "accuracy", "f1", "f1_macro"], ["accurracy", "wrong", "f", "bits_per_byte"]),
+        (More(), ["loss", "wrong", "anything"], []),
+        (Stated(), ["loss", "wrong"], ["right"]),
+        (Plain(), ["loss", "f1"], ["accuracy"]),
+        (Several(), ["first", "second"], []),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, list) else None,
+)
+@pytest.mark.parametrize("sets", ["", "near"])
+def test_a_name_that_is_no_result_is_refused_as_far_as_it_is_known(
+    loss: Any, good: list[str], bad: list[str], sets: str
+) -> None:
+    held_out = {sets: DATA, "far": DATA} if sets else DATA
+    data, prefix = DataSpec(train=DATA, eval_dataset=held_out), f"eval_{sets}_" if sets else "eval_"
+
+    def check(name: str) -> None:
+        config = RunConfig.from_dict({"checkpoint": {"best": f"{prefix}{name}"}})
+        check_results(data, config, [], loss=loss, metrics={"f1": Score([])})
+
+    for name in good:
+        check(name)
+    for name in bad:
+        with pytest.raises(
+            ConfigError, match=rf"checkpoint\.best={prefix}{name}: is no result of the evaluation\. Use one"
+        ):
+            check(name)

@@ -72,6 +72,31 @@ def _of_length(size: int) -> DataSpec:
     return DataSpec(train=_data()[:size])
 
 
+def build(heads: int, bias: bool = True, sizes: tuple[int, ...] = (2, 3), scale: float = 1.0) -> None:
+    """A target of a configuration."""
+
+
+def test_an_argument_that_is_new_and_has_its_default_is_no_change() -> None:
+    """A checkpoint of before the target had the argument, or of before the configuration stated it; and of after."""
+    node = {"_target_": f"{__name__}.build", "heads": 2}
+    told = {**node, "bias": True, "sizes": [2, 3], "scale": 1}
+    for before, now in ((node, told), (told, node)):
+        assert compare({"model": before}, {"model": now}) == []
+        nested = [{"model": {"_target_": "a.B", "body": each}} for each in (before, now)]
+        assert compare(*nested) == []
+    for name, value in {"bias": False, "sizes": [2], "scale": 1.5}.items():
+        for before, now in ((node, {**told, name: value}), ({**told, name: value}, node)):
+            changes = compare({"model": before}, {"model": now})
+            assert changes
+            assert all(change.refused and change.key.startswith(f"model.{name}") for change in changes)
+    (change,) = compare({"model": node}, {"model": {**node, "bias": 1}})  # no bool
+    assert change.refused
+    (change,) = compare({"model": {"_target_": "gone.away"}}, {"model": {"_target_": "gone.away", "bias": True}})
+    assert change.refused
+    (change,) = compare({"model": {"_target_": "a.Other", "heads": 2}}, {"model": {**node, "bias": True}})[:1]
+    assert change.refused
+
+
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"model": Headed(4)}, r"model: .*model: Headed\(heads=2\) -> Headed\(heads=4\)"),
     "shapes": ({"model": nn.Linear(FEATURES, CLASSES)}, r"resume=.*step-1: has no weight.*Use weights of this Linear"),

@@ -1,0 +1,91 @@
+"""Memory that a machine has left: by its kernel's word, and by the limits of this process's control groups.
+
+Linux alone says so. A control group's is its limit less what it uses, without the pages of files that were not used
+lately: https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction counts a working set so.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from distaccum.distributed.world import World
+
+_SHARE = 0.5  # of what is left, that may be taken at once
+
+
+def lacks(world: World, size: int) -> str:
+    """Why not every rank can take its ``size`` bytes and leave half of what its machine has; "" if all can.
+
+    A collective. Ranks of one machine, in containers too, take what they take together.
+    """
+    return lacking(world.all_gather_object((machine(), size, available())))
+
+
+def lacking(wanted: Sequence[tuple[str, int, int | None]]) -> str:
+    """:func:`lacks`, given each rank's machine, its bytes, and those that are left as it sees them."""
+    for place in dict.fromkeys(machine for machine, _, _ in wanted):
+        ranks = [rank for rank, (machine, _, _) in enumerate(wanted) if machine == place]
+        needed = sum(wanted[rank][1] for rank in ranks)
+        left = [wanted[rank][2] for rank in ranks]
+        known = [one for one in left if one is not None]
+        if needed and len(known) < len(left):
+            return f"nobody says how much memory is left where rank {ranks[left.index(None)]} is"
+        if needed > _SHARE * min(known, default=0):
+            who = f"{len(ranks)} ranks from {ranks[0]} on" if len(ranks) > 1 else f"rank {ranks[0]}"
+            return f"{who} would take {_shown(needed)}, more than half of the {_shown(min(known))} that are left there"
+    return ""
+
+
+def machine(root: Path = Path("/")) -> str:
+    """A name that all processes have which share their memory with this one; files are read below ``root``."""
+    with suppress(OSError):
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes that may be taken before the machine, or a control group, has none left; None where nobody says.
+
+    Files are read below ``root``.
+    """
+    with suppress(OSError, ValueError, LookupError):
+        rows = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        kibibytes = {name: value.split()[0] for name, _, value in rows}
+        return max(0, min([2**10 * int(kibibytes["MemAvailable"]), *_left(root)]))
+    return None
+
+
+def _left(root: Path) -> Iterator[int]:
+    """What each control group that this process is in, or below, leaves it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    cgroups = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            yield from _left_below(cgroups, name, ("memory.max", "memory.high"), "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            limits, used = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+            yield from _left_below(cgroups / "memory", name, limits, used, "total_inactive_file")
+
+
+def _left_below(root: Path, name: str, limits: Sequence[str], used: str, reclaimed: str) -> Iterator[int]:
+    """Of a group and all above it, as far as they are seen: a container may see its own alone, as ``root``."""
+    folder = root / name.lstrip("/")
+    for group in (folder, *folder.parents):
+        for limit in limits:
+            with suppress(OSError, ValueError):  # no limit: "max", or no such file
+                most = int((group / limit).read_text())
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield most - int((group / used).read_text()) + int(statistics.get(reclaimed, 0))
+        if group == root:
+            return
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
