@@ -107,3 +107,16 @@ def test_loading_processes_destroy_nothing_of_the_training(gloo_world: World) ->
         assert len(list(given.batches(in_lockstep=False))) == 4
     finally:
         gc.enable()
+
+
+def test_a_program_keeps_its_frozen_objects() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        _Own()
+        assert len(list(loading_processes.iterate(DataLoader(_Collects(), num_workers=1)))) == 4  # type: ignore[arg-type]
+        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+    finally:
+        gc.unfreeze()
+    list(loading_processes.iterate([1]))
+    assert not gc.get_freeze_count()
