@@ -58,17 +58,20 @@ def _cosine() -> Node:
 class BatchConfig:
     """The global batch, in samples or in ``tokens``, and the most samples of one forward and backward.
 
-    ``group_by_length``: a micro-batch takes samples of similar length, within a window.
+    ``group_by_length``: a micro-batch takes samples of similar length, within a window. ``pad_rows``: a micro-batch of
+    fewer samples than the others is filled up with rows that count nothing.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
     tokens: Optional[int] = None  # noqa: UP045
     micro_size: int = 8
     group_by_length: bool = False
+    pad_rows: bool = False
 
     def __post_init__(self) -> None:
         number = (int, NoneType)
-        require_types("batch", self, global_size=number, tokens=number, micro_size=int, group_by_length=bool)
+        require_types("batch", self, global_size=number, tokens=number, micro_size=int)
+        require_types("batch", self, group_by_length=bool, pad_rows=bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,8 @@ def make_plan(
         problem = f"the loader's batch_size is {source.micro_batch_size}"
         raise ConfigError(names.micro_batch_size, micro_batch_size, problem, "Give both the same number")
     sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "world_size": world_size, "names": names}
+    if source.pad_rows:
+        _check_rows(source, "batch.pad_rows" if names is CONFIG_KEYS else "pad_rows")
     if not is_map_style(source.train):
         if global_batch_size is None:
             remedy = f"Use {names.global_batch_size} for streams: a rank cannot know the lengths of the others' samples"
@@ -71,6 +73,14 @@ def make_plan(
         return BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
     assert tokens is not None
     return TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
+
+
+def _check_rows(source: DataSpec, key: str) -> None:
+    if not is_map_style(source.train):
+        raise ConfigError(key, True, "the data is a stream", "Leave it out, or fill its batches in the stream")
+    if not source.ignored:
+        problem = "the data does not say with which labels a row counts nothing"
+        raise ConfigError(key, True, problem, "Give its DataSpec ignored={'labels': -100}, as the loss ignores it")
 
 
 # Each epoch tells a stream its number before its processes start, and its samples are collated after they are loaded.
@@ -171,6 +181,7 @@ def build_loader(
         workers=workers,
         group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
         seed=seed,
+        filled_with=source.ignored if source.pad_rows else None,
     )
 
 

@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
+Ignored = Mapping[str, float] | Mapping[int, float]
+"""Parts of a batch, by name or position, and the value with which a row of it counts nothing."""
+
 
 class MapDataset(Protocol):
     """A map-style dataset as in ``torch.utils.data``: any object with a length and samples by index."""
@@ -58,6 +61,9 @@ class DataSpec:
             that begin with the same items are refused, as they were not divided.
         order_seed: added to the run's seed for the order of samples: a ``DataLoader``'s own.
         workers: how samples are loaded, where the data come with a ``DataLoader``.
+        ignored: the parts of a batch, by name or position, that make a row of it count nothing, and their value there,
+            as ``{"labels": -100}``; None where nothing does.
+        pad_rows: whether micro-batches of fewer samples than the others are filled up with such rows.
         bytes_per_token: for text, to report bits per byte; None where the loss cannot be read so.
         baselines: computes the bits per byte of simple models on the evaluation samples, by name.
     """
@@ -74,6 +80,8 @@ class DataSpec:
     may_repeat: bool = False
     order_seed: int = 0
     workers: WorkerOptions = field(default_factory=WorkerOptions)
+    ignored: Ignored | None = None
+    pad_rows: bool = False
     bytes_per_token: float | None = None
     baselines: Callable[[], Mapping[str, float]] = dict
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ from distaccum.train.metrics.flops import ModelFlops, Utilization
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.metrics.peaks import peak_flops
 from distaccum.train.optimizer import build_optimizers
+from distaccum.train.padding import check_padding
 from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
 from distaccum.train.schedules import Constant
@@ -158,6 +159,7 @@ def build_components(
         ConfigError: as :func:`components_from_config`.
     """
     batch = config.batch
+    data = replace(data, pad_rows=data.pad_rows or batch.pad_rows)
     plan = make_plan(
         data,
         global_batch_size=batch.global_size,
@@ -182,6 +184,7 @@ def build_components(
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
     if config.deterministic:
         determinism.check(device)
+    check_padding(data, model)
     check_loss(loss)
     getattr(loss, "check_model", _no_check)(model)
     _check_loss_parameters(loss, model)
