@@ -123,10 +123,15 @@ def _name_of_context(value: Any) -> Any:
 
 
 def loading_options(
-    source: DataSpec, *, num_workers: int = 0, prefetch_windows: int = 1, options: Mapping[str, Any] | None = None
+    source: DataSpec,
+    *,
+    num_workers: int = 0,
+    prefetch_windows: int = 1,
+    options: Mapping[str, Any] | None = None,
+    most_ahead: int | None = None,
 ) -> WorkerOptions:
     """How a source's samples are loaded: as its own ``DataLoader`` says where that has processes, else as stated."""
-    own = replace(source.workers, prefetch_windows=prefetch_windows)
+    own = replace(source.workers, prefetch_windows=prefetch_windows, most_ahead=most_ahead)
     if own.num_workers:
         return own
     stated = {name: value for name, value in (options or {}).items() if value is not None}
@@ -141,6 +146,7 @@ def build_loader(
     num_workers: int = 0,
     prefetch_windows: int = 1,
     options: Mapping[str, Any] | None = None,
+    most_ahead: int | None = None,
     group_by_length: bool = False,
     seed: int = 0,
 ) -> WindowLoader:
@@ -153,13 +159,20 @@ def build_loader(
         num_workers: loading processes of this rank, where the source names none.
         prefetch_windows: windows that loading processes have ahead; 0: as torch has it.
         options: of those processes, under torch's names; None for what torch has.
+        most_ahead: the most micro-batches that they have ahead; None: any number.
         group_by_length: whether the micro-batches of a window hold samples of similar length.
 
     Raises:
         ConfigError: grouping by unknown lengths, or a stream that is not split over the ranks.
     """
     check_workers(source, plan, num_workers, options)
-    workers = loading_options(source, num_workers=num_workers, prefetch_windows=prefetch_windows, options=options)
+    workers = loading_options(
+        source,
+        num_workers=num_workers,
+        prefetch_windows=prefetch_windows,
+        options=options,
+        most_ahead=most_ahead,
+    )
     if isinstance(plan, StreamPlan):
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:

@@ -28,7 +28,8 @@ class WorkerOptions:
 
     ``pin_memory``: whether a thread pins what they load; None: where the rank has a GPU. ``seed`` is that of its
     ``generator``, from which the processes' seeds follow; None without one. ``prefetch_windows`` is none of torch's:
-    the windows that they load ahead; 0: what ``prefetch_factor`` says.
+    the windows that they load ahead; 0: what ``prefetch_factor`` says. Nor is ``most_ahead``: the most micro-batches
+    that fit into memory beside a window; None: any number.
     """
 
     num_workers: int = 0
@@ -40,6 +41,7 @@ class WorkerOptions:
     pin_memory: bool | None = None
     seed: int | None = None
     prefetch_windows: int = 1
+    most_ahead: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,7 @@ def _loading(components: TrainingComponents) -> dict[str, str]:
         num_workers=config.num_workers,
         prefetch_windows=config.prefetch_windows,
         options=asdict(config.loader),
+        most_ahead=components.most_ahead,
     )
     factor = prefetch_factor(workers, items_of_window(plan))
     if factor is None:
