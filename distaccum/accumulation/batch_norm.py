@@ -10,13 +10,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distaccum.errors import BatchStatisticsWarning, shorten
 
 
-def warn_of_batch_statistics(model: nn.Module) -> None:
-    """Warns once, by name, of modules that normalise over a micro-batch."""
-    found = [
+def batch_statistics(model: nn.Module) -> list[str]:
+    """The names of modules that normalise over a micro-batch."""
+    return [
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
     ]
+
+
+def warn_of_batch_statistics(model: nn.Module) -> None:
+    """Warns once, by name, of modules that normalise over a micro-batch."""
+    found = batch_statistics(model)
     if not found:
         return
     warnings.warn(

@@ -35,6 +35,7 @@ from distaccum.config.compile import CompileConfig
 from distaccum.config.durations import seconds_of
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.precision import PrecisionConfig
+from distaccum.config.sizes import bytes_of
 from distaccum.errors import ConfigError, near_misses
 
 Node = dict[str, Any]
@@ -60,17 +61,20 @@ def _cosine() -> Node:
 class BatchConfig:
     """The global batch, in samples or in ``tokens``, and the most samples of one forward and backward.
 
-    ``group_by_length``: a micro-batch takes samples of similar length, within a window.
+    ``group_by_length``: a micro-batch takes samples of similar length, within a window. ``pad_rows``: a micro-batch of
+    fewer samples than the others is filled up with rows that count nothing.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
     tokens: Optional[int] = None  # noqa: UP045
     micro_size: int = 8
     group_by_length: bool = False
+    pad_rows: bool = False
 
     def __post_init__(self) -> None:
         number = (int, NoneType)
-        require_types("batch", self, global_size=number, tokens=number, micro_size=int, group_by_length=bool)
+        require_types("batch", self, global_size=number, tokens=number, micro_size=int)
+        require_types("batch", self, group_by_length=bool, pad_rows=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,7 @@ class TrainerConfig:
     weights that it starts from. ``eval_samples``: the most samples of a held-out set, its first ones. ``max_time``
     (HH:MM:SS, 90s, 12h, ...): the run saves and ends before this time is over, for another process to continue.
     ``prefetch_windows``: windows that loading processes have ahead; 0: what ``loader.prefetch_factor`` says.
+    ``host_memory``: the most that a rank's window and what is loaded ahead of it may take (4GiB; None: no limit).
     ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run
     at a NaN or infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row,
     with the loss scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before
@@ -161,6 +166,7 @@ class TrainerConfig:
     eval_samples: Optional[int] = None  # noqa: UP045
     num_workers: int = 0
     prefetch_windows: int = 1
+    host_memory: Any = None
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     prefetch: int = 2
     nonfinite: str = "stop"
@@ -193,6 +199,8 @@ class TrainerConfig:
         require_count("trainer.eval_samples", self.eval_samples, least=1)
         require_count("trainer.num_workers", self.num_workers)
         require_count("trainer.prefetch_windows", self.prefetch_windows)
+        if self.host_memory is not None:
+            bytes_of("trainer.host_memory", self.host_memory)
         require_count("trainer.prefetch", self.prefetch, least=2)
         require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
         require_count("trainer.max_skips", self.max_skips, least=1)

@@ -29,7 +29,8 @@ def prefetch_factor(workers: WorkerOptions, window: int) -> int | None:
 
     Torch's ``DataLoader`` sends an item's number to a process whenever it hands one out. So when all items of a window
     are taken, the processes are at those of the next one, and load them while the window is computed. A factor that is
-    stated, or torch's own, is kept where it is larger; with no ``prefetch_windows`` it is all there is.
+    stated, or torch's own, is kept where it is larger; with no ``prefetch_windows`` it is all there is. All of them
+    together are no more than ``workers.most_ahead``.
 
     Args:
         workers: their number, and what is stated.
@@ -41,7 +42,8 @@ def prefetch_factor(workers: WorkerOptions, window: int) -> int | None:
     if not workers.num_workers:
         return None
     wanted = -(-workers.prefetch_windows * window // workers.num_workers)
-    return max(wanted, workers.prefetch_factor or _TORCHS_FACTOR)
+    factor = max(wanted, workers.prefetch_factor or _TORCHS_FACTOR)
+    return factor if workers.most_ahead is None else min(factor, max(1, workers.most_ahead // workers.num_workers))
 
 
 def items_of_window(plan: Plan | StreamPlan) -> int:

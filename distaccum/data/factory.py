@@ -60,6 +60,8 @@ def make_plan(
         problem = f"the loader's batch_size is {source.micro_batch_size}"
         raise ConfigError(names.micro_batch_size, micro_batch_size, problem, "Give both the same number")
     sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "world_size": world_size, "names": names}
+    if source.pad_rows:
+        _check_rows(source, "batch.pad_rows" if names is CONFIG_KEYS else "pad_rows")
     if not is_map_style(source.train):
         if global_batch_size is None:
             remedy = f"Use {names.global_batch_size} for streams: a rank cannot know the lengths of the others' samples"
@@ -71,6 +73,14 @@ def make_plan(
         return BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
     assert tokens is not None
     return TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
+
+
+def _check_rows(source: DataSpec, key: str) -> None:
+    if not is_map_style(source.train):
+        raise ConfigError(key, True, "the data is a stream", "Leave it out, or fill its batches in the stream")
+    if not source.ignored:
+        problem = "the data does not say with which labels a row counts nothing"
+        raise ConfigError(key, True, problem, "Give its DataSpec ignored={'labels': -100}, as the loss ignores it")
 
 
 # Each epoch tells a stream its number before its processes start, and its samples are collated after they are loaded.
@@ -113,10 +123,15 @@ def _name_of_context(value: Any) -> Any:
 
 
 def loading_options(
-    source: DataSpec, *, num_workers: int = 0, prefetch_windows: int = 1, options: Mapping[str, Any] | None = None
+    source: DataSpec,
+    *,
+    num_workers: int = 0,
+    prefetch_windows: int = 1,
+    options: Mapping[str, Any] | None = None,
+    most_ahead: int | None = None,
 ) -> WorkerOptions:
     """How a source's samples are loaded: as its own ``DataLoader`` says where that has processes, else as stated."""
-    own = replace(source.workers, prefetch_windows=prefetch_windows)
+    own = replace(source.workers, prefetch_windows=prefetch_windows, most_ahead=most_ahead)
     if own.num_workers:
         return own
     stated = {name: value for name, value in (options or {}).items() if value is not None}
@@ -131,6 +146,7 @@ def build_loader(
     num_workers: int = 0,
     prefetch_windows: int = 1,
     options: Mapping[str, Any] | None = None,
+    most_ahead: int | None = None,
     group_by_length: bool = False,
     seed: int = 0,
 ) -> WindowLoader:
@@ -143,13 +159,20 @@ def build_loader(
         num_workers: loading processes of this rank, where the source names none.
         prefetch_windows: windows that loading processes have ahead; 0: as torch has it.
         options: of those processes, under torch's names; None for what torch has.
+        most_ahead: the most micro-batches that they have ahead; None: any number.
         group_by_length: whether the micro-batches of a window hold samples of similar length.
 
     Raises:
         ConfigError: grouping by unknown lengths, or a stream that is not split over the ranks.
     """
     check_workers(source, plan, num_workers, options)
-    workers = loading_options(source, num_workers=num_workers, prefetch_windows=prefetch_windows, options=options)
+    workers = loading_options(
+        source,
+        num_workers=num_workers,
+        prefetch_windows=prefetch_windows,
+        options=options,
+        most_ahead=most_ahead,
+    )
     if isinstance(plan, StreamPlan):
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
@@ -171,6 +194,7 @@ def build_loader(
         workers=workers,
         group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
         seed=seed,
+        filled_with=source.ignored if source.pad_rows else None,
     )
 
 

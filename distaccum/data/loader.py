@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from multiprocessing.process import BaseProcess
-from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -21,15 +20,18 @@ from torch.utils.data import DataLoader, Dataset
 from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
 from distaccum.data.ahead import SeededIds, items_of_window, note_memory, prefetch_factor
+from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
 from distaccum.data.plan.resized import Resize, ResizedPlan
 from distaccum.data.sketch import Sketch, same, sketch
-from distaccum.data.spec import MapDataset, WorkerOptions
+from distaccum.data.spec import Ignored, MapDataset, WorkerOptions
+from distaccum.data.waiting import WaitClock
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState, keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import DataError, MisuseError
+from distaccum.losses.normalize import SINGLE
 
 # Of the samples that the ranks compare: how many, and how often one is loaded again that differs.
 _COMPARED, _REPEATED = 4, 16
@@ -80,6 +82,7 @@ class MapWindowLoader(WindowLoader):
         workers: how samples are loaded.
         group_by: the length of each sample: the micro-batches of a window then hold samples of similar length.
         seed: of the windows' keys.
+        filled_with: fills smaller micro-batches up, with rows that count nothing: ``DataSpec.ignored``.
     """
 
     def __init__(
@@ -92,14 +95,16 @@ class MapWindowLoader(WindowLoader):
         workers: WorkerOptions | None = None,
         group_by: Ids | None = None,
         seed: int = 0,
+        filled_with: Ignored | None = None,
     ) -> None:
         assert len(dataset) == plan.samples
         self._dataset, self._plan, self._world, self._seed = dataset, plan, world, seed
         self._agreement = Agreement(world)
         # What decides which samples a window holds, beside the position: a short hash of each sample's length.
         self._lengths = group_by if group_by is not None else getattr(plan, "lengths", None)
-        self._options, self._collate = workers or WorkerOptions(), collate
+        self._options, self._collate, self._filled_with = workers or WorkerOptions(), collate, filled_with
         self._workers = self._options.num_workers
+        self._filling_checked, self._clock = False, WaitClock(world.device)
         self._processes: list[BaseProcess] = []
         self._iteration = loading_processes.Iteration()
         seed_of_workers = plan.seed if self._options.seed is None else self._options.seed
@@ -118,12 +123,12 @@ class MapWindowLoader(WindowLoader):
         self._next: tuple[tuple[int, int], Iterator[Any], bool] | None = None
 
     def _make(self) -> DataLoader[Any]:
-        options = self._options
+        options, fills = self._options, self._filled_with
         return torch_loader(
             self._dataset,
             self._ids,
             self._world,
-            collate=self._collate,
+            collate=self._collate if fills is None else FilledCollator(self._collate, rows_of(self._plan), fills),
             workers=replace(options, prefetch_factor=prefetch_factor(options, items_of_window(self._plan))),
             generator=self._generator,
             persistent=options.persistent_workers,
@@ -155,7 +160,8 @@ class MapWindowLoader(WindowLoader):
         )
         self._next = None
         needed = prefetch_factor(self._options, items_of_window(self._plan))
-        if needed is not None and needed > (self._loader.prefetch_factor or 0):
+        rows = getattr(self._loader.collate_fn, "rows", None)
+        if (needed or 0) > (self._loader.prefetch_factor or 0) or rows not in (None, rows_of(self._plan)):
             self._loader = self._make()  # its processes are started with the next window
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
@@ -176,13 +182,15 @@ class MapWindowLoader(WindowLoader):
             batches = self._begin(epoch, start)
         cut = self._plan.epoch(epoch)
         for k in range(start, cut.windows_per_epoch):
-            began, generators, self._next = perf_counter(), RNGState.capture(), None
+            generators, self._next = RNGState.capture(), None
+            self._clock.start()
             filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
             micro_batches: list[MicroBatch] = []
             error: Exception | None = None
             try:
                 if k == start:
                     self._check_length()
+                    self._check_filling(k, cut, epoch, counter)
                 if batches is None:
                     self._ids.seek(epoch, start)
                     batches = self._start()
@@ -191,7 +199,7 @@ class MapWindowLoader(WindowLoader):
                 has_some = has_some or filled > 0
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
                 error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}", self._world)
-            waited = perf_counter() - began
+            waited, device_waited = self._clock.stop()
             counts, _ = counter.all_reduce(micro_batches, error=error)
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
                 generators.restore()
@@ -208,6 +216,7 @@ class MapWindowLoader(WindowLoader):
                 counts=counts,
                 micro_batches=micro_batches,
                 data_wait_s=waited,
+                device_wait_s=device_waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
                 keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
                 fetch=self._fetch,
@@ -271,6 +280,23 @@ class MapWindowLoader(WindowLoader):
             return None
         finally:
             generators.restore()
+
+    def _check_filling(self, k: int, cut: Epoch, epoch: int, counter: GlobalCounter) -> None:
+        """Compares the count of this rank's first sample of a window, alone and among rows that count nothing; once."""
+        collate = self._loader.collate_fn
+        if self._filling_checked or not isinstance(collate, FilledCollator):
+            return
+        generators = RNGState.capture()
+        try:
+            samples = [self._dataset[i] for i in next(self._ids.of_window(cut, epoch, k), [])[:1]]
+            counts = [counter.micro_batch(of(samples)).counts for of in (collate.bare, collate) if samples]
+        finally:
+            generators.restore()
+        self._filling_checked = bool(counts)
+        if counts and counts[0] != counts[1]:
+            said = " and ".join(str(one.get(SINGLE, one)) for one in counts)
+            problem = f"a sample counts {said} without and with the rows that fill its micro-batch"
+            raise DataError(f"{problem}: count the labels that are not ignored, or leave pad_rows out")
 
     def _check_length(self) -> None:
         if len(self._dataset) != self._plan.samples:
@@ -419,14 +445,24 @@ class MicroBatchIds:
         return pieces[self._rank :: self.plan.world_size]
 
 
-def padding_share(lengths: Ids, plan: Plan, *, grouped: bool, windows: int = 100) -> float:
-    """The share of padding among the tokens of the first windows, where micro-batches are padded to their longest."""
+def rows_of(plan: Plan) -> int:
+    """The samples of a rank's largest micro-batch."""
+    if isinstance(plan, BatchPlan):
+        return min(plan.micro_batch_size, -(-plan.global_batch_size // plan.world_size))
+    return plan.micro_batch_size
+
+
+def padding_share(
+    lengths: Ids, plan: Plan, *, grouped: bool, collate: Collate | None = None, windows: int = 100
+) -> float:
+    """The share of padding among the tokens of the first windows, where ``collate`` makes their micro-batches."""
     real = padded = 0
     cut = plan.epoch(0)
     first = range(min(windows, cut.windows_per_epoch))
     for rank in range(plan.world_size):
         steps = sum(bool(positions) for k in first for positions in cut.micro_batches(k, rank))
         for ids in islice(MicroBatchIds(plan, rank, group_by=lengths if grouped else None), steps):
+            longest = int(lengths[ids].max())
             real += int(lengths[ids].sum())
-            padded += int(lengths[ids].max()) * len(ids)
+            padded += (collate.padded_length(longest) if isinstance(collate, PadCollator) else longest) * len(ids)
     return 1 - real / padded

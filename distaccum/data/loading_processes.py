@@ -63,15 +63,28 @@ class Iteration:
         finalize(self, self._kept.clear).atexit = False
 
     def begin(self, source: Iterable[_T]) -> Iterator[_T]:
-        """``iter(source)``; processes that it forks inherit no garbage of this one.
-
-        Their own collector would destroy it there, without the threads that it belongs to: objects of torch's crash.
-        """
-        if getattr(source, "num_workers", None) != 0:
-            gc.collect()
-        iterator = iter(source)
+        """``iter(source)``, which may fork loading processes; they destroy no garbage of this process."""
+        iterator = _iterate(source)
         self._kept[:] = [iterator]
         return iterator
+
+
+def _iterate(source: Iterable[_T]) -> Iterator[_T]:
+    """``iter(source)``, whose processes leave the garbage alone that they inherit.
+
+    Their own collector would destroy it there, without the threads that it belongs to: objects of torch's crash then.
+    It leaves alone what is frozen when they are forked. A program that keeps frozen objects of its own, which would
+    thaw with the others, collects its garbage before instead: a second in a process of millions of objects.
+    """
+    if gc.get_freeze_count():
+        if getattr(source, "num_workers", 0):
+            gc.collect()
+        return iter(source)
+    gc.freeze()
+    try:
+        return iter(source)
+    finally:
+        gc.unfreeze()
 
 
 def children() -> list[BaseProcess]:

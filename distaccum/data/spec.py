@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
+Ignored = Mapping[str, float] | Mapping[int, float]
+"""Parts of a batch, by name or position, and the value with which a row of it counts nothing."""
+
 
 class MapDataset(Protocol):
     """A map-style dataset as in ``torch.utils.data``: any object with a length and samples by index."""
@@ -25,7 +28,8 @@ class WorkerOptions:
 
     ``pin_memory``: whether a thread pins what they load; None: where the rank has a GPU. ``seed`` is that of its
     ``generator``, from which the processes' seeds follow; None without one. ``prefetch_windows`` is none of torch's:
-    the windows that they load ahead; 0: what ``prefetch_factor`` says.
+    the windows that they load ahead; 0: what ``prefetch_factor`` says. Nor is ``most_ahead``: the most micro-batches
+    that fit into memory beside a window; None: any number.
     """
 
     num_workers: int = 0
@@ -37,6 +41,7 @@ class WorkerOptions:
     pin_memory: bool | None = None
     seed: int | None = None
     prefetch_windows: int = 1
+    most_ahead: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,9 @@ class DataSpec:
             that begin with the same items are refused, as they were not divided.
         order_seed: added to the run's seed for the order of samples: a ``DataLoader``'s own.
         workers: how samples are loaded, where the data come with a ``DataLoader``.
+        ignored: the parts of a batch, by name or position, that make a row of it count nothing, and their value there,
+            as ``{"labels": -100}``; None where nothing does.
+        pad_rows: whether micro-batches of fewer samples than the others are filled up with such rows.
         bytes_per_token: for text, to report bits per byte; None where the loss cannot be read so.
         baselines: computes the bits per byte of simple models on the evaluation samples, by name.
     """
@@ -74,6 +82,8 @@ class DataSpec:
     may_repeat: bool = False
     order_seed: int = 0
     workers: WorkerOptions = field(default_factory=WorkerOptions)
+    ignored: Ignored | None = None
+    pad_rows: bool = False
     bytes_per_token: float | None = None
     baselines: Callable[[], Mapping[str, float]] = dict
 

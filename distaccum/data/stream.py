@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from multiprocessing.process import BaseProcess
-from time import perf_counter
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -22,6 +21,7 @@ from distaccum.data.plan.batch import KEYWORDS
 from distaccum.data.plan.resized import Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.sketch import Sketch, sketch
+from distaccum.data.waiting import WaitClock
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
@@ -60,6 +60,7 @@ class IterableWindowLoader(WindowLoader):
         seed: int = 0,
     ) -> None:
         self._stream, self._plan, self._world, self._seed = stream, plan, world, seed
+        self._clock = WaitClock(world.device)
         self._size = BatchSize(plan.micro_batch_size, batch_size)
         self._may_repeat = may_repeat
         self._agreement = Agreement(world)
@@ -112,7 +113,7 @@ class IterableWindowLoader(WindowLoader):
             self._ended = [False] * self._world.size if self._resumed is None else list(self._resumed["ended"])
         gave = index > 0
         while not all(self._ended):
-            began = perf_counter()
+            self._clock.start()
             micro_batches: list[MicroBatch] = []
             ids: list[range] = []
             counts: dict[str, float] = {}
@@ -131,13 +132,14 @@ class IterableWindowLoader(WindowLoader):
             self._next = (epoch, index)
             gave = gave or samples > 0
             if samples:
-                waited = perf_counter() - began
+                waited, device_waited = self._clock.stop()
                 window = Window(
                     epoch=epoch,
                     samples=samples,
                     counts=counts,
                     micro_batches=micro_batches,
                     data_wait_s=waited,
+                    device_wait_s=device_waited,
                     ids=partial(iter, ids),
                     keys=keys_of([span.start for span in ids], self._seed, epoch, self._world.rank),
                 )

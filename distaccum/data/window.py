@@ -33,7 +33,7 @@ class Window:
     samples: int  # over all ranks
     counts: Counts  # over all ranks, what the losses average over; empty where they are not known beforehand
     micro_batches: Sequence[MicroBatch]  # on the host
-    data_wait_s: float
+    data_wait_s: float  # of the host
     ids: Callable[[], Iterable[Sequence[int]]] = tuple
     """The samples of each micro-batch, computed on demand: numbers in the dataset, or in this rank's stream of the
     epoch."""
@@ -41,5 +41,7 @@ class Window:
     """One number per micro-batch, which seeds the random numbers of its micro-step: a function of the run's seed, the
     epoch and the place of the micro-batch's first sample in the epoch's order (of a stream: in this rank's stream), but
     of nothing else. Without keys random numbers are drawn from the rank's own generators."""
+    device_wait_s: Callable[[], float] | None = None
+    """Gives the seconds that a GPU waited for the micro-batches, when the window is done; None on a CPU."""
     fetch: Callable[[Sequence[int]], tuple[list[Any], Callable[[list[Any]], Any]]] | None = None
     """Gives samples by their numbers, and what collates them; None where they cannot be fetched a second time."""

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,11 @@ from distaccum.config.checks import GLOO
 from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import Node, RunConfig
 from distaccum.config.secrets import redact
+from distaccum.config.sizes import bytes_of
 from distaccum.data.adapters import to_data_spec
-from distaccum.data.factory import check_workers, make_plan
+from distaccum.data.factory import check_workers, loading_options, make_plan
 from distaccum.data.fingerprint import fingerprint
+from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
@@ -46,6 +48,7 @@ from distaccum.train.metrics.flops import ModelFlops, Utilization
 from distaccum.train.metrics.loggers import JsonlLogger, Logger
 from distaccum.train.metrics.peaks import peak_flops
 from distaccum.train.optimizer import build_optimizers
+from distaccum.train.padding import check_padding
 from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
 from distaccum.train.schedules import Constant
@@ -63,7 +66,8 @@ class TrainingComponents:
 
     ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train, without secrets.
     ``parameters`` is the number of elements, counted before an engine shards them, and ``groups`` those of each
-    parameter group that the configuration states.
+    parameter group that the configuration states. ``most_ahead``: micro-batches of a rank that may be loaded ahead;
+    None: any number.
     """
 
     config: RunConfig
@@ -81,6 +85,7 @@ class TrainingComponents:
     engine: EngineContext
     device: torch.device
     total_steps: int
+    most_ahead: int | None = None
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
@@ -160,6 +165,7 @@ def build_components(
         ConfigError: as :func:`components_from_config`.
     """
     batch = config.batch
+    data = replace(data, pad_rows=data.pad_rows or batch.pad_rows)
     plan = make_plan(
         data,
         global_batch_size=batch.global_size,
@@ -170,6 +176,7 @@ def build_components(
         names=CONFIG_KEYS,
     )
     check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
+    most_ahead = _most_ahead(data, plan, config)
     check_held_out(data, config, metrics=metrics or {}, world_size=world_size)
     if batch.group_by_length and data.lengths is None:
         remedy = "Give lengths to its DataSpec: the tokens of each training sample"
@@ -186,6 +193,7 @@ def build_components(
         determinism.check(device)
     if config.trainer.backend == GLOO:
         refuse_gloo(config.engine, device, key="trainer.backend")
+    check_padding(data, model)
     check_loss(loss)
     compiled.check_loss(loss, config.compile)
     getattr(loss, "check_model", _no_check)(model)
@@ -239,7 +247,19 @@ def build_components(
         engine=engine,
         device=device,
         total_steps=total_steps,
+        most_ahead=most_ahead,
     )
+
+
+def _most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:
+    """How many micro-batches of a rank may be loaded ahead within ``trainer.host_memory``; None: any number."""
+    key, stated = "trainer.host_memory", config.trainer.host_memory
+    if stated is None:
+        return None
+    if isinstance(plan, StreamPlan):
+        raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
+    workers = loading_options(data, num_workers=config.trainer.num_workers).num_workers
+    return window_memory(data, plan).most_ahead(key, stated, bytes_of(key, stated), workers)
 
 
 def build_loggers(

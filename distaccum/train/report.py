@@ -13,6 +13,7 @@ from distaccum.data.factory import loading_options
 from distaccum.data.loader import padding_share
 from distaccum.data.plan.batch import Ids, Plan
 from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.spec import DataSpec
 from distaccum.engines.base import Engine
 from distaccum.errors import shorten
 from distaccum.precision.selection import describe
@@ -40,7 +41,7 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
     if components.groups:
         lines["groups"] = "; ".join(map(str, components.groups))
     if components.data.lengths is not None and not isinstance(plan, StreamPlan):
-        lines["pad"] = _padding(components.data.lengths, plan, config.batch.group_by_length)
+        lines["pad"] = _padding(components.data, components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
         console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
 
@@ -53,6 +54,7 @@ def _loading(components: TrainingComponents) -> dict[str, str]:
         num_workers=config.num_workers,
         prefetch_windows=config.prefetch_windows,
         options=asdict(config.loader),
+        most_ahead=components.most_ahead,
     )
     factor = prefetch_factor(workers, items_of_window(plan))
     if factor is None:
@@ -68,8 +70,8 @@ def _updates(components: TrainingComponents) -> str:
     return f"{components.total_steps} updates to make"
 
 
-def _padding(lengths: Ids, plan: Plan, grouped: bool) -> str:
-    plain, sorted_ = padding_share(lengths, plan, grouped=False), padding_share(lengths, plan, grouped=True)
+def _padding(data: DataSpec, lengths: Ids, plan: Plan, grouped: bool) -> str:
+    plain, sorted_ = (padding_share(lengths, plan, grouped=one, collate=data.collate) for one in (False, True))
     first, second = (sorted_, plain) if grouped else (plain, sorted_)
     other = "without grouping by length" if grouped else "with batch.group_by_length=true"
     return f"{first:.1%} of the tokens of a micro-batch are padding ({second:.1%} {other})"

@@ -261,6 +261,7 @@ def train(
         num_workers=config.trainer.num_workers,
         prefetch_windows=config.trainer.prefetch_windows,
         options=asdict(config.trainer.loader),
+        most_ahead=components.most_ahead,
         group_by_length=config.batch.group_by_length,
         seed=config.seed,
     )

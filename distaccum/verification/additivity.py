@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _ROUNDING = 1e-3  # of a sum, where its samples are padded and batched otherwise; a mean is off by a half
 _ROUNDING_16 = 3e-2
 _PAIR, _LOOKED_AT = 2, 8  # samples
+_UNPADDED = 4  # of the batches that are measured
 _CLASSES = 5e-2  # how near the first loss is to ln(classes) times a factor
 
 
@@ -42,16 +43,21 @@ class _Measured:
 def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: Count | None = None) -> None:
     """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
 
+    Where micro-batches are padded to fixed shapes, the two are compared without that, and then together with it.
+
     A loss that compares samples, or is random, is no error: it is logged. What ``count`` counts divides the loss;
     without it what the loss counts itself.
 
     Raises:
-        VerificationError: the loss is a mean, or the count is not that of its samples; on all ranks.
+        VerificationError: the loss is a mean, the count is not that of its samples, or padding to a fixed shape changes
+            one of the two; on all ranks.
     """
     batches = _pair(window)
-    (without,) = world.all_reduce_host([batches is None])
+    without, padded = world.all_reduce_host([batches is None, batches is not None and len(batches) > _UNPADDED])
     if without == world.size or (engine.forward_communicates and without):
         return
+    if batches is not None and engine.forward_communicates and padded < world.size:
+        batches = batches[:_UNPADDED]  # as many forwards on every rank
     error = warning = ""
     if batches is not None:
         try:
@@ -69,8 +75,11 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: 
         _log.warning("%s", warnings[0])
 
 
-def _pair(window: Window) -> tuple[Any, Any, Any, Any] | None:
-    """Two samples apart, and together twice; None where this rank has none that can be told apart."""
+def _pair(window: Window) -> list[Any] | None:
+    """Two samples apart, and together twice; None where this rank has none that can be told apart.
+
+    Where micro-batches are padded to fixed shapes, so are the two, together, at the end.
+    """
     generators = RNGState.capture()
     try:
         return _collated(window) or _cut(window)
@@ -81,19 +90,21 @@ def _pair(window: Window) -> tuple[Any, Any, Any, Any] | None:
         generators.restore()
 
 
-def _collated(window: Window) -> tuple[Any, Any, Any, Any] | None:
+def _collated(window: Window) -> list[Any] | None:
     """From the dataset, collated apart and together: what padding adds is then seen."""
     ids = [int(i) for micro in window.ids() for i in micro][:_LOOKED_AT]
     if window.fetch is None or len(ids) < _PAIR:
         return None
     samples, collate = window.fetch(ids)
+    bare = getattr(collate, "bare", None)
 
-    def batch(*places: int) -> Any:
-        return collate([deepcopy(samples[place]) for place in places])  # collations may change what they are given
+    def batch(*places: int, by: Callable[[list[Any]], Any] = bare or collate) -> Any:
+        return by([deepcopy(samples[place]) for place in places])  # collations may change what they are given
 
     alone = batch(0)
     other = next((i for i in range(1, len(ids)) if _shapes(batch(i)) != _shapes(alone)), 1)
-    return alone, batch(other), batch(0, other), batch(0, other)
+    fixed = [] if bare is None else [batch(0, other, by=collate)]
+    return [alone, batch(other), batch(0, other), batch(0, other), *fixed]
 
 
 def _shapes(batch: Any) -> list[Any]:
@@ -102,14 +113,14 @@ def _shapes(batch: Any) -> list[Any]:
     return shapes
 
 
-def _cut(window: Window) -> tuple[Any, Any, Any, Any] | None:
+def _cut(window: Window) -> list[Any] | None:
     """A micro-batch cut in two along dimension 0, where that is the number of its samples."""
     for micro, ids in zip(window.micro_batches, window.ids(), strict=False):
         size, sizes = len(ids), {shape[0] if shape else 0 for shape in _shapes(micro.batch)}
         if size == 1 and len(sizes) == 1:  # an item of a stream that is a whole micro-batch
             (size,) = sizes
         if size >= _PAIR and sizes == {size}:
-            return _rows(micro.batch, 0, size // 2), _rows(micro.batch, size // 2, size), micro.batch, micro.batch
+            return [_rows(micro.batch, 0, size // 2), _rows(micro.batch, size // 2, size), micro.batch, micro.batch]
     return None
 
 
@@ -139,6 +150,7 @@ def _compare(
         try:
             a, b, ab = map(measure, batches[:3])
             again = measure(batches[3], anew=True)
+            padded = [measure(batch) for batch in batches[_UNPADDED:]]
         finally:
             hook.remove()
     tolerance = _ROUNDING_16 if _in_16_bits(engine) else _ROUNDING
@@ -150,6 +162,8 @@ def _compare(
             return "", ""  # random, of its own
         counts = [measured.counts.get(name, 0.0) for measured in (a, b, ab)]
         error, warning = _judge(name, parts[:3], counts, tolerance)
+        if padded and not error:
+            error = _judge_padding(name, ab, padded[0], tolerance)
         if error or warning:
             return error, warning
     known = set(classes)
@@ -219,6 +233,24 @@ def _judge_count(of: str, counts: list[float], measured: str, *, adds_up: bool) 
         "would depend on the micro-batch size. Count the labels that the loss sums over: `(labels != -100).sum()`, or "
         "da.count_labels(labels)"
     ), ""
+
+
+def _judge_padding(name: str, bare: _Measured, padded: _Measured, tolerance: float) -> str:
+    of = "" if name == "loss" else f" {name!r}"
+    remedy = "or leave pad_to, pad_to_multiple_of and pad_rows out"
+    counts = [measured.counts.get(name, 0.0) for measured in (bare, padded)]
+    if not _close(counts[0], counts[1], 1e-6):
+        return (
+            f"two samples count {counts[0]:g}{of and f' for{of}'}, and {counts[1]:g} where they are padded to the "
+            f"fixed shape: count the labels that are not ignored, {remedy}"
+        )
+    losses = [measured.losses[name] for measured in (bare, padded)]
+    if not _close(losses[0], losses[1], tolerance):
+        return (
+            f"two samples have the loss{of} {losses[0]:.6g}, and {losses[1]:.6g} where they are padded to the fixed "
+            f"shape: let the model mask padding, as by causal attention or an attention mask, {remedy}"
+        )
+    return ""
 
 
 def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float]) -> str:

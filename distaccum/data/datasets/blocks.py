@@ -13,6 +13,8 @@ from distaccum.config.checks import require_fraction
 from distaccum.errors import ConfigError
 
 Tokens = NDArray[np.integer]
+IGNORED = -100
+"""A label that the losses leave out."""
 
 
 class TokenBlocks:

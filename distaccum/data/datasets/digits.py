@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 from distaccum.config.checks import require_fraction
 from distaccum.config.extras import install_command
+from distaccum.data.datasets.blocks import IGNORED
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -32,4 +33,5 @@ def digits(*, held_out: float) -> DataSpec:
         train=TensorDataset(images[:cut], labels[:cut]),
         eval_dataset=TensorDataset(images[cut:], labels[cut:]),
         description=f"handwritten digits: {cut:,} images to train on, {len(images) - cut:,} held out",
+        ignored={1: IGNORED},
     )

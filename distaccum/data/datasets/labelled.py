@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from distaccum.config.checks import require_fraction
-from distaccum.data.collate import PadCollator
+from distaccum.data.collate import PadCollator, check_lengths
+from distaccum.data.datasets.blocks import IGNORED
 from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError, near_misses
@@ -55,6 +56,8 @@ def labelled_text(
     vocab_size: int = 2000,
     max_length: int = 256,
     held_out: float = 0.1,
+    pad_to: int | None = None,
+    pad_to_multiple_of: int | None = None,
 ) -> LabelledText:
     """Reads a file of texts with labels, and holds out a random share, the same one every time.
 
@@ -67,12 +70,15 @@ def labelled_text(
         vocab_size: the most tokens of a tokenizer that is trained.
         max_length: the most tokens of a text; longer ones are truncated.
         held_out: the share of the texts to hold out.
+        pad_to: the length of every batch, at least that of the longest text; None: its own longest.
+        pad_to_multiple_of: instead, rounds the length of each batch up to a multiple of it.
 
     Raises:
         ConfigError: no such file or column, a line that cannot be read, too little to train on, a setting out of
             range, a tokenizer that cannot be loaded; or transformers is not installed.
     """
     require_fraction("data.held_out", held_out)
+    check_lengths(pad_to, pad_to_multiple_of, key="data.")
     if max_length < _FEWEST:
         raise ConfigError("data.max_length", max_length, f"must be at least {_FEWEST}", "Give the tokens of a text")
     texts, names = _read(path, text=text, label=label)
@@ -85,12 +91,18 @@ def labelled_text(
     known = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(trained_on, vocab_size=vocab_size)
     ids = known([texts[i] for i in order], truncation=True, max_length=max_length)["input_ids"]
     samples = [_sample(tokens, labels.index(names[i])) for tokens, i in zip(ids, order, strict=True)]
-    pad_id = padding_id(known)
+    pad_id, longest = padding_id(known), max(map(len, ids))
+    if pad_to is not None and pad_to < longest:
+        problem = f"the longest text has {longest} tokens"
+        raise ConfigError("data.pad_to", pad_to, problem, "Raise it, or lower data.max_length")
     source = DataSpec(
         train=samples[:cut],
         eval_dataset=samples[cut:],
         description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_classes(labels)}",
-        collate=PadCollator({"input_ids": pad_id, "attention_mask": 0}),
+        collate=PadCollator(
+            {"input_ids": pad_id, "attention_mask": 0}, pad_to=pad_to, pad_to_multiple_of=pad_to_multiple_of
+        ),
+        ignored={"labels": IGNORED},
         lengths=np.array([len(tokens) for tokens in ids[:cut]], dtype=np.int64),
     )
     return LabelledText(source=source, labels=labels, tokenizer=known, pad_id=pad_id)

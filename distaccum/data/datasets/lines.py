@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from distaccum.config.checks import require_fraction
-from distaccum.data.collate import PadCollator
+from distaccum.data.collate import PadCollator, check_lengths
+from distaccum.data.datasets.blocks import IGNORED
 from distaccum.data.datasets.text import documentation
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
 _BYTES = 256
-IGNORED = -100
 
 
 class Lines:
@@ -32,16 +32,26 @@ class Lines:
         return line[:-1], line[1:]
 
 
-def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1, vocab_size: int = _BYTES) -> DataSpec:
+def lines(
+    *,
+    path: str | None = None,
+    seq_len: int = 128,
+    held_out: float = 0.1,
+    vocab_size: int = _BYTES,
+    pad_to: int | None = None,
+    pad_to_multiple_of: int | None = None,
+) -> DataSpec:
     """The lines of a text file, or of CPython's documentation; every n-th line is held out.
 
-    Batches are padded to their longest line; padded labels do not count.
+    Batches are padded to their longest line, or as the last two settings say; padded labels do not count.
 
     Args:
         path: of a UTF-8 text file; None for the documentation.
         seq_len: the most bytes of a line that are used.
         held_out: share of the lines to hold out, rounded to one in n.
         vocab_size: always 256; a setting so that models can refer to it.
+        pad_to: the length of every batch, from that of the longest line used to ``seq_len``, for which models are made.
+        pad_to_multiple_of: instead, rounds the length of each batch up to a multiple of it; a divisor of ``seq_len``.
 
     Raises:
         ConfigError: no such file, too few lines, or a share or length out of range.
@@ -49,6 +59,10 @@ def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1,
     require_fraction("data.held_out", held_out)
     if seq_len < 1:
         raise ConfigError("data.seq_len", seq_len, "must be at least 1", "Give the bytes of a line to read")
+    check_lengths(pad_to, pad_to_multiple_of, key="data.")
+    if pad_to_multiple_of is not None and seq_len % pad_to_multiple_of:
+        problem = f"data.seq_len={seq_len} is no multiple of it, and models are made for no more"
+        raise ConfigError("data.pad_to_multiple_of", pad_to_multiple_of, problem, "Give a divisor of data.seq_len")
     if vocab_size != _BYTES:
         raise ConfigError("data.vocab_size", vocab_size, "bytes have 256 values", "Leave it at 256")
     if path is not None and not Path(path).is_file():
@@ -60,11 +74,16 @@ def lines(*, path: str | None = None, seq_len: int = 128, held_out: float = 0.1,
     train, rest = [line for i, line in enumerate(found) if i % every], found[::every]
     if not train:
         raise ConfigError("data.path", path, f"{len(found)} lines of two bytes or more", "Give a longer text")
+    longest = max(map(len, found)) - 1
+    if pad_to is not None and not longest <= pad_to <= seq_len:
+        problem = f"the longest line used has {longest} bytes, and data.seq_len is {seq_len}"
+        raise ConfigError("data.pad_to", pad_to, problem, f"Give a length from {longest} to {seq_len}")
     return DataSpec(
         train=Lines(train),
         eval_dataset=Lines(rest),
         description=f"{path or 'CPython documentation'}: {len(train):,} lines to train on, {len(rest):,} held out",
-        collate=PadCollator((0, IGNORED)),
+        collate=PadCollator((0, IGNORED), pad_to=pad_to, pad_to_multiple_of=pad_to_multiple_of),
         lengths=np.array([len(line) - 1 for line in train]),
+        ignored={1: IGNORED},
         bytes_per_token=1.0,
     )

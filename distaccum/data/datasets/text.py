@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distaccum.data.datasets.baselines import byte_baselines
-from distaccum.data.datasets.blocks import split, training_size
+from distaccum.data.datasets.blocks import IGNORED, split, training_size
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -67,6 +67,7 @@ def _bytes_spec(content: bytes, name: str, *, seq_len: int, held_out: float, voc
         train=train,
         eval_dataset=rest,
         description=f"{name}: {cut:,} bytes to train on, {len(tokens) - cut:,} held out",
+        ignored={1: IGNORED},
         bytes_per_token=1.0,
         baselines=partial(byte_baselines, tokens[:cut], tokens[cut:]),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distaccum.data.datasets.blocks import TokenBlocks, Tokens, split, training_size
+from distaccum.data.datasets.blocks import IGNORED, TokenBlocks, Tokens, split, training_size
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -60,7 +60,8 @@ def tokens(
         rest = sets if isinstance(held_out_path, Mapping) else sets[""]
     train = TokenBlocks(shards, seq_len=seq_len, vocab_size=vocab_size)
     size = sum(len(shard) for shard in shards)
-    return DataSpec(train=train, eval_dataset=rest, description=f"{path}: {size:,} tokens in {len(shards)} shards")
+    description = f"{path}: {size:,} tokens in {len(shards)} shards"
+    return DataSpec(train=train, eval_dataset=rest, description=description, ignored={1: IGNORED})
 
 
 def _open(key: str, pattern: str, dtype: np.dtype[np.unsignedinteger]) -> list[Tokens]:

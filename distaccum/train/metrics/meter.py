@@ -55,7 +55,7 @@ class Meter:
     def add(self, window: Window, outcome: Outcome) -> None:
         """Adds one window, when it is done."""
         self._ended = perf_counter()
-        self._waited += window.data_wait_s
+        self._waited += window.data_wait_s if window.device_wait_s is None else window.device_wait_s()
         if outcome.step is not None and outcome.step.underflow is not None:
             self._underflow = outcome.step.underflow
 

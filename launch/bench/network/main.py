@@ -1,8 +1,11 @@
 """Two hosts with a slow link between them: what a window takes and sends, and whether the forecast is right.
 
-``python launch/bench network`` (as root), with Hydra overrides: a hand-written DDP loop that reduces every micro-step,
-distaccum, and distaccum with 16-bit reduction, on a link of ``link.mbit``. ``validate=true`` compares forecasts with
-measurements at ``link.rates`` instead, and exits with 1 where one is off by more than ``link.within``.
+``python launch/bench network`` (as root), with Hydra overrides: hand-written DDP loops that reduce every micro-step and
+once a window, distaccum, and distaccum with 16-bit reduction, on a link of ``link.mbit``. ``validate=true`` compares
+forecasts with measurements at ``link.rates`` instead, and exits with 1 where one is off by more than ``link.within``.
+
+The count of a window is timed inside of it, on both hosts. The host that comes to it last waits for nothing but the
+messages: that is what the count costs. The other one waits for that host too, which it would do later without a count.
 
 The hosts are network namespaces of this machine (``hosts.py``). Bytes are what the interface's counter says has left a
 host: Ethernet, IP and TCP headers, acknowledgements and the launcher's messages included. The forecast gets the rate,
@@ -34,7 +37,7 @@ from distaccum.train.command import command, plot_file, print_error
 from launch import python_path
 from launch.bench.network import tables
 from launch.bench.network.hosts import LinkError, obstacle, torchrun, two_hosts
-from launch.bench.network.worker import HANDWRITTEN, VARIANTS
+from launch.bench.network.worker import HANDWRITTEN, ONCE, VARIANTS
 
 RANKS = 2
 TIMEOUT_S = 1200
@@ -57,12 +60,35 @@ def at_rate(values: dict[str, Any], names: Sequence[str], *, mbit: float, mtu: i
             if done.returncode:
                 raise LinkError(f"a host failed: {(done.stdout + done.stderr)[-2000:]}")
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    return {
-        "mbit": mbit,
-        "mtu": mtu,
-        "latency_us": max(rank["latency_us"] for rank in ranks),
-        "ways": {name: summary(name, values, mbit, ranks) for name in names},
-    }
+    ways = {name: summary(name, values, mbit, ranks) for name in names}
+    if ONCE in ways:
+        for row in ways.values():
+            row["over no_sync"] = paired(row["all seconds"], ways[ONCE]["all seconds"])
+    return {"mbit": mbit, "mtu": mtu, "latency_us": max(rank["latency_us"] for rank in ranks), "ways": ways}
+
+
+def paired(seconds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """The median ratio of two loops' windows, in the order in which they ran in turn; each by its slower host."""
+    pairs = zip(zip(*seconds, strict=True), zip(*others, strict=True), strict=True)
+    return median(max(ours) / max(theirs) for ours, theirs in pairs)
+
+
+def of_count(ranks: Sequence[Sequence[float]]) -> Figures:
+    """Milliseconds of a count: on the host that comes last, and on the one that waits; medians, and the best window."""
+    windows = list(zip(*ranks, strict=True))
+    if not windows:
+        return {}
+    last, first = ([of(window) * 1e3 for window in windows] for of in (min, max))
+    return {"count_last_ms": median(last), "count_first_ms": median(first), "count_best_ms": min(last)}
+
+
+def alone(ranks: Sequence[Sequence[float]]) -> Figures:
+    """Milliseconds of a count by itself, on the host that comes last: the median, and the tenth percentile.
+
+    The second is that of a machine whose cores are free when a message comes.
+    """
+    last = sorted(min(turn) * 1e3 for turn in zip(*ranks, strict=True))
+    return {"alone_ms": median(last), "alone_p10_ms": last[len(last) // 10]} if last else {}
 
 
 def summary(name: str, values: dict[str, Any], mbit: float, ranks: Sequence[Figures]) -> Figures:
@@ -73,6 +99,8 @@ def summary(name: str, values: dict[str, Any], mbit: float, ranks: Sequence[Figu
         "all seconds": [one["seconds"] for one in found],
         **{key: max(one[key] for one in found) for key in ("bytes", "micro_step_ms", "update_ms")},
         **{key: found[0][key] for key in ("gradient bytes", "parameters")},
+        **of_count([one["counting"] for one in found]),
+        **alone([one["counting alone"] for one in found]),
     }
     row["forecast"] = forecast(name, values, row, mbit, max(rank["latency_us"] for rank in ranks))
     row["error"] = row["forecast"] / row["seconds"] - 1
@@ -101,8 +129,8 @@ def forecast(name: str, values: dict[str, Any], row: Figures, mbit: float, laten
 
 def engine_of(name: str, engine: DDPConfig, precision: PrecisionConfig) -> dict[str, Any]:
     """What a forecast has to know of a variant's engine."""
-    if name == HANDWRITTEN:
-        sharding = Sharding(stage=0, every=True, bucket_cap_mb=DEFAULT_BUCKETS["bucket_cap_mb"])
+    if name in (HANDWRITTEN, ONCE):
+        sharding = Sharding(stage=0, every=name == HANDWRITTEN, bucket_cap_mb=DEFAULT_BUCKETS["bucket_cap_mb"])
         return {"sharding": sharding, "first_bucket_mb": DEFAULT_BUCKETS["first_bucket_mb"]}
     return {"sharding": engine.sharding(), "formats": engine.formats(precision)}
 
@@ -135,8 +163,8 @@ def compare(values: dict[str, Any], options: dict[str, Any], folder: Path) -> Fi
 
 
 def validate(values: dict[str, Any], options: dict[str, Any], folder: Path) -> Figures:
-    """The variants that reduce once a window, at each rate."""
-    names = [name for name in VARIANTS if name != HANDWRITTEN]
+    """distaccum's variants, at each rate."""
+    names = [name for name in VARIANTS if name not in (HANDWRITTEN, ONCE)]
     rates = [
         at_rate(values, names, mbit=rate, mtu=options["mtu"], windows=options["windows"]) for rate in options["rates"]
     ]

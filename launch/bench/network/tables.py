@@ -17,13 +17,30 @@ Figures = dict[str, Any]
 
 def window_rows(figures: Figures) -> Rows:
     """What a window takes and sends with each loop, and the forecast of its time."""
-    rows = [["", "window", "forecast", "off by", "sent by a host", "over the gradient", "beside distaccum"]]
+    rows = [
+        [
+            "",
+            "window",
+            "forecast",
+            "off by",
+            "over no_sync",
+            "count",
+            "alone / p10",
+            "sent by a host",
+            "over the gradient",
+        ]
+    ]
     for name, row in figures["ways"].items():
         seconds, size = row["seconds"], row["bytes"]
-        times = [f"{seconds:.2f} s", f"{row['forecast']:.2f} s", f"{row['error']:+.1%}"]
-        over = f"{size / row['gradient bytes']:.3f}x"
-        beside = f"{seconds / figures['ways']['distaccum']['seconds']:.2f}x"
-        rows.append([name, *times, f"{size / MIB:.2f} MiB", over, beside])
+        times = [f"{seconds:.2f} s", f"{row['forecast']:.2f} s", f"{row['error']:+.1%}", f"{row['over no_sync']:.3f}x"]
+        counts = ["", ""]
+        if "count_last_ms" in row:
+            share = row["count_last_ms"] / seconds / 1e3
+            counts = [
+                f"{row['count_last_ms']:.2f} ms, {share:.2%}",
+                f"{row['alone_ms']:.2f} / {row['alone_p10_ms']:.2f} ms",
+            ]
+        rows.append([name, *times, *counts, f"{size / MIB:.2f} MiB", f"{size / row['gradient bytes']:.3f}x"])
     return rows
 
 

@@ -70,6 +70,7 @@ def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
     assert figures["accumulation"] == accumulation
     over = {name: row["bytes"] / row["gradient bytes"] for name, row in figures["ways"].items()}
     assert accumulation <= over.pop("hand-written DDP") <= accumulation * 1.02
+    assert 1 <= over.pop("hand-written, no_sync") <= 1.02
     assert 1 <= over.pop("distaccum") <= 1.02
     assert set(over) == {"distaccum, reduce_dtype=bf16", "distaccum, precision=bf16 too"}
     for name, ratio in over.items():
@@ -79,6 +80,10 @@ def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
         assert row["gradient bytes"] == 4 * sum(row["parameters"]) > 10_000_000
         assert row["forecast"] > accumulation * row["micro_step_ms"] / 1000 > 0
         assert [len(seconds) for seconds in row["all seconds"]] == [5, 5]
+        assert ("count_last_ms" in row) == name.startswith("distaccum")
+        assert row.get("count_best_ms", 0) <= row.get("count_last_ms", 0) <= row.get("count_first_ms", 0)
+        assert row.get("count_first_ms", 0) < 1e3 * row["seconds"]
+        assert row.get("alone_p10_ms", 0) <= row.get("alone_ms", 0)
         assert name in table
         assert name in said
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")

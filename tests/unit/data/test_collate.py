@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from distaccum.data.collate import PadCollator
-from distaccum.errors import DataError
+from distaccum.data.collate import FilledCollator, PadCollator
+from distaccum.errors import ConfigError, DataError
 
 
 def test_mappings_are_padded_to_the_longest_of_the_micro_batch() -> None:
@@ -66,3 +67,72 @@ def test_a_field_of_one_length_may_be_stacked() -> None:
 def test_what_cannot_be_padded_is_named(pad: PadCollator, samples: list[object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         pad(samples)
+
+
+def test_lengths_are_fixed_or_few() -> None:
+    samples = [([1, 2, 3], [4, 5, 6]), ([1], [4])]
+    few, one = PadCollator((0, -100), pad_to_multiple_of=4), PadCollator((0, -100), pad_to=6)
+    assert few(samples)[1].tolist() == [[4, 5, 6, -100], [4, -100, -100, -100]]
+    assert few([([1] * 5, [2] * 5)])[0].shape == (1, 8)
+    assert few([([1] * 4, [2] * 4)])[0].shape == (1, 4)
+    assert one(samples)[0].tolist() == [[1, 2, 3, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
+    assert one([(torch.ones(2, 3), [1])])[0].shape == (1, 6, 3)
+    assert PadCollator((0, -100)).bare is None
+    for padding in (few, one):
+        assert padding.bare is not None
+        assert padding.bare(samples)[0].shape == (2, 3)
+    with pytest.raises(DataError, match="field 0 of a sample has the length 7, and pad_to=6: raise it"):
+        one([([1] * 7, [1] * 7)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ({"pad_to": 0}, "pad_to=0: must be at least 1"),
+        ({"pad_to_multiple_of": 2.5}, "pad_to_multiple_of=2.5: is no whole number"),
+        ({"pad_to": 8, "pad_to_multiple_of": 4}, "pad_to=8: and pad_to_multiple_of=4 too"),
+    ],
+)
+def test_lengths_that_cannot_be(lengths: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PadCollator((0, -100), **lengths)
+
+
+class Growing(list[int]):
+    """A sample that its collation changes."""
+
+
+def _collate_and_change(samples: list[Growing]) -> dict[str, torch.Tensor]:
+    for sample in samples:
+        sample.append(0)
+    return {"x": torch.tensor(samples), "labels": torch.ones(len(samples), dtype=torch.long)}
+
+
+def test_rows_that_fill_a_batch_count_nothing() -> None:
+    fill = FilledCollator(PadCollator((0, -100)), 3, {1: -100})
+    inputs, labels = fill([([1, 2], [5, 6])])
+    assert inputs.tolist() == [[1, 2]] * 3
+    assert labels.tolist() == [[5, 6], [-100, -100], [-100, -100]]
+    whole = [([1, 2], [5, 6])] * 3
+    assert all(map(torch.equal, fill(whole), PadCollator((0, -100))(whole)))
+    numbers = FilledCollator(None, 2, {"weight": 0.0})([{"x": torch.ones(2), "weight": 0.5}])
+    assert numbers["weight"].tolist() == [0.5, 0.0]
+    assert numbers["x"].tolist() == [[1, 1], [1, 1]]
+    changed = FilledCollator(_collate_and_change, 3, {"labels": -100})([Growing([7])])
+    assert changed["x"].tolist() == [[7, 0]] * 3  # each is a copy
+    assert changed["labels"].tolist() == [1, -100, -100]
+    assert pickle.loads(pickle.dumps(fill)).rows == 3  # noqa: S301  written a moment ago
+
+
+@pytest.mark.parametrize(
+    ("collate", "ignored", "said"),
+    [
+        (None, {"labels": -100}, "a batch of list has no part 'labels', whose rows are to be ignored"),
+        (None, {2: -100}, "has no part 2"),
+        (lambda samples: (torch.ones(len(samples)), "text"), {1: 0}, r"part 1 of a batch of 2 rows has type str"),
+        (lambda _: (torch.ones(5), torch.ones(5)), {1: 0}, r"part 1 of a batch of 2 rows has shape \[5\]"),
+    ],
+)
+def test_rows_that_cannot_be_ignored(collate: Any, ignored: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        FilledCollator(collate, 2, ignored)([(1, 2)])

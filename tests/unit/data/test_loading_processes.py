@@ -149,3 +149,17 @@ def _leave_a_loop(data: DataLoader[Any], world: World) -> None:
         with accumulator.accumulate():
             accumulator.backward(accumulator.model(micro.batch[:, None].float()).sum())
     accumulator.own = accumulator, windows  # type: ignore[attr-defined]  a cycle
+
+
+def test_a_program_keeps_its_frozen_objects() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        _Own()
+        data = DataLoader(_Collects(), num_workers=1)  # type: ignore[arg-type]
+        assert len(list(loading_processes.Iteration().begin(data))) == 4
+        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+    finally:
+        gc.unfreeze()
+    list(loading_processes.Iteration().begin([1]))
+    assert not gc.get_freeze_count()

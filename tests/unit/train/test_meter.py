@@ -63,3 +63,15 @@ def test_a_late_skips_record_ends_with_its_window_and_the_interval_goes_on(
     second = meter.record(window, skipped, progress.after(samples=2, tokens=2, applied=False), lr=0.1)
     assert [record["step_time_s"] for record in (first, second)] == [1.0, 1.0]
     assert [record["samples_per_s"] for record in (first, second)] == [2.0, 2.0]
+
+
+def test_the_wait_for_data_is_the_devices_where_there_is_one(gloo_world: World) -> None:
+    outcome = Outcome(loss_sums={"loss": torch.tensor(1.0)}, counts={"loss": 2.0}, grad_norm=torch.ones(()), step=None)
+    meter, progress = Meter(gloo_world, Progress()), Progress()
+    for of_device in (None, lambda: 0.25):
+        window = Window(
+            epoch=0, samples=2, counts={"loss": 2.0}, micro_batches=[], data_wait_s=0.5, device_wait_s=of_device
+        )
+        meter.add(window, outcome)
+        progress = progress.after(samples=2, tokens=2, applied=True)
+    assert meter.record(window, outcome, progress, lr=0.1)["data_wait_s"] == (0.5 + 0.25) / 2

@@ -1,0 +1,22 @@
+"""Sizes of memory, with their unit."""
+
+from __future__ import annotations
+
+import re
+
+from distaccum.errors import ConfigError
+
+_UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_WITH_UNIT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+def bytes_of(key: str, value: object) -> float:
+    """The bytes of ``512MiB``, ``1.5GiB``, ``64GB`` and the like.
+
+    Raises:
+        ConfigError: it is no positive size with a unit.
+    """
+    found = _WITH_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if found is None or not float(found[1]):
+        raise ConfigError(key, value, "no positive size with its unit", f"Write 4GiB; units are {', '.join(_UNITS)}")
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,76 @@
+"""The host memory that a rank's micro-batches take, and how many may be loaded ahead within a bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from distaccum.data.ahead import items_of_window
+from distaccum.data.batches import map_tensors
+from distaccum.data.loader import rows_of
+from distaccum.data.plan.batch import Plan
+from distaccum.data.spec import DataSpec, is_map_style
+from distaccum.distributed.random import RNGState
+from distaccum.errors import ConfigError
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowMemory:
+    """The bytes of a full micro-batch on the host, and the most micro-batches of a rank's window."""
+
+    micro_batch: int
+    micro_batches: int
+
+    @property
+    def window(self) -> int:
+        """The bytes of a rank's largest window: all its micro-batches are on the host before its first backward."""
+        return self.micro_batch * self.micro_batches
+
+    def most_ahead(self, key: str, value: object, limit: float, num_workers: int) -> int:
+        """How many micro-batches may be loaded ahead, where these and a window take at most ``limit`` bytes.
+
+        Args:
+            key: of the setting that states the limit.
+            value: as it was stated.
+            limit: in bytes.
+            num_workers: loading processes of this rank, each of which has at least one micro-batch ahead.
+
+        Raises:
+            ConfigError: not even that fits.
+        """
+        window = f"a rank's window takes {self.window / _MIB:,.1f} MiB"
+        if self.window > limit:
+            problem = f"{window} ({self.micro_batches} micro-batches of {self.micro_batch / _MIB:,.1f} MiB)"
+            remedy = "Raise it, use more ranks, or lower batch.global_size: a window is counted as a whole"
+            raise ConfigError(key, value, problem, remedy)
+        if not self.micro_batch:
+            raise ConfigError(key, value, "the first sample holds no tensor or array whose bytes tell", "Leave it out")
+        ahead = int((limit - self.window) // self.micro_batch)
+        if ahead < num_workers:
+            least = f"{num_workers} loading processes at least {num_workers * self.micro_batch / _MIB:,.1f} MiB more"
+            remedy = f"Raise it, or lower trainer.num_workers to {ahead}"
+            raise ConfigError(key, value, f"{window}, and {least}", remedy)
+        return ahead
+
+
+def window_memory(source: DataSpec, plan: Plan) -> WindowMemory:
+    """Reckoned from one sample: the longest where the data say how long theirs are, else the first.
+
+    The model's random numbers are left alone.
+    """
+    assert is_map_style(source.train)
+    generators = RNGState.capture()
+    try:
+        longest = 0 if source.lengths is None else int(np.argmax(source.lengths))
+        batch = (source.collate or default_collate)([source.train[longest]])
+    finally:
+        generators.restore()
+    sizes: list[int] = []
+    map_tensors(
+        batch, lambda tensor: sizes.append(tensor.nbytes), lambda part: sizes.append(getattr(part, "nbytes", 0))
+    )
+    return WindowMemory(micro_batch=sum(sizes) * rows_of(plan), micro_batches=items_of_window(plan))

@@ -1,0 +1,209 @@
+"""Micro-batches of one shape: the gradient is that of the samples alone, and what would not be so is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum import Accumulator, CrossEntropy, DataSpec, PadCollator, RunConfig
+from distaccum.config.compile import CompileConfig
+from distaccum.data.plan.shuffle import Shuffle
+from distaccum.distributed.world import World
+from distaccum.errors import ConfigError, DataError, VerificationError
+from distaccum.models.gpt import GPT
+from distaccum.train.components import build_components
+from tests.support.threads import run_ranks
+
+SAMPLES, GLOBAL, MICRO, LONGEST, VOCABULARY, SEED = 23, 7, 3, 12, 11, 5  # windows of 7, 7, 7 and 2 samples
+IGNORED = -100
+Sample = tuple[Tensor, Tensor]
+
+
+def _samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, LONGEST + 1, (SAMPLES,), generator=generator).tolist()
+    lines = [torch.randint(1, VOCABULARY, (length + 1,), generator=generator) for length in lengths]
+    return [(line[:-1], line[1:]) for line in lines]
+
+
+def _data(*, pad_rows: bool = False, **lengths: int) -> DataSpec:
+    collate = PadCollator((0, IGNORED), **lengths)
+    return DataSpec(train=_samples(), collate=collate, ignored={1: IGNORED}, pad_rows=pad_rows)
+
+
+def _model() -> GPT:
+    torch.manual_seed(1)
+    return GPT(vocab_size=VOCABULARY, seq_len=16, n_layer=1, n_head=2, n_embd=8).double()
+
+
+@cache
+def _truth() -> list[Tensor]:
+    """The gradient of each window: sample by sample, without any padding."""
+    model, samples = _model(), _samples()
+    order = [int(i) for i in Shuffle(SAMPLES, seed=SEED, epoch=0)(torch.arange(SAMPLES).numpy())]
+    found = []
+    for begin in range(0, SAMPLES, GLOBAL):
+        window = [samples[i] for i in order[begin : begin + GLOBAL]]
+        losses = [F.cross_entropy(model(x[None]).flatten(0, 1), y, reduction="sum") for x, y in window]
+        mean = torch.stack(losses).sum() / sum(len(y) for _, y in window)
+        found.append(_flat(torch.autograd.grad(mean, list(model.parameters()))))
+    return found
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _make(world: World, model: nn.Module, **options: Any) -> Accumulator:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sizes: Any = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "seed": SEED}
+    return Accumulator(model, optimizer, world=world, **(sizes | options))
+
+
+def _run(world: World, data: DataSpec) -> tuple[list[Tensor], set[tuple[int, ...]]]:
+    """The gradient that the optimizer is given in each window, and the shapes that the model has seen."""
+    model, shapes, gradients = _model(), set[tuple[int, ...]](), list[Tensor]()
+    model.register_forward_pre_hook(lambda _, inputs: shapes.add(tuple(inputs[0].shape)))
+    acc = _make(world, model, count=CrossEntropy().count, verify="never")
+    (optimizer,) = acc._optimizers
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat([p.grad.clone() for p in parameters])))
+    for window in acc.windows(data):
+        acc.step(window, CrossEntropy())
+    return gradients, shapes
+
+
+PADDED: dict[str, tuple[dict[str, Any], set[tuple[int, ...]]]] = {
+    "to a multiple": ({"pad_to_multiple_of": 4}, {(n, t) for n in (1, 2, 3) for t in (4, 8, 12)}),
+    "to one length": ({"pad_to": 13}, {(n, 13) for n in (1, 2, 3)}),
+    "to one number of rows": ({"pad_rows": True}, {(3, t) for t in range(2, 13)}),
+    "to one shape": ({"pad_rows": True, "pad_to": 13}, {(3, 13)}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "to one shape"), *((2, kind) for kind in PADDED)])
+def test_padding_leaves_the_gradient_of_the_samples(ranks: int, kind: str) -> None:
+    options, allowed = PADDED[kind]
+    for found in run_ranks(ranks, lambda world: _run(world, _data(**options))):
+        assert not isinstance(found, BaseException), found
+        gradients, shapes = found
+        assert shapes <= allowed
+        assert len(gradients) == 4
+        for ours, truth in zip(gradients, _truth(), strict=True):
+            error = float((ours - truth).norm() / truth.norm())
+            print(f"{ranks} ranks, padded {kind}: {error:.1e}")
+            assert error <= 1e-15
+
+
+@pytest.mark.slow
+def test_compiled_code_sees_one_shape(gloo_world: World) -> None:
+    graphs = {}
+    for kind, data in (("as they are", _data()), ("one shape", _data(pad_rows=True, pad_to=13))):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY))
+        compiled = CompileConfig(name="model", backend="eager")
+        acc = _make(gloo_world, model, count=CrossEntropy().count, verify="never", compile=compiled)
+        for window in acc.windows(data):
+            acc.step(window, CrossEntropy())
+        assert acc.engine.compiled is not None
+        graphs[kind] = acc.engine.compiled.graphs
+        acc.close()
+    assert graphs["one shape"] == 1
+    assert graphs["as they are"] > 4
+
+
+def test_rows_are_those_of_the_largest_share() -> None:
+    """Shares of 1 sample are no reason to compute micro-batches of 3; larger ones, later, are."""
+
+    def rows(world: World) -> list[list[int]]:
+        found: list[list[int]] = []
+        acc = _make(world, _model(), global_batch_size=2, micro_batch_size=2, count=CrossEntropy().count)
+        for window in acc.windows(_data(pad_rows=True, pad_to=13)):
+            found.append([len(micro.batch[0]) for micro in window.plain.micro_batches])
+            acc.step(window, CrossEntropy())
+            if len(found) == 2:
+                acc.set_global_batch_size(5)
+        return found
+
+    first, second = run_ranks(2, rows)
+    assert first == [[1], [1], [2], [2], [2], [2]]  # 2 + 2 + 5 + 5 + 5 + 4
+    assert second == [[1], [1], [2, 2], [2, 2], [2, 2], [2]]
+
+
+class Bidirectional(nn.Module):
+    """Every token sees all of them, padding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        logits: Tensor = self.out(hidden + hidden.mean(1, keepdim=True))
+        return logits
+
+
+class EveryToken(CrossEntropy):
+    """Counts what is ignored."""
+
+    def count(self, batch: Sample) -> int:
+        return batch[1].numel()
+
+
+@pytest.mark.parametrize("options", [{"pad_to": 13}, {"pad_to_multiple_of": 13}, {"pad_to": 13, "pad_rows": True}])
+def test_a_model_that_sees_padding_is_refused(gloo_world: World, options: Any) -> None:
+    acc = _make(gloo_world, Bidirectional(), count=CrossEntropy().count)
+    with pytest.raises(VerificationError, match="where they are padded to the fixed shape: let the model mask padding"):
+        acc.step(next(acc.windows(_data(**options))), CrossEntropy())
+
+
+def test_a_count_of_padding_is_refused(gloo_world: World) -> None:
+    samples = [sample for sample in _samples() if len(sample[0]) == LONGEST] * 7  # of one length
+    acc, data = _make(gloo_world, _model(), count=EveryToken().count), replace(_data(pad_to=13), train=samples)
+    with pytest.raises(VerificationError, match="two samples count 24, and 26 where they are padded to the fixed"):
+        acc.step(next(acc.windows(data)), EveryToken())
+    rows, data = _make(gloo_world, _model(), count=EveryToken().count, verify="never"), replace(data, pad_rows=True)
+    with pytest.raises(DataError, match="a sample counts 12 and 36 without and with the rows"):
+        next(rows.windows(replace(data, collate=None)))
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.out = nn.Embedding(VOCABULARY, 8), nn.BatchNorm1d(8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.norm(self.embed(ids).mT).mT)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "said"),
+    [
+        (
+            _data(pad_rows=True),
+            Normalised,
+            r"batch\.pad_rows=True: the model's norm takes statistics of the micro-batch",
+        ),
+        (_data(pad_to=13), Normalised, r"data\.pad_to: the model's norm takes statistics of the micro"),
+        (DataSpec(train=_samples(), pad_rows=True), _model, r"pad_rows=True: the data does not say with which labels"),
+        (DataSpec(train=iter(_samples()), pad_rows=True), _model, r"batch\.pad_rows=True: the data is a stream"),
+    ],
+)
+def test_what_cannot_be_padded_is_refused_before_there_are_ranks(data: Any, model: Any, said: str) -> None:
+    config = RunConfig.from_dict({"batch": {"global_size": GLOBAL, "micro_size": MICRO}})
+    with pytest.raises(ConfigError, match=said):
+        build_components(config, data, model(), CrossEntropy(), world_size=1, device=torch.device("cpu"))
+
+
+def test_the_setting_reaches_the_data() -> None:
+    config = RunConfig.from_dict({"batch": {"global_size": GLOBAL, "micro_size": MICRO, "pad_rows": True}})
+    made = build_components(config, _data(), _model(), CrossEntropy(), world_size=1, device=torch.device("cpu"))
+    assert made.data.pad_rows
