@@ -25,10 +25,7 @@ from distaccum.config.engine import BY_PARAMETER, DDPConfig
 from distaccum.config.instantiate import build
 from distaccum.config.schema import OptimConfig, RunConfig
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.factory import build_loader, make_plan
-from distaccum.data.host_memory import window_memory
-from distaccum.data.plan.batch import CONFIG_KEYS
-from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
 from distaccum.engines.factory import blocks_of
@@ -38,7 +35,7 @@ from distaccum.forecast.memory import MicroStep, gathered, host, peak
 from distaccum.forecast.report import report
 from distaccum.forecast.window import Job, Sizes
 from distaccum.train.command import command, plot_file
-from distaccum.train.components import build_data, components_from_config
+from distaccum.train.components import components_from_config
 from distaccum.train.micro_step import measured_micro_step
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.parameter_groups import GroupSize, group_sizes, split
@@ -124,27 +121,6 @@ def measured(config: RunConfig, cluster: Cluster) -> Cluster:
     return replace(cluster, micro_step_ms=timer.micro_step_ms, update_ms=timer.update_ms)
 
 
-def host_memory(config: RunConfig, ranks: int) -> Values:
-    """Bytes of host memory of a window's micro-batches, by name; empty where the data is a stream, or not here."""
-    try:
-        data = build_data(config.data)
-        plan = make_plan(
-            replace(data, pad_rows=data.pad_rows or config.batch.pad_rows),
-            global_batch_size=config.batch.global_size,
-            tokens=None,
-            micro_batch_size=config.batch.micro_size,
-            world_size=ranks,
-            seed=config.seed,
-            names=CONFIG_KEYS,
-        )
-        if isinstance(plan, StreamPlan):
-            return {}
-        memory = window_memory(data, plan)
-    except (ConfigError, OSError):
-        return {}
-    return {"host": {"micro_batch": memory.micro_batch, "window": memory.window}}
-
-
 def show(values: Values) -> None:
     """Prints the tables."""
     batch, model, step = values["batch"], values["model"], values["step"]
@@ -160,10 +136,6 @@ def show(values: Values) -> None:
         say(f"           {batch['idle']} ranks have nothing to do: there are fewer samples than ranks")
     parts = (f"{step[key] / MILLI:,.1f} ms {word}" for key, word in PARTS.items())
     say(f"window     {step['seconds'] / MILLI:,.1f} ms: {', '.join(parts)}")
-    if "host" in values:
-        host = values["host"]
-        of_micro = f"{host['micro_batch'] / MIB:,.2f} MiB a micro-batch"
-        say(f"data       a rank's window takes {host['window'] / MIB:,.2f} MiB of host memory, {of_micro}")
     for title in MEMORY:
         parts = values[MEMORY[title]]
         memory = Table(title, *parts)
@@ -326,7 +298,6 @@ def plan(values: Values, *, activations: bool = True) -> Values:
     engine = ", ".join([config.engine.name, *settings])
     precision = f"{config.precision.name}, gradients travel in {config.precision.reduce_dtype}"
     about = {"model": model, "block_sizes": sizes.blocks, "engine": engine, "precision": precision}
-    about |= host_memory(config, cluster.ranks)
     return about | {"cluster": vars(cluster)} | report(job, cluster) | memory
 
 
