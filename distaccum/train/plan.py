@@ -26,6 +26,7 @@ from distaccum.config.instantiate import build
 from distaccum.config.schema import OptimConfig, RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
+from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
 from distaccum.engines.factory import blocks_of
@@ -212,11 +213,12 @@ def job_of(config: RunConfig) -> Job:
     """What the arithmetic of a forecast takes.
 
     Raises:
-        ConfigError: the model or its optimizers cannot be built, or the global batch is in tokens.
+        ConfigError: the model or its optimizers cannot be built, sizes do not fit, or the global batch is in tokens.
     """
     if config.batch.global_size is None:
         remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
         raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
+    check_sizes(config.batch.global_size, config.batch.micro_size, CONFIG_KEYS)
     return Job(
         sizes=sizes_of(config),
         sharding=config.engine.sharding(),

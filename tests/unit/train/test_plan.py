@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ def test_a_micro_batch_has_the_samples_of_a_rank() -> None:
     config = RunConfig.from_dict({key: value for key, value in _values().items() if key != "cluster"})
     assert plan.peak_bytes(config) == alone["peak"]["total"]
     assert plan.peak_bytes(config, 16) < plan.peak_bytes(config)
+    with pytest.raises(ConfigError, match=r"batch\.micro_size=64: larger than batch\.global_size=32"):
+        plan.peak_bytes(replace(config, batch=replace(config.batch, micro_size=64)))
 
 
 @pytest.mark.parametrize(
