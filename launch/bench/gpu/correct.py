@@ -55,7 +55,7 @@ COMPILED = {
     ("fsdp2", "blocks"): FSDP2Config(),
     ("fsdp2, selective", "blocks"): FSDP2Config(activation_checkpoint="selective"),
 }
-SMALL_COMPILED = [("ddp", "model"), ("fsdp2, selective", "blocks")]
+FEW_COMPILED = [("ddp", "model"), ("fsdp2, selective", "blocks")]  # inductor takes long for each
 RATIO = "error of a window's weight change, over a plain loop's"
 AT_MOST = f"at most {window.TIMES}"
 
@@ -159,15 +159,15 @@ def deepspeed(options: Options) -> list[Figure]:
 def compiled(options: Options) -> list[Figure]:
     """Compiled forwards, on one rank: by inductor, in small sizes a few by AOT autograd alone, without a compiler."""
     backend = "aot_eager" if options.small else "inductor"
-    cells = {key: COMPILED[key] for key in SMALL_COMPILED} if options.small else COMPILED
+    formats = {"bf16": FEW_COMPILED} if options.small else {"bf16": list(COMPILED), "fp32": FEW_COMPILED}
     with alone(options.device) as world:
         loops, figures = PlainLoops(options, world.size), []
-        for precision in ["bf16"] if options.small else ["fp32", "bf16"]:
+        for precision, cells in formats.items():
             figures.append(loops.figure(precision))
-            for (name, what), engine in cells.items():
+            for name, what in cells:
                 torch._dynamo.reset()  # as in a process that has compiled nothing yet
                 settings = CompileConfig(name=what, backend=backend)
-                weights = partial(loops.window.ours, engine, precision, world, settings=settings)
+                weights = partial(loops.window.ours, COMPILED[name, what], precision, world, settings=settings)
                 figures.append(loops.beside(f"{name}, compile={what}, {backend}", precision, weights))
     return figures
 
@@ -320,6 +320,6 @@ MEASUREMENTS: dict[str, Measurement] = {
     "engines": engines,
     "two ranks": two_ranks,
     "resume": resume,
-    "compiled": compiled,
     "deepspeed": deepspeed,
+    "compiled": compiled,
 }
