@@ -30,7 +30,7 @@ MEMORY = "memory 124m"
 OF_TORCH = pytest.mark.filterwarnings(  # fp16 on a CPU; what torch.compile looks at
     "ignore::UserWarning", "ignore:.*Function.* should not be instantiated:DeprecationWarning"
 )
-CLIPPED = ("precision=fp32", "loss=cross_entropy", "optim.lr=0.01", "schedule.warmup_steps=0")
+CLIPPED = ("precision=fp32", "loss=cross_entropy", "optim.lr=0.01", "optim.clip_norm=0.1", "schedule.warmup_steps=0")
 
 
 @pytest.fixture(autouse=True)
