@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from distaccum.data.spec import DataSpec
+
 
 class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
     """Rows of ids, each a sample: inputs ``(seq_len,)`` and labels, the inputs one further.
@@ -26,3 +28,9 @@ class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         row = self._rows[index]
         return row[:-1], row[1:]
+
+
+def random_tokens(samples: int, *, seq_len: int, vocab_size: int) -> DataSpec:
+    """Training data alone, of so many rows: see :class:`RandomTokens`."""
+    rows = RandomTokens(samples, seq_len=seq_len, vocab_size=vocab_size)
+    return DataSpec(train=rows, eval_dataset=None, description="random tokens")

@@ -11,13 +11,12 @@ from hydra.core.global_hydra import GlobalHydra
 
 from distaccum.config.instantiate import build
 from distaccum.config.schema import Node, RunConfig, conf_dir, plain
-from distaccum.data.spec import DataSpec
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 from distaccum.train.callbacks import Callback
-from distaccum.train.components import TrainingComponents, build_components
+from distaccum.train.components import TrainingComponents, build_components, build_data
 from launch.bench.gpu.figures import Options
-from launch.bench.gpu.random_tokens import RandomTokens
+from launch.bench.gpu.random_tokens import random_tokens
 
 MODELS = ("124m", "350m", "774m", "1.5b")
 UNLIMITED = 1_000_000  # windows: no run reaches its end, or a window that is logged
@@ -50,7 +49,10 @@ def run_config(options: Options, model: str, *overrides: str, micro_size: int, a
         micro_size, accumulation = min(micro_size, _SMALL_MICRO_SIZE), min(accumulation, _SMALL_ACCUMULATION)
     sizes = (f"batch.micro_size={micro_size}", f"batch.global_size={micro_size * accumulation}")
     small = _SMALL if options.small else ()
-    return RunConfig.from_dict(composed(f"experiment=gpt2-{model}-openwebtext", *_MEASURED, *sizes, *overrides, *small))
+    values = composed(f"experiment=gpt2-{model}-openwebtext", *_MEASURED, *sizes, *overrides, *small)
+    known = {key: values["data"][key] for key in ("seq_len", "vocab_size")}
+    data = {"_target_": f"{random_tokens.__module__}.random_tokens", "samples": EPOCH * micro_size * accumulation}
+    return RunConfig.from_dict(values | {"data": data | known})
 
 
 def tokens_of_window(config: RunConfig) -> int:
@@ -75,14 +77,13 @@ def components_of(
     The model's weights are made on the device.
     """
     assert config.batch.global_size is not None
-    length, vocabulary = config.data["seq_len"], config.data["vocab_size"]
-    rows = RandomTokens(epoch * config.batch.global_size, seq_len=length, vocab_size=vocabulary)
+    data = build_data({**config.data, "samples": epoch * config.batch.global_size})
     torch.manual_seed(config.seed)
     with world.device:
         model = build("model", config.model)
     return build_components(
         config,
-        DataSpec(train=rows, eval_dataset=None, description="random tokens"),
+        data,
         model,
         build("loss", config.loss),
         world_size=world.size,
