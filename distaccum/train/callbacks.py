@@ -53,7 +53,7 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called after a checkpoint is complete at ``path``.
 
-        It may be of an earlier step than ``run.progress`` is at, where it was written in the background.
+        ``run.progress`` is the checkpoint's; the model is some updates ahead where it was written in the background.
         """
 
     def on_end(self, run: Run, results: Mapping[str, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError
-from distaccum.train.callbacks import Callback, watches_updates
+from distaccum.train.callbacks import Callback, Run, watches_updates
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
 from distaccum.train.held_out_checks import evaluates
@@ -36,6 +37,22 @@ TRAINING = "training"
 
 def _tell_nobody(_: str) -> None:
     pass
+
+
+class _Then:
+    """A run as callbacks see it that are told of a checkpoint, which it made some windows ago."""
+
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self._run, self._progress = run, progress
+
+    @property
+    def progress(self) -> Progress:
+        """The checkpoint's."""
+        return self._progress
+
+    def stop(self, reason: str) -> None:
+        """See :class:`Run`."""
+        self._run.stop(reason)
 
 
 class Loop:
@@ -93,7 +110,7 @@ class Loop:
             time_limit=time_limit,
             wandb_id=wandb_id,
             saved_step=saved_step,
-            on_saved=lambda path: self._call(lambda callback: callback.on_checkpoint(self, path)),
+            on_saved=self._on_checkpoint,
         )
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
@@ -336,6 +353,10 @@ class Loop:
             self._enter_phase("publishing a checkpoint")
             self._saver.settle(at_end=at_end)
             self._goes_on()
+
+    def _on_checkpoint(self, path: Path, progress: Progress) -> None:
+        run: Run = self if progress == self.progress else _Then(self, progress)
+        self._call(lambda callback: callback.on_checkpoint(run, path))
 
     def _goes_on(self) -> None:
         self._world.activity.phase = Phase.BETWEEN

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore
@@ -43,7 +44,7 @@ class Saver:
         time_limit: told how long a save takes.
         wandb_id: kept in every checkpoint.
         saved_step: of the checkpoint that the run goes on from, if it is one of its own; else 0.
-        on_saved: called with each checkpoint that is there, between two windows.
+        on_saved: called with each checkpoint that is there, and its progress, between two windows.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Saver:
         time_limit: TimeLimit,
         wandb_id: str,
         saved_step: int,
-        on_saved: Callable[[Path], None],
+        on_saved: Callable[[Path, Progress], None],
     ) -> None:
         self._components = components
         self._accumulator = accumulator
@@ -75,6 +76,7 @@ class Saver:
             accumulator.add_rider(self._clock)
         self._background = self._make_background() if components.config.checkpoint.background else None
         self._host_memory = HostMemory(self._world.device)
+        self._begun = Progress()  # of the last one in the background
         self._failed_saves = 0  # in a row, of those in the background
         self.saved_step = saved_step
         """Of the newest checkpoint of this run."""
@@ -146,7 +148,7 @@ class Saver:
             self._best.note(best)
         if self._clock is not None:
             self._clock.saved()
-        self._saved(step, path)
+        self._saved(self._accumulator.tracker.progress, path)
         self._time_limit.saved()
 
     def settle(self, *, at_end: bool = False) -> None:
@@ -173,7 +175,7 @@ class Saver:
         reasons = [*(reason for _, reason in outcomes if reason), self._world.broadcast_str(reason)]
         first = next(filter(None, reasons), "")
         if not first:
-            self._saved(written.step, self._store.root / f"step-{written.step}")
+            self._saved(self._begun, self._store.root / f"step-{written.step}")
         else:
             self._failed(written.step, first, error, at_end=at_end)
         self._time_limit.saved(behind=written.seconds)
@@ -231,6 +233,7 @@ class Saver:
         self._host_memory.reuse()
         copies = list(part.files(self._host_memory.copy))
         self._host_memory.wait()
+        self._begun = self._accumulator.tracker.progress
         self._background.begin(step, folder, copies)
         if self._clock is not None:
             self._clock.saved()
@@ -255,14 +258,14 @@ class Saver:
         if best is not None:
             self._best.mark(self._store.root / f"step-{step}", best)
 
-    def _saved(self, step: int, path: Path) -> None:
+    def _saved(self, progress: Progress, path: Path) -> None:
         """Tells of a checkpoint that is there."""
-        self.saved_step, self._accumulator.replicas.saved = step, path
+        self.saved_step, self._accumulator.replicas.saved = progress.step, path
         self._failed_saves, self.trouble = 0, ""
         if self._world.is_main:
-            self._run_dir.note_saved(step)
+            self._run_dir.note_saved(progress.step)
         self._world.activity.phase = Phase.BETWEEN
-        self._on_saved(path)
+        self._on_saved(path, progress)
         _log.info("saved %s", path)
 
     def _failed(self, step: int, reason: str, error: Exception | None, *, at_end: bool) -> None:

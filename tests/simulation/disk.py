@@ -29,6 +29,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import safetensors.torch
 import torch
@@ -116,9 +117,12 @@ class _Behind(threading.Thread):
         self._asked = (when, act)
         self._back.release()
         self._turn.acquire()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its frames would hold it, and the files that are open there
         return self._answer
 
     def call(self) -> None:
@@ -205,6 +209,7 @@ class Disk:
         self._nodes = {os.stat(root).st_ino: self._top}
         self._turn = threading.RLock()
         self.behind: dict[tuple[Job, int], _Behind] = {}
+        self._files: WeakSet[_File] = WeakSet()
 
     # processes
 
@@ -375,6 +380,9 @@ class Disk:
             stack.enter_context(patch.object(torch, "save", self._saved))
             stack.enter_context(patch.object(background_save, "Thread", partial(_Behind, self)))
             yield
+        for file in self._files:  # that a process left open which died; the garbage collector would warn of it
+            with suppress(OSError):
+                file.close()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
         counted = {
@@ -429,6 +437,7 @@ class Disk:
         creates = raw_mode[0] in "wax" and not self._lexists(path)
         with self.call("create" if creates else "open", path), self._turn:
             raw = _File(path, raw_mode)
+            self._files.add(raw)
             if creates:
                 self._created(path, is_folder=False)
         raw.disk, raw.place = self, path

@@ -33,8 +33,10 @@ class Watch(Callback):
     def __init__(self, gate: Event | None = None, at: int = 0, raises: int = 0) -> None:
         self.gate, self.at, self.raises = gate, at, raises
         self.seen: list[tuple[int, str]] = []
+        self.updated = 0
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
+        self.updated = run.progress.step
         if self.gate is not None and run.progress.step == self.at:
             self.gate.set()
         if run.progress.step == self.raises:
@@ -43,7 +45,10 @@ class Watch(Callback):
     def on_checkpoint(self, run: Run, path: Path) -> None:
         verify(path)
         assert (path.parent / "latest").read_text() == f"{path.name}\n"
-        self.seen.append((run.progress.step, path.name))
+        state = json.loads((path / "state.json").read_text())
+        assert run.progress.window == state["clocks"]["window"]
+        assert path.name == f"step-{run.progress.step}"
+        self.seen.append((self.updated, path.name))
 
 
 def _train(folder: Path, *callbacks: Callback, steps: int = 8, **checkpoint: Any) -> None:

@@ -365,7 +365,7 @@ def test_a_plateau_out_of_range_is_refused(given: dict[str, Any], expected: str)
 
 
 def test_a_plateau_of_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"callbacks.plateau.metric=eval_lost: the evaluation has no such result"):
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau\(metric='eval_lost'\): is no result of the evaluation"):
         _trainer(tmp_path, callbacks=[ReduceLROnPlateau(metric="eval_lost")]).fit()
 
 
