@@ -9,6 +9,7 @@ real micro-steps run here, in a plain loop in the run's precision. The model of 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import asdict, replace
 from itertools import islice
@@ -41,6 +42,7 @@ from distaccum.train.optimizer import build_optimizers
 from distaccum.train.parameter_groups import GroupSize, group_sizes, split
 from distaccum.train.timing import LocalTimer
 
+_log = logging.getLogger(__name__)
 MIB = 2**20
 WARM_UP, TIMED = 2, 5  # micro-steps that are measured
 SIDE = 64  # of the matrix on which an optimizer makes its state
@@ -135,7 +137,8 @@ def host_memory(config: RunConfig, ranks: int) -> Values:
         if isinstance(plan, StreamPlan):
             return {}
         memory = window_memory(data, plan)
-    except (ConfigError, OSError):
+    except Exception as error:  # of the user's dataset, too: a forecast needs none
+        _log.info("the host memory of a window is not known: %s: %s", type(error).__name__, error)
         return {}
     return {"host": {"micro_batch": memory.micro_batch, "window": memory.window}}
 
