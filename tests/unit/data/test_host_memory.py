@@ -28,6 +28,16 @@ DATA = DataSpec(train=[(torch.zeros(8192), torch.zeros(8192, dtype=torch.int32))
 SIZES: dict[str, Any] = {"global_size": 32, "micro_size": 4}  # on 2 ranks a window of 4 micro-batches, and 1 MiB
 
 
+class Broken:
+    """A dataset whose samples cannot be read here."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError(index)
+
+
 def _components(host_memory: str | None, workers: int = 0, data: DataSpec = DATA, **trainer: Any) -> TrainingComponents:
     settings = {"num_workers": workers, "host_memory": host_memory, **trainer}
     config = RunConfig.from_dict({"batch": SIZES, "trainer": settings})
@@ -127,6 +137,9 @@ def test_the_plan_tells_the_bytes_of_a_window() -> None:
     }
     found = forecast({**config, "cluster": cluster})["host"]
     assert found["micro-batches"] == 16 * 2 * 16 * 8
+    elsewhere = {"_target_": "distaccum.data.datasets.tokens.tokens", "path": "/nowhere/*.bin", "vocab_size": 2}
+    for data in (elsewhere | {"seq_len": 16}, {"_target_": "tests.unit.data.test_host_memory.Broken"}):
+        assert forecast({**config, "data": data, "cluster": cluster})["host"]["micro-batches"] is None
 
 
 def test_no_more_is_ahead_than_fits() -> None:

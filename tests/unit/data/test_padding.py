@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, CrossEntropy, DataSpec, PadCollator, RunConfig
 from distaccum.config.compile import CompileConfig
+from distaccum.data.loader import rows_of
+from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.shuffle import Shuffle
+from distaccum.data.plan.tokens import TokenPlan
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, VerificationError
 from distaccum.models.gpt import GPT
@@ -135,6 +139,13 @@ def test_rows_are_those_of_the_largest_share() -> None:
     first, second = run_ranks(2, rows)
     assert first == [[1], [1], [2], [2], [2], [2]]  # 2 + 2 + 5 + 5 + 5 + 4
     assert second == [[1], [1], [2, 2], [2, 2], [2, 2], [2]]
+
+
+def test_rows_of_a_plan() -> None:
+    sizes: Any = {"micro_batch_size": 3}
+    batch = [BatchPlan(samples=99, global_batch_size=7, world_size=world, **sizes) for world in (1, 2, 4, 8)]
+    assert list(map(rows_of, batch)) == [3, 3, 2, 1]
+    assert rows_of(TokenPlan(lengths=np.array([5] * 9), tokens=12, world_size=2, **sizes)) == 3
 
 
 class Bidirectional(nn.Module):
