@@ -9,10 +9,8 @@ import torch
 
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
-from distaccum.forecast.cluster import Cluster
-from distaccum.forecast.report import report
-from distaccum.forecast.window import Job
-from distaccum.train.plan import moments_of, sizes_of
+from distaccum.forecast.memory import state
+from distaccum.train.plan import job_of, peak_bytes
 from launch.bench.gpu.figures import Figure, Measurement, Options
 from launch.bench.gpu.fitting import at_largest, estimate, release
 from launch.bench.gpu.peak_memory import GIB, Peak, peak_of_window
@@ -84,22 +82,10 @@ def beside_forecast(options: Options, model: str, engine: str) -> list[Figure]:
     of = f"{model}, bf16, {engine}, micro-batch {config.batch.micro_size}"
     return [
         Figure(of=of, name="weights, gradients and optimizer state held at the step", value=held / GIB, unit="GiB"),
-        Figure(of=of, name="held over the forecast", value=held / forecast_of(config)),
+        Figure(of=of, name="held over the forecast", value=held / state(job_of(config), 1)["total"]),
         *peak.figures(of),
+        Figure(of=of, name="peak over the forecast", value=peak.most / peak_bytes(config)),
     ]
-
-
-def forecast_of(config: RunConfig) -> float:
-    """Bytes of weights, gradients and optimizer state on the one rank, as ``distaccum-plan`` has them."""
-    assert config.batch.global_size is not None
-    job = Job(
-        sizes=sizes_of(config),
-        sharding=config.engine.sharding(),
-        formats=config.engine.formats(config.precision, moments_of(config)),
-        global_batch_size=config.batch.global_size,
-        micro_batch_size=config.batch.micro_size,
-    )
-    return float(report(job, Cluster(micro_step_ms=1.0), [1])["memory"]["total"])
 
 
 def _held_and_peak(config: RunConfig, world: World) -> tuple[int, Peak]:
