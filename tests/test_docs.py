@@ -123,7 +123,7 @@ ELSEWHERE = {
         "unit/launch/test_gpu_bench.py::test_all_that_is_right_on_a_gpu_is_right_on_the_cpu"
     ),
     "python launch/bench gpu part=speed hydra.run.dir=runs/gpu": (
-        "unit/launch/test_gpu_bench.py::test_a_run_whose_measurements_fail_reports_them_all"
+        "unit/launch/test_gpu_speed.py::test_a_measurement_of_speed_runs_in_small"
     ),
     "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
     "python launch/bench network": (
