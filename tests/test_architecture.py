@@ -88,6 +88,7 @@ def test_libraries_stay_in_their_rooms() -> None:
     }
     assert _users_of("wandb") == {"train/metrics/wandb.py"}
     assert _users_of("safetensors") == {"checkpoint/tensors.py"}
+    assert _users_of("blake3") == {"checkpoint/digest.py"}
     assert _users_of("matplotlib") == {"train/plan.py"}
     assert _users_of("datasets") == {"data/adapters.py"}
     assert _users_of("pytest") == {"testing/fixtures.py"}
@@ -102,7 +103,18 @@ def test_the_plan_is_pure() -> None:
 
 
 # What a user of levels 1 and 2 does not wait for: a fresh interpreter has none of these.
-UNUSED = ("hydra", "omegaconf", "rich", "wandb", "deepspeed", "transformers", "datasets", "pandas", "matplotlib")
+UNUSED = (
+    "hydra",
+    "omegaconf",
+    "rich",
+    "wandb",
+    "blake3",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "pandas",
+    "matplotlib",
+)
 UNUSED_ROOMS = ("train", "forecast", "testing", "models", "checkpoint", "config.schema", "config.instantiate")
 
 

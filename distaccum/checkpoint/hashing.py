@@ -1,25 +1,26 @@
-"""Files written and hashed by threads: SHA-256 of what is written, beside its writing, and of several files at once.
+"""Files written and hashed by threads: what is written beside its writing, and several files at once.
 
-``hashlib``, reads, writes and syncs release the interpreter's lock, so that one core hashes what another one writes.
+Digests, reads, writes and syncs release the interpreter's lock, so that one core hashes what another one writes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from types import TracebackType
 from typing import TypeAlias
 
+from distaccum.checkpoint import digest
 from distaccum.checkpoint.files import retried, sync
 
 Pieces: TypeAlias = Sequence[memoryview | bytes]
 
 THREADS = min(8, os.cpu_count() or 1)
+_READ = 2**20  # bytes at once
 _LARGE = 2**22  # bytes: a thread costs more than it saves where there are fewer
 
 
@@ -36,7 +37,7 @@ class HashingWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._threads = ThreadPoolExecutor(2 * THREADS, thread_name_prefix="checkpoint")
-        self._running: list[tuple[str, Future[None], Future[str]]] = []
+        self._running: dict[Future[str], str] = {}  # files that are being written, and their names
         self._digests: dict[str, str] = {}
 
     def __enter__(self) -> HashingWriter:
@@ -63,37 +64,44 @@ class HashingWriter:
         """
         if sum(map(len, pieces)) < _LARGE:
             _write(self.folder / name, pieces)
-            self._digests[name] = _sha256(pieces)
+            self._digests[name] = _digest_of(pieces)
             return
-        written = self._threads.submit(_write, self.folder / name, pieces)
-        self._running.append((name, written, self._threads.submit(_sha256, pieces)))
+        self._running[self._threads.submit(self._write_and_hash, self.folder / name, pieces)] = name
         self._finish(most=THREADS - 1)
 
     @property
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each file by its name, once all are durable; raises what :meth:`write` does."""
+        """The digest of each file by its name, once all are durable; raises what :meth:`write` does."""
         self._finish(most=0)
         return dict(self._digests)
 
     def _finish(self, *, most: int) -> None:
         """Waits until so many files are still being written, or fewer."""
         while len(self._running) > most:
-            name, written, digest = self._running.pop(0)
-            written.result()
-            self._digests[name] = digest.result()
+            for ended in wait(self._running, return_when=FIRST_COMPLETED).done:
+                self._digests[self._running.pop(ended)] = ended.result()
+
+    def _write_and_hash(self, file: Path, pieces: Pieces) -> str:
+        """In one thread; another one hashes. As many files as there are cores take two threads each: all there are."""
+        hashed = self._threads.submit(_digest_of, pieces)
+        _write(file, pieces)
+        return hashed.result()
 
 
-def digests(files: Sequence[Path]) -> list[str | None]:
-    """The SHA-256 of each file, None for what is none, such as a link; the large ones are read by threads.
+def digests(files: Mapping[Path, str]) -> list[str | None]:
+    """The digest of each file, None for what is none, such as a link; the large ones are read by threads.
+
+    Args:
+        files: with the digest that each is compared with, or that of any other, whose algorithm is taken.
 
     Raises:
         OSError: one cannot be read, again and again.
     """
     tasks: list[Callable[[], str | None]] = []
-    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sha256")
+    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
     try:
-        for file in files:
-            read = partial(retried, partial(_digest, file), of=file)
+        for file, like in files.items():
+            read = partial(retried, partial(_digest, file, like), of=file)
             large = retried(partial(_size, file), of=file) >= _LARGE
             tasks.append(threads.submit(read).result if large else read)
         return [task() for task in tasks]
@@ -123,15 +131,18 @@ def _size(path: Path) -> int:
     return found.st_size if S_ISREG(found.st_mode) else 0
 
 
-def _digest(path: Path) -> str | None:
+def _digest(path: Path, like: str) -> str | None:
     if not is_file(path):
         return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    found, buffer = digest.begin(like), bytearray(_READ)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            found.update(memoryview(buffer)[:size])
+    return digest.text(found)
 
 
-def _sha256(pieces: Pieces) -> str:
-    digest = hashlib.sha256()
+def _digest_of(pieces: Pieces) -> str:
+    found = digest.begin()
     for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
+        found.update(piece)
+    return digest.text(found)

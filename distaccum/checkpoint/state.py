@@ -13,7 +13,7 @@ needs. An engine with its own format of optimizer state adds files that only it 
                             the data
     random-R.json           random number generators of rank R
     data-R.pt               the position in rank R's stream, if its data is one; read with ``weights_only``
-    manifest.json           SHA-256 of the files above
+    manifest.json           digests of the files above
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         world: this rank.
 
     Returns:
-        By name the SHA-256 of the files that were hashed while this rank wrote them: of all but an engine's own.
+        By name the digests of the files that were hashed while this rank wrote them: of all but an engine's own.
     """
     return Part.of(engine, run, data, world).write(folder, engine)
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: written whole, verified by SHA-256, oldest pruned."""
+"""Checkpoint folders: written whole, verified by digests, oldest pruned."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from distaccum.checkpoint import digest
 from distaccum.checkpoint.files import ABSENT, listed, retried, sync, write_json, write_text
 from distaccum.checkpoint.hashing import digests, is_file
 from distaccum.distributed.world import World
@@ -23,6 +24,7 @@ from distaccum.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _LATEST, _BEST = "latest", "best.json"
 _REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d+)")
@@ -59,7 +61,7 @@ class CheckpointStore:
     ) -> Path:
         """Every rank calls ``write`` with the same folder; it becomes ``step-N`` once all have written.
 
-        ``write`` may return, by name in the folder, the SHA-256 of what it has written and synced; rank 0 syncs and
+        ``write`` may return, by name in the folder, the digests of what it has written and synced; rank 0 syncs and
         reads the files for which no rank gives one.
 
         Whenever the process dies, ``step-N`` is either absent or complete, and an earlier checkpoint is still there.
@@ -302,7 +304,7 @@ def verify(path: Path) -> None:
         expected: dict[str, str] = json.loads(text)
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
-        actual = _digests(path)
+        actual = _digests(path, like=expected)
     except (*ABSENT, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
     except OSError as error:
@@ -314,7 +316,7 @@ def verify(path: Path) -> None:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
 
 
-def _seal(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+def _seal(folder: Path, known: Mapping[str, str] = _NONE) -> None:
     """Syncs what is not ``known`` to be durable, with its digest, and writes the manifest.
 
     A file of another host that this one does not see yet is in it, as that host has written and synced it.
@@ -327,8 +329,13 @@ def _seal(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> None
     write_json(folder / MANIFEST, _digests(folder, known))  # syncs the folder too
 
 
-def _digests(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str | None]:
-    """By name: the SHA-256 of a file, "" for a folder, and None for what is neither, such as a link."""
+def _digests(
+    folder: Path, known: Mapping[str, str] = _NONE, *, like: Mapping[str, Any] = _NONE
+) -> dict[str, str | None]:
+    """By name: the digest of a file, "" for a folder, and None for what is neither, such as a link.
+
+    ``known`` ones are taken as they are; the others are by the algorithm of those ``like`` them.
+    """
     found: dict[str, str | None] = dict(known)
     unknown: dict[str, Path] = {}
     for parent, folders, files in _walk(folder):
@@ -340,7 +347,8 @@ def _digests(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> d
             relative = path.relative_to(folder).as_posix()
             if path != folder / MANIFEST and relative not in known:
                 unknown[relative] = path
-    found |= zip(unknown, digests(list(unknown.values())), strict=True)
+    sought = {path: str(like.get(name, digest.NAME)) for name, path in unknown.items()}
+    found |= zip(unknown, digests(sought), strict=True)
     return dict(sorted(found.items()))
 
 

@@ -62,6 +62,7 @@ class HeldOut:
         seed = seed if workers.seed is None else workers.seed
         self._world, self._ids = world, _Ids(seed)
         self._processes: list[BaseProcess] = []
+        self._iteration = loading_processes.Iteration()
         workers = replace(workers, num_workers=min(workers.num_workers, max(1, self._own)))
         self._loader: DataLoader[Any] = torch_loader(
             dataset,
@@ -104,7 +105,7 @@ class HeldOut:
         assert self._loader.generator is not None
         self._loader.generator.manual_seed(self._seed)  # of workers' own seeds, whatever was evaluated before
         others = loading_processes.children()
-        batches = loading_processes.iterate(self._loader) if self._loader.num_workers else iter(self._loader)
+        batches = self._iteration.begin(self._loader)
         started = [process for process in loading_processes.children() if process not in others]
         self._processes = started or self._processes  # those that stay were started before
         found = 0

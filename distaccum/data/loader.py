@@ -101,6 +101,7 @@ class MapWindowLoader(WindowLoader):
         self._options, self._collate = workers or WorkerOptions(), collate
         self._workers = self._options.num_workers
         self._processes: list[BaseProcess] = []
+        self._iteration = loading_processes.Iteration()
         seed_of_workers = plan.seed if self._options.seed is None else self._options.seed
         self._generator = generator_of(seed_of_workers, world)
         # Processes that persist go on with the next epoch; others are started again for each, as their user wants.
@@ -215,7 +216,7 @@ class MapWindowLoader(WindowLoader):
             self._next = ((epoch + 1, 0), batches, False) if has_some else None
 
     def _start(self) -> Iterator[Any]:
-        batches = loading_processes.iterate(self._loader) if self._workers else iter(self._loader)
+        batches = self._iteration.begin(self._loader)
         self._processes = loading_processes.children() if self._workers else []
         return batches
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TypeVar
+from weakref import finalize
 
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.signals import ignore_stop_signals
@@ -50,13 +51,27 @@ def begin(_: int = 0) -> None:
     sys.excepthook = tell_what_is_new
 
 
-def iterate(source: Iterable[_T]) -> Iterator[_T]:
-    """``iter(source)``, which may fork loading processes; they inherit no garbage of this process.
+class Iteration:
+    """The latest iterator of what may start loading processes, kept until the next one, or until nobody has this.
 
-    Their own collector would destroy it there, without the threads that it belongs to: objects of torch's crash then.
+    A ``DataLoader``'s iterator that is part of a cycle must not be garbage together with it: Python's collector ends
+    its queues first, so that its processes are not told to end, and it waits five seconds for each of them.
     """
-    gc.collect()
-    return iter(source)
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+        finalize(self, self._kept.clear).atexit = False
+
+    def begin(self, source: Iterable[_T]) -> Iterator[_T]:
+        """``iter(source)``; processes that it forks inherit no garbage of this one.
+
+        Their own collector would destroy it there, without the threads that it belongs to: objects of torch's crash.
+        """
+        if getattr(source, "num_workers", None) != 0:
+            gc.collect()
+        iterator = iter(source)
+        self._kept[:] = [iterator]
+        return iterator
 
 
 def children() -> list[BaseProcess]:

@@ -70,6 +70,7 @@ class IterableWindowLoader(WindowLoader):
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
         self._items: Iterator[Any] | None = None
         self._processes: list[BaseProcess] = []
+        self._iteration = loading_processes.Iteration()
         self._to_open: int | None = None  # the epoch that the next item opens
         self._taken = 0  # items of this epoch
         self._next = (0, 0)  # the epoch and window that the open iterator yields next
@@ -221,7 +222,7 @@ class IterableWindowLoader(WindowLoader):
         if self._to_open is not None:
             epoch, self._to_open = self._to_open, None
             _call_if_there(self._stream, "set_epoch", epoch)
-            items = loading_processes.iterate(self._stream)
+            items = self._iteration.begin(self._stream)
             self._processes = loading_processes.children()
             begun = self._begun or (self._skip > 0 and _has_begun(items))
             if begun and items is self._stream:

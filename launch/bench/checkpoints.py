@@ -14,6 +14,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -30,6 +31,7 @@ from torch.optim import AdamW
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
 from distaccum.checkpoint.files import sync
+from distaccum.checkpoint.hashing import THREADS, HashingWriter, Pieces
 from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.distributed.world import World
@@ -39,8 +41,9 @@ from launch.bench.optimizer_step import shapes
 
 COPY, WRITE, AFTERWARDS, SAVE = "copy in memory", "write and sync", "save, then hash", "save"
 BEGIN = "begin in the background"
+UNHASHED, HASHED = "write its files", "write and hash them"
 READ, ONE_BY_ONE, VERIFY = "read", "verify one by one", "verify"
-COMPARED = {BEGIN: (COPY,), SAVE: (COPY, WRITE, AFTERWARDS), VERIFY: (READ, ONE_BY_ONE)}
+COMPARED = {BEGIN: (COPY,), HASHED: (UNHASHED,), SAVE: (COPY, WRITE, AFTERWARDS), VERIFY: (READ, ONE_BY_ONE)}
 _CHUNK = 2**22
 Figures = dict[str, Any]
 _RUN = state.RunState(progress=Progress(), position={}, wandb_id="", config={}, callbacks={})
@@ -90,6 +93,24 @@ def _digest(file: Path) -> None:
         hashlib.file_digest(opened, "sha256")
 
 
+def _write_files(files: Sequence[tuple[str, Pieces]], folder: Path) -> None:
+    """As many at once as a save writes."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(lambda file: _write_file(folder / file[0], file[1]), files))
+
+
+def _write_file(file: Path, pieces: Pieces) -> None:
+    with file.open("wb") as opened:
+        opened.writelines(pieces)
+    sync(file)
+
+
+def _write_and_hash(files: Sequence[tuple[str, Pieces]], folder: Path) -> None:
+    with HashingWriter(folder) as writer:
+        for name, pieces in files:
+            writer.write(name, pieces)
+
+
 def _read(file: Path, buffer: bytearray) -> None:
     with file.open("rb", buffering=0) as opened:
         while opened.readinto(buffer):
@@ -122,6 +143,7 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
 
     for first in (begin, copy):  # takes the memory
         first()
+    content = [(name, list(pieces)) for name, pieces in state.contents(engine, _RUN, None, world)]
 
     def files() -> list[Path]:
         return sorted((store.root / (store.root / "latest").read_text().strip()).iterdir())
@@ -131,12 +153,14 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
         BEGIN: begin,
         WRITE: lambda: _write_and_sync(tensors, plain / "file"),
         AFTERWARDS: lambda: _save_then_hash(kinds, plain),
+        UNHASHED: lambda: _write_files(content, plain),
+        HASHED: lambda: _write_and_hash(content, plain),
         SAVE: lambda: store.save(next(steps), world, write),
         READ: lambda: [_read(file, buffer) for file in files()],
         ONE_BY_ONE: lambda: [_digest(file) for file in files()],
         VERIFY: lambda: verify(files()[0].parent),
     }
-    content = sum(file.stat().st_size for file in saved.iterdir()) if world.is_main else 0
+    size_on_disk = sum(file.stat().st_size for file in saved.iterdir()) if world.is_main else 0
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(pairs):
         for name, way in ways.items():
@@ -149,7 +173,7 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
                 way()
                 times[name].append(perf_counter() - began)
             world.barrier()
-    figures: Figures = {"bytes": content, "tensor bytes": sum(tensor.nbytes for tensor in tensors)}
+    figures: Figures = {"bytes": size_on_disk, "tensor bytes": sum(tensor.nbytes for tensor in tensors)}
     if world.is_main:
         figures |= {"files": len(list((store.root / f"step-{pairs}").iterdir()))}
         for name, taken in times.items():

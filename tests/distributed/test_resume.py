@@ -24,6 +24,17 @@ SETTINGS = (
     "checkpoint.every=7",
     "resume=auto",
 )
+ALL_AT_ONCE = [
+    "checkpoint.background=true",
+    "compile=blocks",
+    "loss=chunked_cross_entropy",
+    "loss.chunk=8",
+    "optim=adamw_no_decay",
+    "schedule=wsd",
+    "trainer.num_workers=2",
+    "trainer.prefetch_windows=2",
+    "trainer.eval_samples=40",
+]
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
@@ -52,19 +63,20 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int)
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("times", "background"),
+    ("times", "more"),
     [
-        (5, "false"),
-        pytest.param(20, "false", marks=pytest.mark.heavy),
-        (3, "true"),
-        pytest.param(30, "true", marks=pytest.mark.heavy),
+        (5, ["checkpoint.background=false"]),
+        pytest.param(20, ["checkpoint.background=false"], marks=pytest.mark.heavy),
+        (3, ["checkpoint.background=true"]),
+        pytest.param(30, ["checkpoint.background=true"], marks=pytest.mark.heavy),
+        (3, ALL_AT_ONCE),
     ],
+    ids=["5", "20", "background-3", "background-30", "all at once-3"],
 )
 def test_killed_at_random_moments_is_bitwise_uninterrupted(
-    tmp_path: Path, times: int, background: str, says: Callable[[str], None]
+    tmp_path: Path, times: int, more: list[str], says: Callable[[str], None]
 ) -> None:
-    settings = [*SETTINGS, "checkpoint.every=4", f"trainer.max_steps={12 * times}", "trainer.eval_every=30"]
-    settings.append(f"checkpoint.background={background}")
+    settings = [*SETTINGS, "checkpoint.every=4", f"trainer.max_steps={12 * times}", "trainer.eval_every=30", *more]
     settings += ["trainer.verify=never", "+callbacks.killed._target_=tests.support.deaths.KilledAnywhere"]
     where = {name: f"hydra.run.dir={tmp_path / name}" for name in ("whole", "killed")}
     succeed(*settings, where["whole"], world=2, PYTHONPATH=str(ROOT))

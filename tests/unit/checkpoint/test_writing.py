@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import enumerate as enumerate_threads
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import export, files, hashing, state, tensors, weights
+from distaccum.checkpoint import digest, export, files, hashing, state, tensors, weights
 from distaccum.checkpoint.hashing import HashingWriter, digests
 from distaccum.checkpoint.layout import TYPES, pieces
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, verify
@@ -68,9 +70,34 @@ def test_digests_of_what_is_written_are_those_of_the_files(tmp_path: Path) -> No
     sizes = [0, 1, LARGE - 1, *[LARGE + i for i in range(hashing.THREADS + 2)]]
     found = _write(sizes, tmp_path)
     assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == dict(zip(found, sizes, strict=True))
-    actual = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
-    assert found == actual
-    assert digests([tmp_path / name for name in found]) == list(found.values())
+    assert found == {path.name: f"blake3:{blake3(path.read_bytes()).hexdigest()}" for path in tmp_path.iterdir()}
+    assert digests({tmp_path / name: like for name, like in found.items()}) == list(found.values())
+    before = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    assert digests(before) == list(before.values())
+
+
+def test_a_digest_is_the_one_that_others_make() -> None:
+    known = {  # of BLAKE3's and SHA-256's own test vectors
+        "blake3:": "blake3:6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85",
+        "": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+    for like, expected in known.items():
+        found = digest.begin(like)
+        for piece in (b"a", b"", b"bc"):
+            found.update(piece)
+        assert digest.text(found) == expected
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_checkpoint_sealed_by_sha_256_is_verified(tmp_path: Path, *, flipped: bool) -> None:
+    content = bytearray(bytes(range(256)) * (LARGE // 128))
+    sealed = {"model.safetensors": hashlib.sha256(content).hexdigest(), "folder/": ""}
+    content[LARGE] ^= flipped
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "manifest.json").write_text(json.dumps(sealed))
+    with pytest.raises(CheckpointError, match=r"changed: model\.safetensors") if flipped else nullcontext():
+        verify(tmp_path)
 
 
 @pytest.mark.fault(

@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.data import loading_processes
 from distaccum.data.held_out import HeldOut
 from distaccum.data.spec import WorkerOptions
@@ -61,7 +66,7 @@ for batch in DataLoader(torch.zeros(8, 2), num_workers=1, worker_init_fn=INIT):
 """
 
 
-@pytest.mark.parametrize("init", ["begin", "WorkerInit(None)"])
+@pytest.mark.parametrize("init", ["WorkerInit(None)", pytest.param("begin", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_while_a_batch_travels_leaves_no_traceback_of_its_loading_processes(init: str) -> None:
     code = _KILLED_WHILE_A_BATCH_TRAVELS.replace("INIT", init)
     # Its standard error is open until the loading process has ended, too.
@@ -100,10 +105,47 @@ def test_loading_processes_destroy_nothing_of_the_training(gloo_world: World) ->
     gc.disable()
     try:
         _Own()
-        assert len(list(loading_processes.iterate(DataLoader(_Collects(), num_workers=1)))) == 4  # type: ignore[arg-type]
+        data = DataLoader(_Collects(), num_workers=1)  # type: ignore[arg-type]
+        assert len(list(loading_processes.Iteration().begin(data))) == 4
         _Own()
         workers = WorkerOptions(num_workers=1)
         given = HeldOut(_Collects(), gloo_world, limit=None, micro_batch_size=1, collate=None, workers=workers, seed=0)
         assert len(list(given.batches(in_lockstep=False))) == 4
     finally:
         gc.enable()
+
+
+@pytest.mark.timeout(60)  # without: an hour for each process, and as long for those to look again
+@pytest.mark.parametrize("stream", [False, True])
+def test_processes_of_a_loop_that_is_garbage_are_told_to_end(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 3600.0)
+    dataset: Any = _Numbers() if stream else list(range(8))
+    before = active_children()
+    gc.disable()
+    try:
+        _leave_a_loop(DataLoader(dataset, batch_size=2, num_workers=2), gloo_world)
+        started = [process for process in active_children() if process not in before]
+        gc.collect()
+    finally:
+        gc.enable()
+    assert [process.exitcode for process in started] == [0, 0]
+
+
+class _Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        yield from range(info.id, 16, 2)
+
+
+def _leave_a_loop(data: DataLoader[Any], world: World) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, count=len, world=world)
+    windows = accumulator.windows(data)
+    for micro in next(windows):
+        with accumulator.accumulate():
+            accumulator.backward(accumulator.model(micro.batch[:, None].float()).sum())
+    accumulator.own = accumulator, windows  # type: ignore[attr-defined]  a cycle

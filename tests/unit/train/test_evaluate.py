@@ -79,7 +79,7 @@ class Random:
         return x, torch.tensor(index % 3)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_with_evaluations_ends_in_the_weights_of_one_without(
     workers: int, gloo_world: World, tmp_path: Path
 ) -> None:
