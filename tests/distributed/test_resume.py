@@ -81,7 +81,8 @@ def test_killed_at_random_moments_is_bitwise_uninterrupted(
     where = {name: f"hydra.run.dir={tmp_path / name}" for name in ("whole", "killed")}
     succeed(*settings, where["whole"], world=2, PYTHONPATH=str(ROOT))
     # A save in the background is killed where it is being written, or waits to be published, some windows later.
-    farthest, latest = (8, 0.06) if "checkpoint.background=true" in more else (5, 0.015)
+    background = "checkpoint.background=true" in more
+    farthest, latest = (8, 0.06) if background else (5, 0.015)
     draw, half_written = random.Random(times), 0  # noqa: S311
     for _ in range(times):
         step = (RunDir(tmp_path / "killed").saved_step() or 0) + draw.randint(1, farthest)
@@ -95,7 +96,7 @@ def test_killed_at_random_moments_is_bitwise_uninterrupted(
             assert found["reason"].startswith("rank 1 "), found
             says(killed.stderr)
     print(f"{times} kills, {half_written} while a checkpoint was being written")
-    assert "checkpoint.background=false" in more or half_written >= times // 6
+    assert not background or half_written >= times // 6
     succeed(*settings, where["killed"], world=2, PYTHONPATH=str(ROOT), timeout=600)
     exact = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")
     ours, theirs = (metrics(tmp_path / name) for name in ("killed", "whole"))
