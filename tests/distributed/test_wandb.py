@@ -112,7 +112,8 @@ IMAGES = (
     does="resumes in the same W&B run, in which each step is once; older offline folders go to `wandb/superseded`",
 )
 def test_a_resumed_run_is_one_wandb_run_with_each_step_once(tmp_path: Path) -> None:
-    arguments = [*IMAGES, "checkpoint.every=2", "resume=auto", f"hydra.run.dir={tmp_path}"]
+    arguments = [*IMAGES, "checkpoint.every=2", "checkpoint.background=false", "resume=auto"]
+    arguments.append(f"hydra.run.dir={tmp_path}")
     begun = str(tmp_path / "wandb" / "latest-run" / "*.wandb")
     killed = run(*arguments, HOW="kill", AT="6", AWAIT=begun, PYTHONPATH=str(ROOT), timeout=100)
     assert killed.returncode == -9

@@ -18,11 +18,12 @@ MUTANTS = (
         (
             (
                 "engines/ddp.py",
-                "                self._reduce(scaled)\n        self._watch.note()\n",
+                "                self._reduce(scaled)\n        if self.compiled is not None:\n",
                 (
-                    "                self._reduce(scaled)\n        self._watch.note()\n"
+                    "                self._reduce(scaled)\n"
                     "        if self._scaler:\n"
                     "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())\n"
+                    "        if self.compiled is not None:\n"
                 ),
             ),
             ("engines/fused_update.py", "            scaler.advance(1.0 - finite)", "            pass"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -42,9 +43,16 @@ def _data(*, pad_rows: bool = False, **lengths: int) -> DataSpec:
     return DataSpec(train=_samples(), collate=collate, ignored={1: IGNORED}, pad_rows=pad_rows)
 
 
-def _model() -> GPT:
+def _made() -> GPT:
     torch.manual_seed(1)
     return GPT(vocab_size=VOCABULARY, seq_len=16, n_layer=1, n_head=2, n_embd=8).double()
+
+
+MODEL = _made()  # once: ranks that are threads share torch's generator
+
+
+def _model() -> GPT:
+    return deepcopy(MODEL)
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import CompileConfig, RunConfig, Trainer
+from distaccum import CompileConfig, RunConfig, Trainer, World
 from distaccum.errors import ConfigError
 
 DATA: Any = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).unbind())
@@ -51,7 +51,7 @@ def test_a_name_that_is_none_is_refused_before_a_process_group() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's own, of torch.compile
 @pytest.mark.parametrize("compiles", [True, False])
 def test_it_is_compiled_in_the_run_and_given_back(
-    compiles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    gloo_world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, compiles: bool
 ) -> None:
     caplog.set_level(logging.INFO, "distaccum.engines.compiled")
     loss, off = Squares(), {"console": False, "wandb": {"mode": "disabled"}}
