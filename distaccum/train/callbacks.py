@@ -53,7 +53,8 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called after a checkpoint is complete at ``path``.
 
-        ``run.progress`` is the checkpoint's; the model is some updates ahead where it was written in the background.
+        ``run.progress`` is the checkpoint's. The model is some updates ahead with ``checkpoint.background=true``; with
+        ``auto`` it is the checkpoint's, too, since training waits for saves that a callback is called with.
         """
 
     def on_end(self, run: Run, results: Mapping[str, float]) -> None:
@@ -65,6 +66,11 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores :meth:`state_dict`, before the first update or at a rollback."""
+
+
+def looks_at_checkpoints(callback: Callback) -> bool:
+    """Whether the callback is called with each checkpoint."""
+    return type(callback).on_checkpoint is not Callback.on_checkpoint
 
 
 def watches_updates(callback: Callback) -> bool:

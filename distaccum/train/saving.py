@@ -20,6 +20,7 @@ from distaccum.engines.base import StateLayout
 from distaccum.errors import DistaccumError, PeerError
 from distaccum.train.background_save import BackgroundSave, clear
 from distaccum.train.best import BestCheckpoint
+from distaccum.train.callbacks import looks_at_checkpoints
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import reason_of
@@ -200,10 +201,14 @@ class Saver:
         self._best.note(evaluation)
 
     def _make_background(self) -> BackgroundSave | None:
+        asked, reason = self._components.config.checkpoint.background is True, ""
         if self._accumulator.engine.state_layout is StateLayout.EXTERNAL:
-            asked = self._components.config.checkpoint.background is True
+            reason = "the engine writes files of its own"
+        elif not asked and any(map(looks_at_checkpoints, self._components.callbacks)):
+            reason = "a callback's on_checkpoint may look at the model"
+        if reason:
             if self._world.is_main:
-                problem = "checkpoint.background: the engine writes files of its own, so training waits for saves"
+                problem = f"checkpoint.background: {reason}, so training waits for saves"
                 _log.log(logging.WARNING if asked else logging.INFO, problem)
             return None
         background = BackgroundSave(self._world.rank, self._world.size)

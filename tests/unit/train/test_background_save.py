@@ -103,23 +103,28 @@ def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(
     gate = Event()
     _opening(monkeypatch, ".saving-step-2/", lambda _: None if gate.wait(60) else pytest.fail("never opened"))
     watch = Watch(gate, at=3)
-    _train(tmp_path / "run", watch)
+    _train(tmp_path / "run", watch, background=True)
     assert _content(tmp_path / "run") == _content(tmp_path / "waits")
     assert [name for _, name in watch.seen] == ["step-2", "step-4", "step-6", "step-8"]
     assert watch.seen[0][0] in (3, 4)  # the next save waits for it
     assert watch.seen[-1][0] == 8
 
 
+def test_a_callback_sees_the_model_of_the_checkpoint_unless_asked(gloo_world: Any, tmp_path: Path) -> None:
+    watch = Watch()
+    _train(tmp_path, watch)
+    assert watch.seen == [(step, f"step-{step}") for step in (2, 4, 6, 8)]
+
+
 def test_where_memory_is_short_training_waits_and_a_line_says_so(
     gloo_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A made-up machine, which has as little left as the first save wants."""
-    machine, watch = tmp_path / "machine", Watch()
+    machine = tmp_path / "machine"
     (machine / "proc").mkdir(parents=True)
     (machine / "proc" / "meminfo").write_text("MemAvailable: 0 kB\n")
     monkeypatch.setattr(free_memory, "available", partial(free_memory.available, machine))
-    _train(tmp_path / "short", watch)
-    assert watch.seen == [(step, f"step-{step}") for step in (2, 4, 6, 8)]
+    _train(tmp_path / "short")
     said = [record.getMessage() for record in caplog.records if "checkpoint.background=auto" in record.getMessage()]
     assert len(said) == 1
     assert "training waits for saves, as rank 0 would take 0.0 MiB, more than half of the 0.0 MiB" in said[0]
