@@ -26,6 +26,7 @@ from typing import Any
 from distaccum.config.checks import require, require_choice, require_positive
 from distaccum.errors import ConfigError
 from distaccum.train.command import command
+from launch.bench.gpu import plots
 from launch.bench.gpu.processes import Answer, ask
 from launch.bench.gpu.report import Measured, Report
 
@@ -96,7 +97,10 @@ def run(values: Mapping[str, Any], folder: Path, parts: Mapping[str, str] = PART
             left = ends.setdefault(own, monotonic() + seconds) - monotonic()
             limit = min(left, SHARE * seconds)
             report.add(_measure(wanted[own], own, name, small=small, folder=folder, answers=answers, limit_s=limit))
-    report.finish(draws=find_spec("matplotlib") is not None)
+    report.finish()
+    if find_spec("matplotlib") is not None:
+        for part, measured in report.parts.items():
+            plots.draw(measured, f"{part}: {report.title}", folder / f"{part}.png")
     return int(not report.good(unread + asked))
 
 

@@ -121,18 +121,19 @@ class Report:
         """Whether these, by part and name, are good."""
         return all(self._measured[key].good for key in among)
 
-    def finish(self, *, draws: bool) -> None:
-        """Writes the table and, with ``draws``, a PNG for each part; prints the table."""
-        self._write()
-        title = self._title()
-        write_text(self._folder / "report.md", f"{title}\n\n{_markdown(self._rows())}{self._notes()}")
-        if draws:
-            from launch.bench.gpu import plots  # noqa: PLC0415  matplotlib is an extra
+    @property
+    def parts(self) -> dict[str, list[Measured]]:
+        """What was measured, by part."""
+        found: dict[str, list[Measured]] = {}
+        for one in self._measured.values():
+            found.setdefault(one.part, []).append(one)
+        return found
 
-            for part in {one.part: None for one in self._measured.values()}:
-                own = [one for one in self._measured.values() if one.part == part]
-                plots.draw(own, f"{part}: {title}", self._folder / f"{part}.png")
-        self._print(title)
+    def finish(self) -> None:
+        """Writes the table, and prints it."""
+        self._write()
+        write_text(self._folder / "report.md", f"{self.title}\n\n{_markdown(self._rows())}{self._notes()}")
+        self._print(self.title)
 
     def _write(self) -> None:
         content = {
@@ -142,7 +143,9 @@ class Report:
         }
         write_json(self._folder / FILE, content)
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The machine, its versions and the date."""
         machine = self._machine
         device = machine["card"] or f"no GPU, {machine['cores']} CPU cores"
         over = f", CUDA {machine['cuda']}, driver {machine['driver']}" if machine["cuda"] else ""

@@ -114,7 +114,7 @@ def test_a_measurement_without_time_is_left_out_and_told(tmp_path: Path) -> None
     report.add(_measured("before", _figure()))
     for part, name in (("correct", "right"), ("speed", "before")):
         report.add(main._measure(HERE, part, name, limit_s=9.0, **given))
-    report.finish(draws=False)
+    report.finish()
     assert _of(tmp_path)["correct right"]["state"] == LEFT_OUT
     assert _of(tmp_path)["speed before"]["figures"] == [_figure()]  # of an earlier run
     assert "Left out for lack of time: right." in (tmp_path / "report.md").read_text()
