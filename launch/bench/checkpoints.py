@@ -143,7 +143,7 @@ def measure(size: int, world: World, folder: Path, *, pairs: int) -> Figures:
 
     for first in (begin, copy):  # takes the memory
         first()
-    content = [(name, list(pieces)) for name, pieces in state.contents(engine, _RUN, None, world)]
+    content = list(state.Part.of(engine, _RUN, None, world).files())
 
     def files() -> list[Path]:
         return sorted((store.root / (store.root / "latest").read_text().strip()).iterdir())

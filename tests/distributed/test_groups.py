@@ -32,5 +32,5 @@ def test_every_engine_steps_the_groups_as_a_plain_loop_and_takes_the_others_stat
 
 @pytest.mark.slow
 def test_deepspeed_steps_the_groups_of_one_optimizer(tmp_path: Path) -> None:
-    """It keeps what it steps in fp32, whatever the model's format."""
+    """In fp32, which is all that it steps."""
     _hold(tmp_path / "found.json", "deepspeed", rel=2e-6, warm="deepspeed")

@@ -30,6 +30,7 @@ SETTINGS = (
     "trainer.log_every=1",
     "metrics=jsonl",
     "checkpoint.every=2",
+    "checkpoint.background=false",  # what is saved is there when a rank dies
 )
 ON_A_SCREEN = 25
 

@@ -1,8 +1,8 @@
 """Run by torchrun: parameter groups of the configuration on each engine, and from each engine's state on each.
 
-``groups.py RESULT ENGINE...``. Everything is in fp64. The JSON of ``RESULT`` has, for a plain loop of torch over whole
-batches with groups made by hand (``truth``), for each engine and for each pair of them, the final weights as numbers;
-and whether an engine that goes on from its own state has the same bits.
+``groups.py RESULT ENGINE...``. Everything is in fp64, but for DeepSpeed. The JSON of ``RESULT`` has, for a plain loop of
+torch over whole batches with groups made by hand (``truth``), for each engine and for each pair of them, the final weights
+as numbers; and whether an engine that goes on from its own state has the same bits.
 """
 
 from __future__ import annotations
@@ -122,8 +122,10 @@ def accumulator(engine: str, world: World, *, several: bool) -> tuple[Any, Accum
             "checkpoint": {"every": 0},
         }
     )
-    data = DataSpec(train=samples())
-    components = build_components(config, data, model(), CrossEntropy(), world_size=world.size, device=world.device)
+    data, trained = DataSpec(train=samples()), model()
+    if engine == "deepspeed":  # which steps in fp32, and refuses anything else
+        data, trained = DataSpec(train=[(x.float(), y) for x, y in samples()]), trained.float()
+    components = build_components(config, data, trained, CrossEntropy(), world_size=world.size, device=world.device)
     return build_loader(data, components.plan, world), build_accumulator(components, world)
 
 
