@@ -1,8 +1,8 @@
 """Run by torchrun: parameter groups of the configuration on each engine, and from each engine's state on each.
 
-``groups.py RESULT ENGINE...``. Everything is in fp64, but for DeepSpeed. The JSON of ``RESULT`` has, for a plain loop of
-torch over whole batches with groups made by hand (``truth``), for each engine and for each pair of them, the final weights
-as numbers; and whether an engine that goes on from its own state has the same bits.
+``groups.py RESULT ENGINE...``. Everything is in fp64, but for DeepSpeed. The JSON of ``RESULT`` has, for a plain loop
+of torch over whole batches with groups made by hand (``truth``), for each engine and for each pair of them, the final
+weights as numbers; and whether an engine that goes on from its own state has the same bits.
 """
 
 from __future__ import annotations
