@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -20,7 +22,8 @@ def reading(
 
     Where loading processes are forked, one of them reads. A dataset that opens its file with its first sample, as one
     does for loading processes, would open it in this process, and all that are forked later would share the open file
-    and its one position: they would read each other's samples.
+    and its one position: they would read each other's samples. Where they are started otherwise, they get the dataset
+    pickled, as an open file cannot be; what is read here is such a copy.
 
     Args:
         dataset: map-style samples.
@@ -29,6 +32,9 @@ def reading(
         workers: how the others are loaded.
     """
     forked = workers.num_workers > 0 and start_method(workers.multiprocessing_context) == "fork"
+    if workers.num_workers and not forked:
+        with suppress(Exception):  # it is pickled for the loading processes too, which then say so
+            dataset = pickle.loads(pickle.dumps(dataset))  # noqa: S301  written here
     loader: DataLoader[Any] = DataLoader(
         cast("Dataset[Any]", dataset),  # torch names its base class, and uses [index] only
         batch_sampler=cast(Any, batches),

@@ -26,6 +26,10 @@ class OpensItsFile:
         self.path, self.readers = path, path.with_suffix(".readers")
         path.write_bytes(bytes(range(SAMPLES)))
 
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
     def __len__(self) -> int:
         return SAMPLES
 
@@ -87,3 +91,10 @@ def test_a_sample_that_cannot_be_read_does_not_end_the_reading() -> None:
         with pytest.raises(IndexError):
             next(found)
         assert next(found) == "b"
+
+
+def test_no_file_is_opened_where_the_dataset_will_be_pickled(tmp_path: Path) -> None:
+    data = OpensItsFile(tmp_path / "data")
+    found = reading(data, [[3]], len, WorkerOptions(num_workers=2, multiprocessing_context="spawn"))
+    assert next(found) == 1
+    assert data.file is None
