@@ -95,6 +95,9 @@ class PadCollator:
             problem = f"field {name!r} of the samples is a sequence, and no padding value is stated for it"
             raise DataError(f"{problem}; fields with one: {known}")
         value = self._values[name]
+        if value is not None and not _holds(common, value):
+            problem = f"field {name!r} of the samples is {common}, which cannot hold the padding value {value}"
+            raise DataError(f"{problem}: give it as int64, as labels are")
         try:
             if value is None:
                 return torch.stack(tensors)
@@ -154,16 +157,35 @@ class FilledCollator:
         # Collations may change what they are given.
         batch = self._collate([*samples, *(copy.deepcopy(samples[0]) for _ in range(missing))])
         for name, value in self._ignored.items():
-            try:
-                part: Any = batch[name]
-            except (KeyError, IndexError, TypeError) as error:
-                raise DataError(f"a batch of {type(batch).__name__} has no part {name!r}, whose {_WHERE}") from error
+            part = _part(batch, name)
             if not isinstance(part, Tensor) or not part.ndim or len(part) != self.rows:
                 is_it = f"shape {list(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
                 problem = f"the part {name!r} of a batch of {self.rows} rows has {is_it}, no row for each of them"
                 raise DataError(f"{problem}: its {_WHERE}")
+            if not _holds(part.dtype, value):
+                problem = f"the part {name!r} of a batch is {part.dtype}, which cannot hold {value:g}"
+                raise DataError(f"{problem}, with which rows are to be ignored: give it as int64, as labels are")
             part[len(samples) :] = value
         return batch
+
+
+def _part(batch: Any, name: Any) -> Any:
+    try:
+        return batch[name]
+    except (KeyError, IndexError, TypeError) as error:
+        if isinstance(name, str) and hasattr(batch, name):  # of a dataclass or a named tuple
+            return getattr(batch, name)
+        raise DataError(f"a batch of {type(batch).__name__} has no part {name!r}, whose {_WHERE}") from error
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Whether a number fits: integers would wrap it around, and -100 in ``uint8`` is the class 156."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if dtype is torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max and int(value) == value
 
 
 _WHERE = "rows are to be ignored (DataSpec.ignored): name the parts that the loss counts, or leave pad_rows out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
@@ -15,6 +14,7 @@ from distaccum.data import loading_processes
 from distaccum.data.ahead import SeededIds
 from distaccum.data.factory import loading_options
 from distaccum.data.loader import Collate, expect_all, generator_of, torch_loader
+from distaccum.data.reading import start_method
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
@@ -71,7 +71,7 @@ class HeldOut:
             collate=collate,
             workers=workers,
             generator=generator_of(seed, world),
-            persistent=workers.num_workers > 0 and _start_method(workers.multiprocessing_context) != "fork",
+            persistent=workers.num_workers > 0 and start_method(workers.multiprocessing_context) != "fork",
         )
         assert self._loader.generator is not None
         self._seed = self._loader.generator.initial_seed()
@@ -144,13 +144,6 @@ class _Ids:
         for ids in self._given:
             self.taken += 1
             yield SeededIds(ids, keys_of(ids[:1], "held out", self._seed)[0])
-
-
-def _start_method(context: Any) -> str | None:
-    """That of a ``DataLoader``'s ``multiprocessing_context``: a context, a name, or None for the default."""
-    if isinstance(context, str):
-        return context
-    return str((multiprocessing if context is None else context).get_start_method())
 
 
 def evaluation_workers(data: DataSpec, num_workers: int, options: Mapping[str, Any] | None = None) -> WorkerOptions:

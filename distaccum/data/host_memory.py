@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -11,7 +13,8 @@ from distaccum.data.ahead import items_of_window
 from distaccum.data.batches import map_tensors
 from distaccum.data.loader import rows_of
 from distaccum.data.plan.batch import Plan
-from distaccum.data.spec import DataSpec, is_map_style
+from distaccum.data.reading import reading
+from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError
 
@@ -57,20 +60,39 @@ class WindowMemory:
         return ahead
 
 
-def window_memory(source: DataSpec, plan: Plan) -> WindowMemory:
+def window_memory(source: DataSpec, plan: Plan, workers: WorkerOptions | None = None) -> WindowMemory:
     """Reckoned from one sample: the longest where the data say how long theirs are, else the first.
 
     The model's random numbers are left alone.
+
+    Args:
+        source: the data.
+        plan: their division.
+        workers: how samples are loaded; None: in this process.
     """
     assert is_map_style(source.train)
     generators = RNGState.capture()
     try:
         longest = 0 if source.lengths is None else int(np.argmax(source.lengths))
-        batch = (source.collate or default_collate)([source.train[longest]])
+        collate = _Bytes(source.collate or default_collate)
+        found: int = next(reading(source.train, [[longest]], collate, workers or WorkerOptions()))
     finally:
         generators.restore()
-    sizes: list[int] = []
-    map_tensors(
-        batch, lambda tensor: sizes.append(tensor.nbytes), lambda part: sizes.append(getattr(part, "nbytes", 0))
-    )
-    return WindowMemory(micro_batch=sum(sizes) * rows_of(plan), micro_batches=items_of_window(plan))
+    return WindowMemory(micro_batch=found * rows_of(plan), micro_batches=items_of_window(plan))
+
+
+class _Bytes:
+    """From samples to the bytes of their batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> int:
+        """Of tensors and arrays."""
+        sizes: list[int] = []
+        map_tensors(
+            self._collate(samples),
+            lambda tensor: sizes.append(tensor.nbytes),
+            lambda part: sizes.append(getattr(part, "nbytes", 0)),
+        )
+        return sum(sizes)

@@ -24,6 +24,7 @@ from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
 from distaccum.data.plan.resized import Resize, ResizedPlan
+from distaccum.data.reading import reading
 from distaccum.data.sketch import Sketch, same, sketch
 from distaccum.data.spec import Ignored, MapDataset, WorkerOptions
 from distaccum.data.waiting import WaitClock
@@ -231,7 +232,7 @@ class MapWindowLoader(WindowLoader):
 
     def _fetch(self, ids: Sequence[int]) -> tuple[list[Any], Collate]:
         assert self._loader.collate_fn is not None
-        return [self._loader.dataset[i] for i in ids], self._loader.collate_fn
+        return next(reading(self._dataset, [list(ids)], list, self._options)), self._loader.collate_fn
 
     def _begin(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches from window ``start`` on, after the ranks have compared what they are about to train on."""
@@ -288,7 +289,8 @@ class MapWindowLoader(WindowLoader):
             return
         generators = RNGState.capture()
         try:
-            samples = [self._dataset[i] for i in next(self._ids.of_window(cut, epoch, k), [])[:1]]
+            first = next(self._ids.of_window(cut, epoch, k), [])[:1]
+            samples = next(reading(self._dataset, [first], list, self._options)) if first else []
             counts = [counter.micro_batch(of(samples)).counts for of in (collate.bare, collate) if samples]
         finally:
             generators.restore()
@@ -331,7 +333,7 @@ def torch_loader(
         collate_fn=collate,
         num_workers=workers.num_workers,
         persistent_workers=workers.num_workers > 0 and persistent,
-        worker_init_fn=WorkerInit(workers.worker_init_fn),
+        worker_init_fn=loading_processes.WorkerInit(workers.worker_init_fn),
         multiprocessing_context=workers.multiprocessing_context,
         timeout=workers.timeout,
         prefetch_factor=workers.prefetch_factor,
@@ -344,19 +346,6 @@ def generator_of(seed: int | None, world: World) -> torch.Generator:
     """Of a rank's ``DataLoader``: it draws none of the model's random numbers, and ranks' workers get other seeds."""
     digest = hashlib.blake2b(f"{seed}/{world.rank}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest))
-
-
-class WorkerInit:
-    """A ``worker_init_fn`` that leaves to the training process what concerns it, and calls the user's."""
-
-    def __init__(self, users: Callable[[int], None] | None) -> None:
-        self._users = users
-
-    def __call__(self, worker: int) -> None:
-        """In a loading process, before its first sample."""
-        loading_processes.begin(worker)
-        if self._users is not None:
-            self._users(worker)
 
 
 def expect_all(given: int, found: int, what: str) -> None:

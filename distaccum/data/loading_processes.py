@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -49,6 +49,19 @@ def begin(_: int = 0) -> None:
             sleep(0.01)
 
     sys.excepthook = tell_what_is_new
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that leaves to the training process what concerns it, and calls the user's."""
+
+    def __init__(self, users: Callable[[int], None] | None) -> None:
+        self._users = users
+
+    def __call__(self, worker: int) -> None:
+        """In a loading process, before its first sample."""
+        begin(worker)
+        if self._users is not None:
+            self._users(worker)
 
 
 class Iteration:

@@ -31,7 +31,7 @@ from distaccum.data.fingerprint import fingerprint
 from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.spec import DataSpec
+from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.engines import compiled
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare, refuse_gloo
@@ -90,7 +90,8 @@ class TrainingComponents:
     @cached_property
     def facts(self) -> Mapping[str, Any]:
         """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
-        return {"model": structure(self.model), "loss": structure(self.loss), "data": fingerprint(self.data)}
+        data = fingerprint(self.data, _loading(self.data, self.config))
+        return {"model": structure(self.model), "loss": structure(self.loss), "data": data}
 
     @property
     def evaluates_alone(self) -> bool:
@@ -258,8 +259,13 @@ def _most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> i
         return None
     if isinstance(plan, StreamPlan):
         raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
-    workers = loading_options(data, num_workers=config.trainer.num_workers).num_workers
-    return window_memory(data, plan).most_ahead(key, stated, bytes_of(key, stated), workers)
+    workers = _loading(data, config)
+    memory = window_memory(data, plan, workers)
+    return memory.most_ahead(key, stated, bytes_of(key, stated), workers.num_workers)
+
+
+def _loading(data: DataSpec, config: RunConfig) -> WorkerOptions:
+    return loading_options(data, num_workers=config.trainer.num_workers, options=asdict(config.trainer.loader))
 
 
 def build_loggers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from distaccum.config.schema import RunConfig
-from distaccum.data.spec import DataSpec, is_map_style
+from distaccum.data.held_out import evaluation_workers
+from distaccum.data.reading import reading
+from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Scorer, score_names
@@ -90,7 +93,8 @@ def check_results(
     Raises:
         ConfigError: ``checkpoint.best`` without evaluations; or that or a callback names no result of one set.
     """
-    best, names = config.checkpoint.best, cache(partial(_names, data, loss, metrics))
+    workers = evaluation_workers(data, config.trainer.num_workers, asdict(config.trainer.loader))
+    best, names = config.checkpoint.best, cache(partial(_names, data, loss, metrics, workers))
     if best is not None and not evaluates(data, config):
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if best is not None:
@@ -120,19 +124,19 @@ def _check_result(key: str, value: str, name: str, data: DataSpec, names: Callab
         raise ConfigError(key, value, "is no result of the evaluation", remedy)
 
 
-def _names(data: DataSpec, loss: Loss, metrics: Mapping[str, Any]) -> list[str] | None:
+def _names(data: DataSpec, loss: Loss, metrics: Mapping[str, Any], workers: WorkerOptions) -> list[str] | None:
     """What the results of a held-out set are called, or patterns of it; None where nobody knows before they are there.
 
     A metric may give numbers by name.
     """
-    if (scored := _scored(data, loss)) is None:
+    if (scored := _scored(data, loss, workers)) is None:
         return None
     of_data = () if data.bytes_per_token is None else ("bits_per_byte",)
     of_metrics = [name for metric in metrics for name in (metric, f"{metric}_*")]
     return list(dict.fromkeys((SINGLE, *scored, *of_data, *of_metrics)))
 
 
-def _scored(data: DataSpec, loss: Loss) -> Sequence[str] | None:
+def _scored(data: DataSpec, loss: Loss, workers: WorkerOptions) -> Sequence[str] | None:
     """The names that the loss scores by; None where nobody knows before an evaluation.
 
     One without ``scores`` is asked for the count of a sample: several losses may differ from batch to batch.
@@ -141,10 +145,21 @@ def _scored(data: DataSpec, loss: Loss) -> Sequence[str] | None:
         return names
     before = RNGState.capture(torch.device("cpu"))
     try:
-        sample = next(iter(data.held_out.values()))[0]
-        count = loss.count((data.collate or default_collate)([sample]))
+        held_out, collate = next(iter(data.held_out.values())), data.collate or default_collate
+        single: bool = next(reading(held_out, [[0]], _CountsOne(loss, collate), workers))
     except Exception:  # the evaluation itself says so, where it reads the sample
         return None
     finally:
         before.restore()
-    return None if isinstance(count, Mapping) else [SINGLE]
+    return [SINGLE] if single else None
+
+
+class _CountsOne:
+    """Whether the batch of some samples counts for a single loss."""
+
+    def __init__(self, loss: Loss, collate: Callable[[list[Any]], Any]) -> None:
+        self._loss, self._collate = loss, collate
+
+    def __call__(self, samples: list[Any]) -> bool:
+        """Of these samples."""
+        return not isinstance(self._loss.count(self._collate(samples)), Mapping)

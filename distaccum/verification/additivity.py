@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -27,6 +28,7 @@ from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums
 _log = logging.getLogger(__name__)
 _ROUNDING = 1e-3  # of a sum, where its samples are padded and batched otherwise; a mean is off by a half
 _ROUNDING_16 = 3e-2
+_ROUNDING_PADDED = 1e-4  # of the same samples in another shape
 _PAIR, _LOOKED_AT = 2, 8  # samples
 _UNPADDED = 4  # of the batches that are measured
 _CLASSES = 5e-2  # how near the first loss is to ln(classes) times a factor
@@ -40,10 +42,26 @@ class _Measured:
     counts: Counts
 
 
+@dataclass(frozen=True)
+class _Shapes:
+    """One sample, two, and two with other random numbers; ``padded`` two, two in the other order, and one."""
+
+    one: _Measured
+    both: _Measured
+    anew: _Measured
+    padded: Sequence[_Measured]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the losses that are compared; none without padding."""
+        return list(self.both.losses) if self.padded else []
+
+
 def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: Count | None = None) -> None:
     """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
 
-    Where micro-batches are padded to fixed shapes, the two are compared without that, and then together with it.
+    Where micro-batches are padded to fixed shapes, samples are compared without that and with it; in training mode too,
+    if the model draws no random numbers there.
 
     A loss that compares samples, or is random, is no error: it is logged. What ``count`` counts divides the loss;
     without it what the loss counts itself.
@@ -78,7 +96,7 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: 
 def _pair(window: Window) -> list[Any] | None:
     """Two samples apart, and together twice; None where this rank has none that can be told apart.
 
-    Where micro-batches are padded to fixed shapes, so are the two, together, at the end.
+    Where micro-batches are padded to fixed shapes, so are the two, in either order, and the first alone, at the end.
     """
     generators = RNGState.capture()
     try:
@@ -93,8 +111,9 @@ def _pair(window: Window) -> list[Any] | None:
 def _collated(window: Window) -> list[Any] | None:
     """From the dataset, collated apart and together: what padding adds is then seen."""
     ids = [int(i) for micro in window.ids() for i in micro][:_LOOKED_AT]
-    if window.fetch is None or len(ids) < _PAIR:
+    if window.fetch is None or not ids:
         return None
+    ids = ids if len(ids) >= _PAIR else ids * _PAIR
     samples, collate = window.fetch(ids)
     bare = getattr(collate, "bare", None)
 
@@ -103,7 +122,7 @@ def _collated(window: Window) -> list[Any] | None:
 
     alone = batch(0)
     other = next((i for i in range(1, len(ids)) if _shapes(batch(i)) != _shapes(alone)), 1)
-    fixed = [] if bare is None else [batch(0, other, by=collate)]
+    fixed = [] if bare is None else [batch(*places, by=collate) for places in ((0, other), (other, 0), (0,))]
     return [alone, batch(other), batch(0, other), batch(0, other), *fixed]
 
 
@@ -134,6 +153,7 @@ def _compare(
     """An error, or a warning, in words; empty where the loss is a sum."""
     # Uncompiled: it would be compiled for two shapes that no window has.
     model = engine.unwrapped_model
+    modes = _modes(model)
     with _evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
         state = RNGState.capture(engine.device)
 
@@ -150,22 +170,37 @@ def _compare(
         try:
             a, b, ab = map(measure, batches[:3])
             again = measure(batches[3], anew=True)
-            padded = [measure(batch) for batch in batches[_UNPADDED:]]
+            shapes = [_Shapes(a, ab, again, [measure(batch) for batch in batches[_UNPADDED:]])]
         finally:
             hook.remove()
-    tolerance = _ROUNDING_16 if _in_16_bits(engine) else _ROUNDING
+        if batches[_UNPADDED:]:
+            _set(modes)  # what is only there while it trains: a term of its own, statistics of the batch
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    unpadded = measure(batches[0]), measure(batches[2]), measure(batches[3], anew=True)
+                    shapes.append(_Shapes(*unpadded, [measure(batch) for batch in batches[_UNPADDED:]]))
+            except Exception as problem:  # statistics of a batch of one sample
+                if engine.forward_communicates:
+                    raise
+                _log.info("padding was not looked at in training mode: %s: %s", type(problem).__name__, problem)
+    tolerance, of_padding = (_ROUNDING_16, _ROUNDING_16) if _in_16_bits(engine) else (_ROUNDING, _ROUNDING_PADDED)
+    warned, random = "", False
     for name in ab.losses:
         parts = [measured.losses[name] for measured in (a, b, ab, again)]
         if not all(map(math.isfinite, parts)):
             continue
         if not _close(parts[2], parts[3], tolerance):
-            return "", ""  # random, of its own
+            random = True  # of its own
+            continue
         counts = [measured.counts.get(name, 0.0) for measured in (a, b, ab)]
         error, warning = _judge(name, parts[:3], counts, tolerance)
-        if padded and not error:
-            error = _judge_padding(name, ab, padded[0], tolerance)
-        if error or warning:
-            return error, warning
+        if error:
+            return error, ""
+        warned = warned or warning
+    if error := next(filter(None, (_judge_padding(name, one, of_padding) for one in shapes for name in one.names)), ""):
+        return error, ""
+    if warned or random:
+        return "", warned
     known = set(classes)
     counted = sum(ab.counts.values())
     if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and counted and _has_labels(batches[0], *known):
@@ -235,22 +270,36 @@ def _judge_count(of: str, counts: list[float], measured: str, *, adds_up: bool) 
     ), ""
 
 
-def _judge_padding(name: str, bare: _Measured, padded: _Measured, tolerance: float) -> str:
+def _judge_padding(name: str, shapes: _Shapes, tolerance: float) -> str:
+    """An error in words; of a loss that draws random numbers nothing, as another shape draws others."""
+    if not _close(shapes.both.losses[name], shapes.anew.losses[name], 1e-6):
+        return ""
     of = "" if name == "loss" else f" {name!r}"
-    remedy = "or leave pad_to, pad_to_multiple_of and pad_rows out"
-    counts = [measured.counts.get(name, 0.0) for measured in (bare, padded)]
-    if not _close(counts[0], counts[1], 1e-6):
-        return (
-            f"two samples count {counts[0]:g}{of and f' for{of}'}, and {counts[1]:g} where they are padded to the "
-            f"fixed shape: count the labels that are not ignored, {remedy}"
+    said: list[tuple[str, str]] = []
+    for padded, bare in zip(shapes.padded, (shapes.both, shapes.both, shapes.one), strict=True):
+        (loss, count), (loss_then, count_then) = (
+            (measured.losses[name], measured.counts.get(name, 0.0)) for measured in (bare, padded)
         )
-    losses = [measured.losses[name] for measured in (bare, padded)]
-    if not _close(losses[0], losses[1], tolerance):
-        return (
-            f"two samples have the loss{of} {losses[0]:.6g}, and {losses[1]:.6g} where they are padded to the fixed "
-            f"shape: let the model mask padding, as by causal attention or an attention mask, {remedy}"
-        )
-    return ""
+        alone = bare is shapes.one
+        if not _close(count, count_then, 1e-6):
+            who = "a sample counts" if alone else "two samples count"
+            seen = f"{who} {count:g}{of and f' for{of}'}, and {count_then:g}"
+            said.append((seen, "count the labels that are not ignored"))
+        elif not _close(loss, loss_then, tolerance):
+            who = "a sample has" if alone else "two samples have"
+            remedy = "let the model mask padding, as by causal attention or an attention mask"
+            said.append((f"{who} the loss{of} {loss:.6g}, and {loss_then:.6g}", remedy))
+        else:
+            said.append(("", ""))
+    both, other_order, one = said
+    if bool(both[0]) != bool(other_order[0]):
+        remedy = "The collate function sorts its samples, and rows are filled up behind them: let it keep their order"
+        return f"{both[0] or other_order[0]} where rows are filled up, but not in the other order. {remedy}"
+    seen, remedy = both if both[0] else one
+    if not seen:
+        return ""
+    remedy = f"{remedy}, or leave pad_to, pad_to_multiple_of and pad_rows out"
+    return f"{seen} where they are padded to the fixed shape: {remedy}"
 
 
 def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float]) -> str:
@@ -271,13 +320,21 @@ def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """In evaluation mode: dropout and batch statistics are no fault of the loss."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = _modes(model)
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        _set(modes)
+
+
+def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    return [(module, module.training) for module in model.modules()]
+
+
+def _set(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
 
 
 def _in_16_bits(engine: Engine) -> bool:

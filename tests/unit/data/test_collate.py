@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.errors import ConfigError, DataError
+
+BYTES = torch.tensor([1], dtype=torch.uint8)
 
 
 def test_mappings_are_padded_to_the_longest_of_the_micro_batch() -> None:
@@ -62,6 +65,9 @@ def test_a_field_of_one_length_may_be_stacked() -> None:
         (PadCollator({}), [{"a": "text"}], "'a' of the samples cannot be made a tensor"),
         (PadCollator({"a": 0}), [{"a": [1]}, {"a": 1}], "'a' of the samples cannot be put into one batch"),
         (PadCollator({"a": 0}), [[1, 2]], "these are list"),
+        (PadCollator({"a": -100}), [{"a": BYTES}], "'a' .* is torch.uint8, which cannot hold the padding value -100"),
+        (PadCollator({"a": 0.5}), [{"a": [1]}], "is torch.int64, which cannot hold the padding value 0.5"),
+        (PadCollator({"a": 2}), [{"a": [True]}], "is torch.bool, which cannot hold the padding value 2"),
     ],
 )
 def test_what_cannot_be_padded_is_named(pad: PadCollator, samples: list[object], message: str) -> None:
@@ -98,6 +104,13 @@ def test_lengths_that_cannot_be(lengths: Any, said: str) -> None:
         PadCollator((0, -100), **lengths)
 
 
+@dataclass
+class Pair:
+    """A batch that is neither a mapping nor a tuple."""
+
+    labels: torch.Tensor
+
+
 class Growing(list[int]):
     """A sample that its collation changes."""
 
@@ -121,6 +134,8 @@ def test_rows_that_fill_a_batch_count_nothing() -> None:
     changed = FilledCollator(_collate_and_change, 3, {"labels": -100})([Growing([7])])
     assert changed["x"].tolist() == [[7, 0]] * 3  # each is a copy
     assert changed["labels"].tolist() == [1, -100, -100]
+    pair = FilledCollator(lambda samples: Pair(torch.tensor(samples)), 2, {"labels": -100})([4])
+    assert pair.labels.tolist() == [4, -100]
     assert pickle.loads(pickle.dumps(fill)).rows == 3  # noqa: S301  written a moment ago
 
 
@@ -131,6 +146,7 @@ def test_rows_that_fill_a_batch_count_nothing() -> None:
         (None, {2: -100}, "has no part 2"),
         (lambda samples: (torch.ones(len(samples)), "text"), {1: 0}, r"part 1 of a batch of 2 rows has type str"),
         (lambda _: (torch.ones(5), torch.ones(5)), {1: 0}, r"part 1 of a batch of 2 rows has shape \[5\]"),
+        (lambda _: {"y": BYTES.repeat(2)}, {"y": -100}, "part 'y' of a batch is torch.uint8, which cannot hold -100"),
     ],
 )
 def test_rows_that_cannot_be_ignored(collate: Any, ignored: Any, said: str) -> None:

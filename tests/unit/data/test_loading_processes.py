@@ -53,8 +53,7 @@ from multiprocessing import resource_sharer
 from multiprocessing.connection import Client
 import torch
 from torch.utils.data import DataLoader
-from distaccum.data.loading_processes import begin
-from distaccum.data.loader import WorkerInit
+from distaccum.data.loading_processes import WorkerInit, begin
 
 def dies(ident):
     connection = Client(ident[0], authkey=resource_sharer.process.current_process().authkey)

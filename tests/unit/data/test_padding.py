@@ -103,12 +103,13 @@ PADDED: dict[str, tuple[dict[str, Any], set[tuple[int, ...]]]] = {
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "to one shape"), *((2, kind) for kind in PADDED)])
 def test_padding_leaves_the_gradient_of_the_samples(ranks: int, kind: str) -> None:
     options, allowed = PADDED[kind]
+    truths = _truth()
     for found in run_ranks(ranks, lambda world: _run(world, _data(**options))):
         assert not isinstance(found, BaseException), found
         gradients, shapes = found
         assert shapes <= allowed
         assert len(gradients) == 4
-        for ours, truth in zip(gradients, _truth(), strict=True):
+        for ours, truth in zip(gradients, truths, strict=True):
             error = float((ours - truth).norm() / truth.norm())
             print(f"{ranks} ranks, padded {kind}: {error:.1e}")
             assert error <= 1e-15
@@ -191,6 +192,74 @@ def test_a_count_of_padding_is_refused(gloo_world: World) -> None:
     rows, data = _make(gloo_world, _model(), count=EveryToken().count, verify="never"), replace(data, pad_rows=True)
     with pytest.raises(DataError, match="a sample counts 12 and 36 without and with the rows"):
         next(rows.windows(replace(data, collate=None)))
+
+
+class EveryLogit(CrossEntropy):
+    """With a term of all logits, those of ignored labels too."""
+
+    def __call__(self, model: nn.Module, batch: Sample) -> Tensor:
+        return super().__call__(model, batch) + 1e-4 * model(batch[0]).logsumexp(-1).square().sum()
+
+
+class BesideAnother(EveryLogit):
+    """The other one is a term of each micro-batch, of which there is a warning."""
+
+    def count(self, batch: Sample) -> Any:
+        return {"fixed": 1, "tokens": super().count(batch)}
+
+    def __call__(self, model: nn.Module, batch: Sample) -> Any:
+        return {"fixed": 0.0 * model(batch[0]).sum() + 1.0, "tokens": super().__call__(model, batch)}
+
+
+class OfTheBatch(nn.Module):
+    """Statistics of the micro-batch while it trains, of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        logits: Tensor = self.out(hidden - hidden.mean((0, 1)) if self.training else hidden)
+        return logits
+
+
+def _longest_first(samples: list[Sample]) -> Any:
+    return PadCollator((0, IGNORED))(sorted(samples, key=lambda sample: -len(sample[0])))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "made", "said"),
+    [
+        ({"pad_rows": True}, {}, (_model, EveryLogit()), "two samples have the loss"),
+        ({"pad_rows": True}, {"micro_batch_size": 2}, (_model, EveryLogit()), "a sample has the loss"),
+        (
+            {"pad_to": 13},
+            {"global_batch_size": 1, "micro_batch_size": 1},
+            (Bidirectional, CrossEntropy()),
+            "two samples",
+        ),
+        ({"pad_rows": True}, {}, (_model, BesideAnother()), "two samples have the loss 'tokens'"),
+        ({"pad_to": 13}, {}, (OfTheBatch, CrossEntropy()), "two samples have the loss"),
+        ({"pad_rows": True}, {"collate": _longest_first, "seed": 5}, (_model, CrossEntropy()), "sorts its samples"),
+        ({"pad_rows": True}, {"collate": _longest_first, "seed": 6}, (_model, CrossEntropy()), "sorts its samples"),
+    ],
+)
+def test_what_padding_changes_is_found_wherever_it_hides(
+    gloo_world: World, options: Any, sizes: Any, made: Any, said: str
+) -> None:
+    model, loss = made
+    data = replace(_data(**options), **({"collate": sizes.pop("collate")} if "collate" in sizes else {}))
+    acc = _make(gloo_world, model(), count=loss.count, **sizes)
+    with pytest.raises(VerificationError, match=said):
+        acc.step(next(acc.windows(data)), loss)
+
+
+def test_what_draws_random_numbers_by_shape_is_padded(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.3), nn.Linear(8, VOCABULARY))
+    acc = _make(gloo_world, model, count=CrossEntropy().count)
+    acc.step(next(acc.windows(_data(pad_to=13, pad_rows=True))), CrossEntropy())
+    assert acc.progress.step == 1
 
 
 class Normalised(nn.Module):
