@@ -116,7 +116,9 @@ def _is_plain(value: object) -> bool:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Whether they are equal; NaN is as it was, too."""
+    """Whether they are equal, and no truth value is taken for a number; NaN is as it was, too."""
+    if isinstance(before, bool) != isinstance(now, bool):
+        return False
     return bool(before == now) or (before != before and now != now)  # noqa: PLR0124  NaN alone differs from itself
 
 
@@ -155,7 +157,7 @@ def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
         return False
     default = defaults[name]
     plain = list(default) if isinstance(default, tuple) else default
-    return _is_plain(plain) and isinstance(plain, bool) == isinstance(value, bool) and bool(plain == value)
+    return _is_plain(plain) and _same(plain, value)
 
 
 def _flat(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

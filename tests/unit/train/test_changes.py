@@ -130,6 +130,8 @@ def test_a_target_that_has_moved_is_compared_by_its_structure(group: str) -> Non
 def test_a_setting_that_is_nan_is_no_change_and_nodes_in_lists_have_defaults_too() -> None:
     record = {"loss": {"_target_": "Net", "missing": float("nan")}}
     assert compare(json.loads(json.dumps(record)), record) == []
+    (change,) = compare({"loss": {"scale": 1.0}}, {"loss": {"scale": True}})
+    assert change.refused
     node = {"_target_": f"{__name__}.build", "heads": 2}
     plain, told = ({"model": {"_target_": "Net", "parts": [part]}} for part in (node, {**node, "bias": True}))
     assert compare(plain, told) == compare(told, plain) == []
