@@ -136,10 +136,10 @@ def _filled(node: Any, other: Any, *, targets: Any) -> Any:
         name: _filled(value, other[name], targets=targets[name]) if name in other else value
         for name, value in node.items()
     }
-    target = targets.get("_target_")
-    if target is not None and _name(node.get("_target_")) == _name(other.get("_target_")):
+    missing = other.keys() - node.keys()
+    if missing and "_target_" in targets and _name(node.get("_target_")) == _name(other.get("_target_")):
         defaults = _defaults(targets)
-        filled |= {name: other[name] for name in other.keys() - node.keys() if _is_default(other[name], name, defaults)}
+        filled |= {name: other[name] for name in missing if _is_default(other[name], name, defaults)}
     return filled
 
 

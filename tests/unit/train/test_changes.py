@@ -115,6 +115,15 @@ def test_the_defaults_of_a_target_that_has_moved_are_those_of_the_run() -> None:
         assert [(change.key, change.refused) for change in changes] == [("model._target_", False)]
 
 
+def test_nothing_is_said_of_a_target_that_cannot_be_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Classes of a function, as programs and notebooks have them."""
+    node = {"_target_": "__main__.main.<locals>.Net", "heads": 2}
+    assert compare({"model": node}, {"model": node}) == []
+    (change,) = compare({"model": node}, {"model": {**node, "bias": True}})
+    assert change.refused
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("group", ["model", "loss"])
 def test_a_target_that_has_moved_is_compared_by_its_structure(group: str) -> None:
     before, now = ({group: dict[str, object](_target_=f"{place}.Net", heads=2)} for place in ("old", "new"))
