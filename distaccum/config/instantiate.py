@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 from hydra.errors import InstantiationException
@@ -49,10 +51,22 @@ def target_of(key: str, node: Node) -> Any:
         raise ConfigError(f"{key}._target_", None, "is missing", remedy)
     target = node["_target_"]
     try:
-        return get_object(target)
+        with _untold():
+            return get_object(target)
     except (ImportError, ValueError, AttributeError) as error:
         remedy = "Give package.module.Name, importable from where you start the run (see PYTHONPATH)"
         raise ConfigError(f"{key}._target_", target, f"cannot be imported ({error})", remedy) from error
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Keeps Hydra from logging what it raises as well."""
+    log = logging.getLogger("hydra.utils")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def signature_of(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -419,7 +419,7 @@ def _construct(schema: type, values: Any, **chosen: type) -> Any:
 def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None = None) -> ConfigError:
     """The ConfigError for an error of OmegaConf; the value is looked up in ``node``."""
     key = str(error.full_key or "")
-    value = None if node is None else OmegaConf.select(OmegaConf.create(dict(node)), key)
+    value = None if node is None else OmegaConf.select(OmegaConf.create(dict(node), flags={"allow_objects": True}), key)
     first_line = str(error.msg or error).splitlines()[0]
     match error:
         case oc.MissingMandatoryValue():
@@ -429,6 +429,8 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
             return unknown_key(key, value, _name_of(node or {}))
         case oc.InterpolationResolutionError():
             return ConfigError(key, value, first_line, "Choose groups that go together, or state the value yourself")
+        case oc.UnsupportedValueType():
+            return ConfigError(key, value, first_line, "Give a number, a text, a list or a mapping")
         case oc.ValidationError():
             return ConfigError(key, value, first_line, "Give a value of the type named")
         case _:

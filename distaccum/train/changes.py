@@ -45,26 +45,30 @@ def compare(
     Args:
         before: the configuration as the checkpoint keeps it. An argument of a target that only one of the two states,
             with the value of its default, is no change: the target may have been given it since.
-        now: as this run would keep it.
-        facts: what both say of ``model`` and ``loss``, by :func:`structure`; looked at where no setting of one differs.
+        now: as this run would keep it; its targets have the defaults that count.
+        facts: what both say of ``model`` and ``loss``, by :func:`structure`; looked at where no setting of one differs
+            but where its targets are.
         data: how the data themselves differ, in words; "" where they do not; None where nobody can tell, so that a
             changed setting of the data counts.
         allowed: keys, or the beginnings of keys, that the user answers for.
     """
-    before, now = _filled(before, now), _filled(now, before)
+    before, now = _filled(before, now, targets=now), _filled(now, before, targets=now)
     saved, given = dict(_flat(before)), dict(_flat(now))
-    found = []
+    found, differ = [], set[str]()
     for key in sorted(saved.keys() | given.keys()):
-        group = key.partition(".")[0]
-        if group in _IGNORED or saved.get(key, _ABSENT) == given.get(key, _ABSENT):
+        group, old, new = key.partition(".")[0], saved.get(key, _ABSENT), given.get(key, _ABSENT)
+        if group in _IGNORED or _same(old, new):
             continue
         refused = group in _MEANING or (group == "data" and data is None)
-        refused &= not (key.endswith("_target_") and _name(saved.get(key)) == _name(given.get(key)))  # it has moved
-        found.append(_change(key, saved.get(key, _ABSENT), given.get(key, _ABSENT), refused, allowed))
+        if key.endswith("_target_") and _name(old) == _name(new):  # it has moved
+            refused = False
+        else:
+            differ.add(group)
+        found.append(_change(key, old, new, refused, allowed))
     if data:
         found.append(_change("data", "other samples", data, True, allowed))
     for group in _MEANING:
-        if any(change.key.startswith(f"{group}.") for change in found):
+        if group in differ:
             continue
         old, new = (each.get(group, {}) for each in facts)
         for name in sorted(old.keys() | new.keys()) if old and new else ():
@@ -111,15 +115,31 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _filled(node: Any, other: Any) -> Any:
-    """``node``, with those arguments of targets that the ``other`` alone states, if they are the targets' defaults."""
+def _same(before: Any, now: Any) -> bool:
+    """Whether they are equal, and no truth value is taken for a number; NaN is as it was, too."""
+    if isinstance(before, bool) != isinstance(now, bool):
+        return False
+    return bool(before == now) or (before != before and now != now)  # noqa: PLR0124  NaN alone differs from itself
+
+
+def _filled(node: Any, other: Any, *, targets: Any) -> Any:
+    """``node``, with those arguments of targets that the ``other`` alone states, if they are the targets' defaults.
+
+    ``targets`` is the one of the two whose targets are asked: those of the run, as a checkpoint's may be gone.
+    """
+    if isinstance(node, list | tuple) and isinstance(other, list | tuple) and len(node) == len(other):
+        asked = node if targets is node else other
+        return [_filled(*each, targets=one) for *each, one in zip(node, other, asked, strict=True)]
     if not (isinstance(node, Mapping) and isinstance(other, Mapping)):
         return node
-    filled = {name: _filled(value, other[name]) if name in other else value for name, value in node.items()}
-    target = other.get("_target_")
-    if target is not None and _name(target) == _name(node.get("_target_")):
-        defaults = _defaults(other)
-        filled |= {name: other[name] for name in other.keys() - node.keys() if _is_default(other[name], name, defaults)}
+    filled = {
+        name: _filled(value, other[name], targets=targets[name]) if name in other else value
+        for name, value in node.items()
+    }
+    missing = other.keys() - node.keys()
+    if missing and "_target_" in targets and _name(node.get("_target_")) == _name(other.get("_target_")):
+        defaults = _defaults(targets)
+        filled |= {name: other[name] for name in missing if _is_default(other[name], name, defaults)}
     return filled
 
 
@@ -137,7 +157,7 @@ def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
         return False
     default = defaults[name]
     plain = list(default) if isinstance(default, tuple) else default
-    return _is_plain(plain) and isinstance(plain, bool) == isinstance(value, bool) and bool(plain == value)
+    return _is_plain(plain) and _same(plain, value)
 
 
 def _flat(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -28,6 +29,12 @@ def test_an_engine_and_a_precision_may_be_given_by_name() -> None:
     assert (config.engine.name, config.precision.name) == ("ddp", "fp16")
     with pytest.raises(ConfigError, match="precision=fp8: no such choice"):
         RunConfig.from_dict({"precision": "fp8"})
+
+
+@pytest.mark.parametrize("value", [torch.float32, torch.tensor(1.0), print, {1, 2}])
+def test_a_value_that_is_not_plain_is_refused_by_its_key(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^schedule\.x=.*Give a number, a text, a list or a mapping"):
+        RunConfig.from_dict({"schedule": {"_target_": "a.B", "x": value}})
 
 
 def test_what_is_left_out_has_the_defaults_of_the_schema() -> None:

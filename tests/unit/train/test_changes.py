@@ -97,6 +97,59 @@ def test_an_argument_that_is_new_and_has_its_default_is_no_change() -> None:
     assert change.refused
 
 
+class Moved:
+    """Targets of the same name, one of which has moved here."""
+
+    @staticmethod
+    def build(heads: int, bias: bool = False, scale: float = 1.0) -> None:
+        """Its ``bias`` has another default than that of :func:`build`."""
+
+
+def test_the_defaults_of_a_target_that_has_moved_are_those_of_the_run() -> None:
+    moved = {"_target_": f"{__name__}.Moved.build", "heads": 2}
+    for old in (f"{__name__}.build", "gone.away.build"):
+        before = {"_target_": old, "heads": 2, "bias": True, "scale": 1.0}
+        changes = compare({"model": before}, {"model": moved})
+        assert [(change.key, change.refused) for change in changes] == [("model.bias", True), ("model._target_", False)]
+        changes = compare({"model": {**before, "bias": False}}, {"model": moved})
+        assert [(change.key, change.refused) for change in changes] == [("model._target_", False)]
+
+
+def test_nothing_is_said_of_a_target_that_cannot_be_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Classes of a function, as programs and notebooks have them."""
+    node = {"_target_": "__main__.main.<locals>.Net", "heads": 2}
+    assert compare({"model": node}, {"model": node}) == []
+    (change,) = compare({"model": node}, {"model": {**node, "bias": True}})
+    assert change.refused
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("group", ["model", "loss"])
+def test_a_target_that_has_moved_is_compared_by_its_structure(group: str) -> None:
+    before, now = ({group: dict[str, object](_target_=f"{place}.Net", heads=2)} for place in ("old", "new"))
+    facts = [{group: {"": f"Net(dropout={dropout})"}} for dropout in (0.0, 0.1)]
+    changes = compare(before, now, facts=(facts[0], facts[1]))
+    assert [(change.key, change.refused) for change in changes] == [(group, True), (f"{group}._target_", False)]
+    assert [change.refused for change in compare(before, now, facts=(facts[0], facts[0]))] == [False]
+    now[group]["heads"] = 4  # which the user answers for, with what follows from it
+    changes = compare(before, now, facts=(facts[0], facts[1]), allowed=[f"{group}.heads"])
+    assert not any(change.refused for change in changes)
+
+
+def test_a_setting_that_is_nan_is_no_change_and_nodes_in_lists_have_defaults_too() -> None:
+    record = {"loss": {"_target_": "Net", "missing": float("nan")}}
+    assert compare(json.loads(json.dumps(record)), record) == []
+    (change,) = compare({"loss": {"scale": 1.0}}, {"loss": {"scale": True}})
+    assert change.refused
+    node = {"_target_": f"{__name__}.build", "heads": 2}
+    plain, told = ({"model": {"_target_": "Net", "parts": [part]}} for part in (node, {**node, "bias": True}))
+    assert compare(plain, told) == compare(told, plain) == []
+    more = {"model": {"_target_": "Net", "parts": [node, node]}}
+    changes = compare(told, more)
+    assert changes
+    assert all(change.refused for change in changes)
+
+
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"model": Headed(4)}, r"model: .*model: Headed\(heads=2\) -> Headed\(heads=4\)"),
     "shapes": ({"model": nn.Linear(FEATURES, CLASSES)}, r"resume=.*step-1: has no weight.*Use weights of this Linear"),
