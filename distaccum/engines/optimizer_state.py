@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,10 +87,14 @@ def load(
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
+    *,
+    model: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Restores what was kept of each optimizer's parameters, and of the optimizer itself.
 
-    A parameter that the saved run had never used has no state, and starts without.
+    A parameter that the saved run had never used has no state, and starts without. What was kept in another type than
+    its parameter, such as weights in twice the precision, keeps that type, where ``model`` says that the parameter had
+    its present one.
 
     Raises:
         MisuseError: it is the state of optimizers of other classes.
@@ -127,6 +132,31 @@ def load(
         # Torch moves each entry to where, and as what, this run's settings want it.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state | own.get(number, {}), "param_groups": groups})
+        for i, entries in state.items():
+            for key, value in entries.items():
+                name, changed = names[id(held[i])], _types(optimizer.state[held[i]][key]) != _types(value)
+                if changed and name in model and model[name].dtype == held[i].dtype:  # only then it is read
+                    optimizer.state[held[i]][key] = _moved(value, held[i].device)
+
+
+def _types(value: Any) -> list[torch.dtype]:
+    """Of the tensors in it, which may be in containers."""
+    if isinstance(value, Tensor):
+        return [value.dtype]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [dtype for each in inner for dtype in _types(each)]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """With its tensors on the device, in the types that they have."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        moved = [_moved(each, device) for each in value]
+        return moved if isinstance(value, list) else tuple(moved)
+    return value
 
 
 def _encoded(name: str, key: str, value: Any) -> Tensor:

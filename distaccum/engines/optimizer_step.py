@@ -89,7 +89,9 @@ class OptimizerStep:
             KeyError: it names a parameter that the model has not.
             ValueError: it has settings of a group that is not there.
         """
-        optimizer_state.load(self._optimizers, self.parameters, state.optimizer, state.optimizer_values)
+        optimizer_state.load(
+            self._optimizers, self.parameters, state.optimizer, state.optimizer_values, model=state.model
+        )
         self._settings.restore(state.optimizer_values)
         self._update.forget()
         if self._scaler and state.scaler:

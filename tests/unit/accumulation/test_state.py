@@ -125,6 +125,38 @@ def test_a_learning_rate_set_by_hand_is_saved(gloo_world: World, schedule: str) 
     assert torch.equal(_weights(whole), _weights(resumed))
 
 
+class Precise(torch.optim.SGD):
+    """Steps weights in fp64, of which the model has a copy in fp32."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.state[parameter] = {"master": parameter.double(), "more": [parameter.double()]}
+                    kept = self.state[parameter]
+                    for weights in (kept["master"], *kept["more"]):
+                        weights.add_(parameter.grad.double(), alpha=-group["lr"])
+                    parameter.copy_(kept["master"])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_what_is_kept_in_twice_the_precision_goes_on_in_it(gloo_world: World, engine: str) -> None:
+    """Torch would cast it to its parameter's type, and the next steps round otherwise."""
+    whole, *_ = _make(gloo_world, optimizer=Precise, lr=1e-3, engine=engine)
+    _run(whole, 4)
+    state = deepcopy(whole.state_dict())
+    _run(whole, 4)
+    resumed, made, _ = _make(gloo_world, optimizer=Precise, lr=1e-3, engine=engine)
+    resumed.load_state_dict(state)
+    _run(resumed, 4)
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    kept = [value for entry in made.state.values() for value in (entry["master"], *entry["more"])]
+    assert {value.dtype for value in kept} == {torch.float64}
+
+
 def test_a_setting_that_was_not_changed_is_the_programs(gloo_world: World) -> None:
     first, optimizer, _ = _make(gloo_world, weight_decay=0.0)
     state = first.state_dict()
