@@ -12,6 +12,8 @@ from tests.distributed.workers import data_programs
 from tests.distributed.workers.data_programs import GLOBAL, PROGRAMS, SAMPLES
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(data_programs.__file__)
 FULL = [GLOBAL, GLOBAL, SAMPLES - 2 * GLOBAL]
 EXACT = [name for name in PROGRAMS if name.startswith(("stream", "map"))]

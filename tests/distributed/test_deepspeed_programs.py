@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_programs.py"

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).parent / "workers" / "dropout.py"
 ENGINES = ("ddp", "zero1", "fsdp2")
 

@@ -12,6 +12,8 @@ import pytest
 from tests.distributed.workers.edits import PROGRAMS
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "edits.py"

@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.commands import TINY, TRAIN, environment, family, metrics, status, succeed
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = (
     *TINY,
     "batch.global_size=10",

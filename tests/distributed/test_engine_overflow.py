@@ -12,6 +12,8 @@ from tests.distributed.workers.engine_overflow import CASES, RANKS, WINDOWS, exp
 from tests.support.commands import ROOT, succeed
 from tests.support.engine_matrix import ENGINES
 
+pytestmark = pytest.mark.slow
+
 WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_overflow.py"
 TOLERANCE = 1e-6  # of fp32 weights
 

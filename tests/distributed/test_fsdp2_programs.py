@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).parent / "workers" / "fsdp2_programs.py"
 TOLERANCE = 1e-6
 PLAIN_LOOPS = 2  # times what a plain fp32 loop on whole windows is off by in the same run

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, status
 
 LOCAL = ROOT / "launch" / "local.py"
@@ -36,6 +38,7 @@ def test_a_check_alone_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_leave_saves(tmp_path: Path) -> None:
     process = _start(
         *TINY, *QUIET[2:], "checkpoint.every=100000", f"hydra.run.dir={tmp_path}", "trainer.max_steps=90000"

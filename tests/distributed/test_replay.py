@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.support import replay
 from tests.support.commands import ROOT
 
+pytestmark = pytest.mark.slow
+
 RUN = "ddp-1"
 
 

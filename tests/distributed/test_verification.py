@@ -107,6 +107,7 @@ def test_a_right_run_is_verified_on_every_engine(tmp_path: Path) -> None:
         assert all(text.startswith("the window's gradient") and "agrees with" in text for text in said), (run, said)
 
 
+@pytest.mark.slow
 def test_no_right_program_is_accused(tmp_path: Path) -> None:
     for (run, expected), said in zip(PROGRAMS, said_by([run for run, _ in PROGRAMS], tmp_path), strict=True):
         assert all(expected in text and "VerificationError" not in text for text in said), (run, said)
