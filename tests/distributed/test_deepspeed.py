@@ -15,6 +15,8 @@ from distaccum.errors import ConfigError
 from tests.support.commands import ROOT
 from tests.support.commands import run as run_script
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"

@@ -12,6 +12,8 @@ import pytest
 from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, PARTS, Case, chosen_cases
 from tests.support.commands import ROOT, metrics, run, status, succeed
 
+pytestmark = pytest.mark.slow
+
 WORKER = ROOT / "tests" / "distributed" / "workers" / "overflow.py"
 LAUNCHED = {2: tuple(PARTS), 3: ("scalers", "matrix", "first windows")}
 Ranks = list[dict[str, Any]]

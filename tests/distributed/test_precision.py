@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.distributed.workers.precision import ACCUMULATIONS, FORMATS, truth
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).parent / "workers" / "precision.py"
 WORLDS = (1, 2, 4)
 # By what the forward computes in and what gradients travel in. Half a unit in the last place is 4.9e-4 of fp16 and
