@@ -277,18 +277,21 @@ class WandbConfig:
 class MetricsConfig:
     """The loggers; ``metrics.jsonl`` is always written.
 
+    ``summary_depth``: how deep the modules are that the header shows of the model; 0: none.
     ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
     on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
     """
 
     console: bool = True
+    summary_depth: int = 1
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
+        require_types("metrics", self, peak_tflops=number, flops_per_sample=number, summary_depth=int)
+        require_count("metrics.summary_depth", self.summary_depth, off="0 to show none")
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,9 +53,6 @@ from distaccum.train.parameter_groups import GroupSize, group_sizes
 from distaccum.train.run_dir import RunDir
 from distaccum.train.schedules import Constant
 from distaccum.train.torch_schedule import TorchSchedule
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _log = logging.getLogger(__name__)
 
@@ -269,15 +266,16 @@ def _loading(data: DataSpec, config: RunConfig) -> WorkerOptions:
 
 
 def build_loggers(
-    components: TrainingComponents, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
+    components: TrainingComponents, run_dir: RunDir, console: Logger | None, *, wandb_id: str, about: Mapping[str, Any]
 ) -> list[Logger]:
-    """The loggers of rank 0, each imported only where it is on; ``about`` is shown with the W&B run."""
+    """The loggers of rank 0, each imported only where it is on; ``about`` is shown with the W&B run.
+
+    ``console`` is the console's, which stands already; None without one.
+    """
     metrics = components.config.metrics
     loggers: list[Logger] = [JsonlLogger(run_dir.metrics)]
-    if metrics.console:
-        from distaccum.train.metrics.console import ConsoleLogger  # noqa: PLC0415
-
-        loggers.append(ConsoleLogger(components.total_steps, console))
+    if console is not None:
+        loggers.append(console)
     if metrics.wandb.mode != "disabled":
         from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
 

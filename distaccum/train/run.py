@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,17 +43,17 @@ from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import Logger, rewind_jsonl
 from distaccum.train.metrics.wandb import require_key
+from distaccum.train.model_summary import summarize
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
-from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.run_log import RunLog
+from distaccum.train.screen import Screen, open_screen
 from distaccum.train.shared_storage import check_shared
+from distaccum.train.summary import not_finite, print_header, print_summary
 from distaccum.train.time_limit import TimeLimit
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ def run(
         NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
         DataError: an epoch gives nothing to train on.
     """
-    with ExitStack() as owning:
+    with RunLog(environment.rank, hide=run_dir.hidden) as log, ExitStack() as owning:
         try:
             if environment.rank == 0:
                 run_dir.make()
@@ -135,6 +134,7 @@ def run(
             signals=signals,
             open_group=open_group,
             beginning=beginning,
+            log=log,
         )
 
 
@@ -160,6 +160,7 @@ def _in_group(
     signals: StopSignals | None,
     open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]],
     beginning: str,
+    log: RunLog,
 ) -> RunResult:
     """Opens the group and trains. An error from here on is written by the rank that it happens on."""
     rank, trainer = environment.rank, components.config.trainer
@@ -174,11 +175,18 @@ def _in_group(
                 path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
                 run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
                 joined = True
+                log.open(run_dir.logs)
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
                     wanted = components.config.deterministic
-                    with watchdog(trainer, world, run_dir, caught), deterministic(wanted):
+                    with (
+                        watchdog(trainer, world, run_dir, caught),
+                        deterministic(wanted),
+                        open_screen(
+                            components.total_steps, world, caught, records=components.config.metrics.console
+                        ) as screen,
+                    ):
                         return train(
                             components,
                             saved,
@@ -186,7 +194,8 @@ def _in_group(
                             world,
                             signals=caught,
                             began=began,
-                            enter_phase=peers.enter_phase,
+                            enter_phase=screen.and_show(peers.enter_phase),
+                            screen=screen,
                             beginning=beginning,
                         )
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
@@ -237,20 +246,25 @@ def train(
     signals: StopSignals,
     began: float,
     enter_phase: Callable[[str], None],
+    screen: Screen,
     beginning: str,
 ) -> RunResult:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
-    ``enter_phase`` is told what this rank does; ``beginning`` is for the header of a run without a checkpoint.
+    ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
+    header of a run without a checkpoint.
     """
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
     if components.config.checkpoint.saves:
         check_shared(run_dir.path, world)
+    screen.enter("starting" if saved is None else f"restoring {saved.folder}")
     restore = Restore(saved, components, world)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
+    depth = components.config.metrics.summary_depth if world.is_main else 0
+    modules = summarize(components.model, depth)  # an engine may take it apart
     accumulator = build_accumulator(components, world)
     config = components.config
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
@@ -267,7 +281,7 @@ def train(
     )
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
     generators = RNGState.capture(world.device)
-    console = _console() if world.is_main else None
+    console = screen.console
     with ExitStack() as closing:
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
         loggers: list[Logger] = []
@@ -287,9 +301,9 @@ def train(
             }
             run_dir.write_plan(plan)
             about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
-            print_header(components, engine, run_dir, note or beginning, console)
+            print_header(components, engine, run_dir, note or beginning, console, modules=modules)
             run_dir.write_artifacts(engine.artifacts)
-            loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
+            loggers = build_loggers(components, run_dir, screen.logger, wandb_id=wandb_id, about=about)
             for logger in loggers:
                 closing.push(partial(_close, logger))
         max_time = config.trainer.max_time
@@ -300,6 +314,7 @@ def train(
             run_dir=run_dir,
             store=_store(components, run_dir),
             enter_phase=enter_phase,
+            tell_saved=screen.saved,
             loggers=loggers,
             wandb_id=wandb_id,
             logged=restore.logged,
@@ -310,6 +325,7 @@ def train(
                 parameters=components.parameters,
             ),
         )
+        screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
@@ -355,12 +371,6 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
 
 def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:
     return CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep)
-
-
-def _console() -> Console:
-    from rich.console import Console  # noqa: PLC0415  for rank 0 alone
-
-    return Console()
 
 
 def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None:
