@@ -7,12 +7,16 @@ import os
 import pty
 import re
 import select
+import shlex
 import struct
+import subprocess
 import sys
 import termios
+import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)", re.DOTALL)
@@ -109,6 +113,55 @@ class Terminal:
     def close(self) -> None:
         self.stream.close()
         os.close(self._reader)
+
+
+class Tmux:
+    """A command in a terminal of tmux, which has a scrollback, and can be made wider and narrower.
+
+    Args:
+        folder: for its socket.
+        columns: its width.
+        arguments: the command line; when it ends, ``ENDED`` and its exit code are the last line.
+        variables: the environment.
+    """
+
+    def __init__(self, folder: Path, columns: int, arguments: Sequence[object], variables: Mapping[str, str]) -> None:
+        self._socket = folder / "tmux"
+        line = f"{shlex.join(map(str, arguments))}; echo ENDED $?; sleep 600"
+        self._ask("new-session", "-d", "-x", str(columns), "-y", "30", line, env={**variables, "CI": ""})
+
+    def _ask(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        whole = ["tmux", "-S", str(self._socket), "-f", "/dev/null", *command]
+        return subprocess.run(whole, capture_output=True, text=True, check=True, env=env).stdout
+
+    @property
+    def lines(self) -> list[str]:
+        """Scrollback and screen; what the terminal itself has wrapped is one line."""
+        return [line.rstrip() for line in self._ask("capture-pane", "-p", "-J", "-S", "-").rstrip("\n").splitlines()]
+
+    @property
+    def rows(self) -> list[str]:
+        """Scrollback and screen, as wide as they are."""
+        return [line.rstrip() for line in self._ask("capture-pane", "-p", "-S", "-").rstrip("\n").splitlines()]
+
+    @property
+    def shows_cursor(self) -> bool:
+        return self._ask("display-message", "-p", "#{cursor_flag}").strip() == "1"
+
+    def resize(self, columns: int) -> None:
+        self._ask("resize-window", "-x", str(columns))
+
+    def press(self, key: str) -> None:
+        self._ask("send-keys", key)
+
+    def wait_for(self, there: Callable[[], bool], within_s: float = 100) -> None:
+        deadline = time.monotonic() + within_s
+        while not there():
+            assert time.monotonic() < deadline, "\n".join(self.lines)
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._ask("kill-server")
 
 
 @contextmanager
