@@ -26,6 +26,7 @@ In two parts: tmux takes what is erased from the first row's beginning for a scr
 """
 _DUMB = ("dumb", "unknown")
 _LOCK_S = 1.0  # a terminal that takes nothing must not hold up a message for ever
+_MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJSTfhlsu]")  # moves the cursor to other rows, or hides it
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x1f]")
 
 
@@ -43,6 +44,7 @@ class LiveLine:
     def __init__(self, draw: Callable[[int], str], *, every_s: float = 0.25) -> None:
         self._draw, self._every_s = draw, every_s
         self._lock, self._ended, self._pid = RLock(), Event(), -1
+        self._is_open = False  # whether the cursor stands behind a line without an end, and there is no row
         self._above: list[_Above] = []
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._thread = Thread(target=self._keep_drawing, name="live line", daemon=True)
@@ -77,7 +79,7 @@ class LiveLine:
                 if getattr(sys, above.replaces) is above:
                     setattr(sys, above.replaces, above.stream)
             with suppress(OSError, ValueError):  # the terminal is gone
-                self._write(ERASE + "".join(above.partial for above in self._above))
+                self._write(("" if self._is_open else ERASE) + "".join(above.partial for above in self._above))
 
     @property
     def is_shown(self) -> bool:
@@ -96,17 +98,34 @@ class LiveLine:
     def print_above(self, text: str) -> None:
         """Writes text, whole lines or nothing, and the row below it."""
         with self._turn():
-            if self.is_shown:
+            if self.is_shown and not self._is_open:
                 self._write(ERASE + text + self._rows())
 
     def take(self, above: _Above, text: str) -> None:
-        """Prints the lines of a stream that are whole now; keeps the rest."""
+        """Prints the lines of a stream that are whole now, and keeps the rest; all of it where there is no row now."""
         with self._turn():
+            if _MOVES.search(text):  # somebody draws on the terminal himself
+                self.stop()
+            if self._is_open or not self.is_shown:
+                self._write(text)
+                self._is_open = self._is_open and not text.endswith("\n")
+                self.refresh()
+                return
             lines, newline, rest = (above.partial + text).rpartition("\n")
             # Of a line that is written over and over only the last form will ever be seen.
-            above.partial = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+            above.partial = rest[rest.rstrip("\r").rfind("\r") :] if "\r" in rest else rest
             if newline:
                 self.print_above(lines + newline)
+
+    def flush(self, above: _Above) -> None:
+        """A line that has no end and that is not written over may be a question, whose answer is typed behind it.
+
+        It is shown as it would be alone, and the row is away until the line has an end.
+        """
+        with self._turn():
+            if self.is_shown and above.partial and "\r" not in above.partial:
+                self._write(ERASE + above.partial)
+                above.partial, self._is_open = "", True
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -126,8 +145,11 @@ class LiveLine:
         return "\n".join(rows) + "\r" + (f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else "")
 
     def _write(self, text: str) -> None:
-        self._terminal.write(text)
+        """Past the stream's buffer, whose lock a process that is forked meanwhile would never get."""
         self._terminal.flush()
+        left = text.encode(self._terminal.encoding or "utf-8", "replace")
+        while left:
+            left = left[os.write(self._terminal.fileno(), left) :]
 
     def _keep_drawing(self) -> None:
         while not self._ended.wait(self._every_s):
@@ -174,7 +196,7 @@ class _Above(Erasing):
     @property
     def shown(self) -> str:
         """What the line that is not whole yet looks like."""
-        return self.partial.rstrip("\r").rpartition("\r")[2]
+        return self.partial.strip("\r").rpartition("\r")[2]
 
     def write(self, text: str) -> int:
         """Writes text above the live line."""
@@ -184,6 +206,12 @@ class _Above(Erasing):
             return self.stream.write(text)
         self._line.take(self, text)
         return len(text)
+
+    def flush(self) -> None:
+        """Shows a line that has no end yet."""
+        if self._line.is_shown:
+            self._line.flush(self)
+        self.stream.flush()
 
 
 @contextmanager

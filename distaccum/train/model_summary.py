@@ -76,9 +76,9 @@ def _note(row: ModuleRow) -> str:
 
 def _rows(modules: list[tuple[str, nn.Module]], depth: int, level: int, owners: dict[int, str]) -> Iterator[ModuleRow]:
     """Of what several modules of one shape consist of; ``owners`` has the row of each parameter that is counted."""
-    if level > depth:
-        return
     _, first = modules[0]
+    if level > depth or not any(True for _ in first.children()):
+        return
     for name, _ in first.named_parameters(recurse=False):
         own = [(_join(path, name), [module.get_parameter(name)]) for path, module in modules]
         yield _row(own, "Parameter", level, owners)
@@ -110,10 +110,11 @@ def _shape(name: str, module: nn.Module) -> object:
     """Equal for modules that are shown in one row: numbered ones, of one class and with the same parameters."""
     if not name.isdecimal():
         return name
-    return type(module), tuple(
+    parameters = (
         (path, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
         for path, parameter in module.named_parameters(remove_duplicate=False)
     )
+    return tuple((path, type(inner)) for path, inner in module.named_modules()), tuple(parameters)
 
 
 def _row(members: list[tuple[str, list[nn.Parameter]]], kind: str, level: int, owners: dict[int, str]) -> ModuleRow:

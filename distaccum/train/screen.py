@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -115,4 +114,3 @@ def open_screen(total_steps: int, world: World, signals: StopSignals, *, records
     finally:
         signals.last_words = last_words
         screen.leave()
-        sys.stdout.flush()

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import termios
 import time
-import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,8 +92,7 @@ class Terminal:
 
     def __init__(self, columns: int) -> None:
         self._reader, self._writer = pty.openpty()
-        tty.setraw(self._writer)  # the line's discipline would put \r before each \n
-        self.stream: TextIO = os.fdopen(self._writer, "w", buffering=1, newline="\r\n")
+        self.stream: TextIO = os.fdopen(self._writer, "w", buffering=1)
         self.resize(columns)
         self._rows, self.said = Rows(columns), ""
 
@@ -109,6 +107,11 @@ class Terminal:
             self.said += text
             self._rows.show(text)
         return self._rows.rows
+
+    def echo(self, text: str) -> None:
+        """What the terminal shows of what a person types."""
+        _ = self.rows
+        self._rows.show(text)
 
     def close(self) -> None:
         self.stream.close()

@@ -47,6 +47,7 @@ class Status:
     def __init__(self, total_steps: int, world: World, *, clock: Callable[[], float] = monotonic) -> None:
         self._total, self._world, self._clock = total_steps, world, clock
         self._progress: Callable[[], Progress] = Progress
+        self._begun = Progress()
         self._waited: Callable[[], float] = float
         self._utilization: Utilization | None = None
         self._loss: float | None = None
@@ -60,6 +61,7 @@ class Status:
     ) -> None:
         """Says where to look: the progress that is known, the seconds that training has waited for data, MFU."""
         self._progress, self._waited, self._utilization = progress, waited, utilization
+        self._begun = progress()
 
     def enter(self, doing: str) -> None:
         """Notes what the run does from now on: ``training``, or anything else, in words."""
@@ -72,10 +74,9 @@ class Status:
     def draw(self, columns: int) -> str:
         """The text, in so many columns; of what does not fit the least important is left out."""
         progress = self._look()
-        text = f"step {progress.step:,}/{self._total:,}"
         doing = self._in_words()
-        if doing:
-            text += f"  {doing}"
+        place = f"step {progress.step:,}/{self._total:,}" if self._total else ""  # no update to make: an evaluation
+        text = "  ".join(filter(None, (place, doing)))
         left = columns - len(text)
         fields = []
         for field in self._fields(progress):
@@ -95,7 +96,7 @@ class Status:
         elif self._first is not None:
             self._paused_s += now - self._drawn
         self._drawn = now
-        last = self._seen[-1].progress if self._seen else Progress()
+        last = self._seen[-1].progress if self._seen else self._begun
         if progress.window < last.window or progress.step < last.step:  # rolled back
             self._seen.clear()
             self._first = None

@@ -60,6 +60,34 @@ def test_a_line_that_is_written_over_has_a_row_of_its_own() -> None:
         assert screen.rows == ["something else", "loading: 3/3", "no end yet"]
 
 
+def test_a_question_stands_alone_until_it_is_answered() -> None:
+    with on_terminal(40) as screen:
+        with _line() as line:
+            print("above")
+            print("continue? ", end="", flush=True)
+            line.refresh()
+            assert screen.rows == ["above", "continue?"]
+            assert screen.said.endswith("continue? ")  # the cursor stands where the answer is typed
+            screen.echo("yes\r\n")
+            print("it goes on")
+            assert screen.rows == ["above", "continue? yes", "it goes on", ROW]
+            print(".", end="", flush=True)
+            print(".", end="", flush=True)
+        print(".")
+        assert screen.rows == ["above", "continue? yes", "it goes on", "..."]
+
+
+def test_who_draws_on_the_terminal_himself_gets_it() -> None:
+    with on_terminal(40) as screen:
+        with _line() as line:
+            print("above")
+            sys.stderr.write("\n\r  1/3 of the inner bar\x1b[1A")
+            sys.stderr.write("\r  0/3 of the outer bar")
+            line.refresh()
+            assert screen.rows == ["above", "  0/3 of the outer bar", "  1/3 of the inner bar"]
+        assert screen.rows == ["above", "  0/3 of the outer bar", "  1/3 of the inner bar"]
+
+
 def test_the_row_is_never_wider_than_the_terminal() -> None:
     with on_terminal(40) as screen, LiveLine(lambda columns: "7" * (columns + 50), every_s=3600) as line:
         assert screen.rows == ["7" * 39]

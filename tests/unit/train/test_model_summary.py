@@ -82,6 +82,16 @@ def test_a_sequence_folds_what_is_equal_and_follows() -> None:
     assert [(row.name, row.kind) for row in rows] == [("0-2", "3x Linear"), ("4", "Linear"), ("5", "Linear")]
 
 
+def test_equal_parameters_in_other_modules_are_rows_of_their_own() -> None:
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    model = nn.Sequential(pair, nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    rows = summarize(model, 3)
+    assert [(row.name, row.parameters, row.depth) for row in rows] == [
+        *(("0", 12, 1), ("0.0", 6, 2), ("0.1", 6, 2), ("0.1.0", 6, 3)),
+        *(("1", 12, 1), ("1.0", 6, 2), ("1.1", 6, 2), ("1.1.0", 6, 3)),
+    ]
+
+
 def test_a_long_table_ends_in_words() -> None:
     model = nn.Sequential(*(nn.Linear(1, width) for width in range(1, 41)))
     lines = table(summarize(model, 1))

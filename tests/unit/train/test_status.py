@@ -61,6 +61,14 @@ def test_rates_follow_the_last_half_minute(run: Run) -> None:
     assert "  ETA 58:40" in run.text()  # 880 updates of 4 s
 
 
+def test_a_resumed_run_does_not_take_what_was_there_for_its_own_speed(run: Run) -> None:
+    run.progress = Progress(step=500, window=500, samples=2000, tokens=20_000)
+    run.status.follow(lambda: run.progress, lambda: 0.0, None)
+    run.text()
+    assert "tokens/s" not in run.train(1, each_s=600)
+    assert "  40 tokens/s" in run.train(10, each_s=1)
+
+
 def test_where_a_sample_is_what_counts_it_says_so(gloo_world: World) -> None:
     run = Run(gloo_world, tokens=4)
     assert "  8 samples/s" in run.train(10, each_s=0.5)
