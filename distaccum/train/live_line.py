@@ -207,6 +207,11 @@ class _Above(Erasing):
         self._line.take(self, text)
         return len(text)
 
+    def leave(self) -> None:
+        """Ends the live line, before the process ends without another word."""
+        self._line.stop()
+        self.stream.flush()
+
     def flush(self) -> None:
         """Shows a line that has no end yet."""
         if self._line.is_shown:

@@ -48,7 +48,7 @@ class Speaks(Callback):
                 sys.stderr.write(f"\rrank {RANK} counts {done}/3")
                 time.sleep(0.1 if RANK == "0" else 0)
             sys.stderr.write("\n")
-        if step in (6, 200):
+        if step in (6, 24):
             (FOLDER / f"waits-{step}").touch()
             while not (FOLDER / f"go-{step}").exists():
                 time.sleep(0.05)

@@ -96,6 +96,14 @@ def test_the_row_is_never_wider_than_the_terminal() -> None:
         assert screen.rows == ["7" * 29]
 
 
+def test_a_process_that_ends_at_once_can_take_its_row_along() -> None:
+    with on_terminal(40) as screen, _line():
+        sys.stderr.write("a rank hangs\n")
+        assert screen.rows == ["a rank hangs", ROW]
+        sys.stderr.leave()  # type: ignore[attr-defined]
+        assert screen.rows == ["a rank hangs"]
+
+
 def test_a_row_that_cannot_be_drawn_ends_nothing() -> None:
     with on_terminal(40) as screen:
 
