@@ -259,7 +259,7 @@ def train(
         run_dir.write_status(State.RUNNING, step=0)
     if components.config.checkpoint.saves:
         check_shared(run_dir.path, world)
-    screen.enter("starting" if saved is None else f"restoring {saved.folder}")
+    screen.enter("starting" if saved is None else f"restoring {saved.folder.name}")
     restore = Restore(saved, components, world)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
