@@ -329,6 +329,7 @@ def train(
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
+        screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
