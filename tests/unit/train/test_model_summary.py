@@ -92,6 +92,11 @@ def test_equal_parameters_in_other_modules_are_rows_of_their_own() -> None:
     ]
 
 
+def test_modules_with_names_of_their_own_stay_apart() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "key", "value")})
+    assert [row.name for row in summarize(model, 1)] == ["query", "key", "value"]
+
+
 def test_a_long_table_ends_in_words() -> None:
     model = nn.Sequential(*(nn.Linear(1, width) for width in range(1, 41)))
     lines = table(summarize(model, 1))
