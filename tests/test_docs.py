@@ -9,19 +9,17 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_type_hints
 
 import pytest
 
-from distaccum.config.engine import ENGINES
 from distaccum.config.precision import ALIASES
-from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.lines import lines
+from launch.docs.settings import with_tables
 from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
 
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -465,43 +463,9 @@ def test_the_architecture_page_draws_every_room() -> None:
 # ------------------------------------------------------------------------------------------ the reference
 
 
-def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and defaults of a dataclass and of those in it."""
-    hints, made = get_type_hints(schema), schema()
-    for field in fields(schema):
-        value = getattr(made, field.name)
-        if is_dataclass(hints[field.name]):
-            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
-
-
-def _written(value: object) -> str:
-    named: dict[object, str] = {None: "null", True: "true", False: "false"}
-    return named[value] if value is None or isinstance(value, bool) else str(value)
-
-
-def test_the_reference_has_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
-    for key, default in _settings(RunConfig):
-        if key in ("precision.name", "compile.name") or key.startswith("precision.scaler."):
-            continue
-        assert key in rows, key
-        if isinstance(default, str | int | float | bool | None) or default == []:
-            assert rows[key] == _written(default), key
-
-
-def test_the_reference_has_every_setting_of_the_engines() -> None:
-    table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
-    rows = re.findall(r"^\|(.*?)\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
-    documented: dict[str, dict[str, str]] = {}
-    engines: list[str] = []
-    for names, key, default in rows:
-        engines = re.findall(r"`(\w+)`", names) or engines
-        for engine in engines:
-            documented.setdefault(engine, {})[key] = default
-    for name, kind in ENGINES.items():
-        assert documented[name] == {key: _written(value) for key, value in _settings(kind) if key != "name"}
+def test_the_reference_is_what_the_settings_say() -> None:
+    page = text_of("docs/reference.md")
+    assert with_tables(page) == page, "run python -m launch.docs"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,8 @@
+"""``python -m launch.docs`` writes what a program makes of the documentation: the tables of settings."""
+
+from __future__ import annotations
+
+from launch.docs.settings import PAGE, with_tables
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
