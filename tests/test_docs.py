@@ -83,6 +83,8 @@ ELSEWHERE = {
     ),
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",
+    "python -m launch.docs": "test_docs.py::test_the_reference_is_what_the_settings_say",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
@@ -428,9 +430,11 @@ def test_pages_name_no_machine(page: str) -> None:
     assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch|proxy\.|index-url", text_of(page))
 
 
-def test_every_page_is_in_the_readmes_index() -> None:
+def test_every_page_is_in_an_index() -> None:
+    """Of README, or of ``docs/``."""
+    indexed = text_of("README.md") + text_of("docs/index.md").replace("](", "](docs/").replace("docs/../", "")
     for page in PAGES[1:]:
-        assert f"({page})" in text_of("README.md")
+        assert page == "docs/index.md" or re.search(rf"\({page}[)#]", indexed), page
 
 
 def _defined(file: Path) -> set[str]:
