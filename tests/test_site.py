@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -104,3 +106,46 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     shown = subprocess.run([*opened, url], capture_output=True, text=True, check=True, timeout=120).stdout
     found = re.findall(r'<a href="file:[^"]*/(\w+\.html)[^"]*" class="md-search-result__link"', shown)
     assert {"engines.html", "reference.html", "api.html"} <= set(found)
+
+
+# ------------------------------------------------------------------------------------------ the page of features
+
+FEATURES = (DOCS / "features.md").read_text()
+READ_FROM = {"accelerate": "v{}", "lightning": "{}", "transformers": "v{}", "deepspeed": "v{}"}
+
+
+def test_every_feature_that_distaccum_has_is_shown_by_tests_that_there_are() -> None:
+    tables = re.findall(r"^\| \| distaccum \|.*?(?=^## |^\[|\Z)", FEATURES, re.MULTILINE | re.DOTALL)
+    assert len(tables) >= 5
+    for table in tables:
+        compared, shown = table.split("| shown by | |")
+        rows = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in compared.strip().splitlines()[2:]}
+        tests = {
+            line.split(" | ")[0][2:]: re.findall(r"`tests/(\S+?)`", line) for line in shown.splitlines()[2:] if line
+        }
+        assert list(tests) == [feature for feature, ours in rows.items() if ours != "no"]
+        for feature, named in tests.items():
+            assert named, feature
+            for test in named:
+                file, name = test.split("::")
+                assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), test
+
+
+def test_what_other_libraries_have_is_where_the_page_says() -> None:
+    """In those that are installed: the file of each link has the name that the link shows."""
+    places = dict(re.findall(r"^\[([\w.-]+)\]: (\S+)$", FEATURES, re.MULTILINE))
+    links = re.findall(r"\[`([^`]+)`\]\[([\w.-]+)\]", FEATURES)
+    assert {key for _, key in links} | {"acc-guide"} == set(places)
+    looked_up = 0
+    for name, key in links:
+        found = re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+/blob/([\w.]+)/(?:src/)?(?:(\w+)/)?(.+)", places[key])
+        assert found, places[key]
+        version, package, file = found.groups()
+        if package not in READ_FROM or importlib.util.find_spec(package) is None:
+            continue
+        installed = importlib.metadata.version(package)
+        assert version == READ_FROM[package].format(installed), f"{package} {installed}: look its cells up again"
+        (where,) = importlib.util.find_spec(package).submodule_search_locations  # type: ignore[union-attr,misc]
+        assert name in (Path(where) / file).read_text(), f"{name} is not in {package}/{file}"
+        looked_up += 1
+    assert looked_up == 0 or looked_up > 40
