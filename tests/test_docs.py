@@ -19,6 +19,7 @@ import pytest
 
 from distaccum.config.precision import ALIASES
 from distaccum.data.datasets.lines import lines
+from launch.docs.pictures import IMAGES, PICTURES
 from launch.docs.settings import with_tables
 from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
 
@@ -84,7 +85,7 @@ ELSEWHERE = {
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
     "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",
-    "python -m launch.docs": "test_docs.py::test_the_reference_is_what_the_settings_say",
+    "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
@@ -467,9 +468,11 @@ def test_the_architecture_page_draws_every_room() -> None:
 # ------------------------------------------------------------------------------------------ the reference
 
 
-def test_the_reference_is_what_the_settings_say() -> None:
+def test_what_a_program_makes_is_up_to_date() -> None:
     page = text_of("docs/reference.md")
     assert with_tables(page) == page, "run python -m launch.docs"
+    for name, draw in PICTURES.items():
+        assert draw() == (IMAGES / name).read_text(), f"{name}: run python -m launch.docs"
 
 
 @pytest.mark.parametrize(
