@@ -9,19 +9,18 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_type_hints
 
 import pytest
 
-from distaccum.config.engine import ENGINES
 from distaccum.config.precision import ALIASES
-from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.lines import lines
+from launch.docs.pictures import IMAGES, PICTURES
+from launch.docs.settings import with_tables
 from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
 
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -85,6 +84,8 @@ ELSEWHERE = {
     ),
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",
+    "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
@@ -430,9 +431,11 @@ def test_pages_name_no_machine(page: str) -> None:
     assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch|proxy\.|index-url", text_of(page))
 
 
-def test_every_page_is_in_the_readmes_index() -> None:
+def test_every_page_is_in_an_index() -> None:
+    """Of README, or of ``docs/``."""
+    indexed = text_of("README.md") + text_of("docs/index.md").replace("](", "](docs/").replace("docs/../", "")
     for page in PAGES[1:]:
-        assert f"({page})" in text_of("README.md")
+        assert page == "docs/index.md" or re.search(rf"\({page}[)#]", indexed), page
 
 
 def _defined(file: Path) -> set[str]:
@@ -465,43 +468,11 @@ def test_the_architecture_page_draws_every_room() -> None:
 # ------------------------------------------------------------------------------------------ the reference
 
 
-def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and defaults of a dataclass and of those in it."""
-    hints, made = get_type_hints(schema), schema()
-    for field in fields(schema):
-        value = getattr(made, field.name)
-        if is_dataclass(hints[field.name]):
-            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
-
-
-def _written(value: object) -> str:
-    named: dict[object, str] = {None: "null", True: "true", False: "false"}
-    return named[value] if value is None or isinstance(value, bool) else str(value)
-
-
-def test_the_reference_has_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
-    for key, default in _settings(RunConfig):
-        if key in ("precision.name", "compile.name") or key.startswith("precision.scaler."):
-            continue
-        assert key in rows, key
-        if isinstance(default, str | int | float | bool | None) or default == []:
-            assert rows[key] == _written(default), key
-
-
-def test_the_reference_has_every_setting_of_the_engines() -> None:
-    table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
-    rows = re.findall(r"^\|(.*?)\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
-    documented: dict[str, dict[str, str]] = {}
-    engines: list[str] = []
-    for names, key, default in rows:
-        engines = re.findall(r"`(\w+)`", names) or engines
-        for engine in engines:
-            documented.setdefault(engine, {})[key] = default
-    for name, kind in ENGINES.items():
-        assert documented[name] == {key: _written(value) for key, value in _settings(kind) if key != "name"}
+def test_what_a_program_makes_is_up_to_date() -> None:
+    page = text_of("docs/reference.md")
+    assert with_tables(page) == page, "run python -m launch.docs"
+    for name, draw in PICTURES.items():
+        assert draw() == (IMAGES / name).read_text(), f"{name}: run python -m launch.docs"
 
 
 @pytest.mark.parametrize(
