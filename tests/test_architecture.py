@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "distaccum"
 
 # From bottom to top; a room imports from its own files and from lower lines, never from its neighbours on a line.
 ORDER = (
-    {"errors"},
+    {"errors", "program"},
     {"config", "distributed", "losses", "models"},
     {"precision", "data"},
     {"engines"},
@@ -24,6 +24,8 @@ ORDER = (
     {"accumulation"},
     {"functional", "checkpoint", "audit"},
     {"train"},
+    {"commands"},
+    {"__main__"},
 )
 BESIDE = {"forecast": {"errors", "config", "data"}, "testing": {"errors", "distributed"}}
 USED_BY = {"train": {"forecast"}}  # rooms beside the order, by who may import them: the command distaccum-plan

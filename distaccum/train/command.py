@@ -14,6 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from distaccum import program
 from distaccum.config.command_line import register_aliases
 from distaccum.config.extras import install_command
 from distaccum.config.hydra_errors import check_overrides, from_hydra
@@ -23,6 +24,7 @@ from distaccum.errors import ConfigError
 
 def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
     """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the run directory; returns the exit code."""
+    program.start()
     exit_code = 0
     said, composing, composed = io.StringIO(), ExitStack(), False
     sys.argv[1:] = register_aliases(sys.argv[1:])
