@@ -60,11 +60,15 @@ def _cosine() -> Node:
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The global batch, in samples or in ``tokens``, and the most samples of one forward and backward.
+    """The global batch, in samples or in tokens, and the most samples of one forward and backward.
 
-    ``micro_size``: ``auto`` is 8, or the global batch where that is less; a number is meant as it stands.
-    ``group_by_length``: a micro-batch takes samples of similar length, within a window. ``pad_rows``: a micro-batch of
-    fewer samples than the others is filled up with rows that count nothing.
+    Args:
+        global_size: samples per update, over all ranks.
+        tokens: a budget of tokens per update instead (``batch=tokens``).
+        micro_size (int | auto): the most samples of one forward and backward on one rank; not stated (``auto``), it is
+            never more than the global batch.
+        group_by_length: samples of similar length in one micro-batch, within a window.
+        pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
@@ -87,13 +91,19 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
+    """The optimizer, the peak of its rate, clipping and parameter groups.
 
-    ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
-
-    ``groups``: parameters with settings of their own, in order: the first that fits a parameter takes it. Each has
-    ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both; next to them the settings,
-    as the optimizer's groups have them (``lr`` is a rate, not a factor), or another ``optimizer`` for these.
+    Args:
+        lr: the schedule's peak.
+        clip_norm: largest norm of the global gradient; null: off, or room for ``optim.clip_value``.
+        clip_value: instead of it the largest absolute value of an element; null: off.
+        fused (auto | true | false): unscaling, clipping and step in one pass of the optimizer's own kernel; ``auto``:
+            where the device has one.
+        optimizer: the optimizer, by ``_target_``; its rate is ``optim.lr``.
+        groups (list of mappings): parameters with settings of their own, in order: the first that fits a parameter
+            takes it. Each has ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both;
+            next to them the settings, as the optimizer's groups have them (``lr`` is a rate, not a factor), or another
+            ``optimizer`` for these.
     """
 
     lr: float = 3e-3
@@ -124,7 +134,13 @@ class OptimConfig:
 class LoaderConfig:
     """How the processes of ``trainer.num_workers`` load, under the names of torch's ``DataLoader``.
 
-    null leaves a setting as torch has it, except that processes persist over epochs and that a rank with a GPU pins.
+    Args:
+        prefetch_factor: micro-batches ahead in each process, where that is more than ``trainer.prefetch_windows``;
+            null: 2.
+        persistent_workers: whether the processes stay from epoch to epoch; null: they do.
+        timeout: seconds without a batch that are an error; null: none are.
+        multiprocessing_context (fork | spawn | forkserver | null): how processes start; null: as Python does.
+        pin_memory: whether batches are pinned as they are loaded; null: on a GPU.
     """
 
     prefetch_factor: Optional[int] = None  # noqa: UP045
@@ -147,23 +163,38 @@ class LoaderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The length of the run, and its intervals in updates.
+    """The length of the run, its intervals in updates, and what it does when something goes wrong.
 
-    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. With 0 the run evaluates the
-    weights that it starts from. ``eval_samples``: the most samples of a held-out set, its first ones. ``max_time``
-    (HH:MM:SS, 90s, 12h, ...): the run saves and ends before this time is over, for another process to continue.
-    ``prefetch_windows``: windows that loading processes have ahead; 0: what ``loader.prefetch_factor`` says.
-    ``host_memory``: the most that a rank's window and what is loaded ahead of it may take (4GiB; None: no limit).
-    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run
-    at a NaN or infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row,
-    with the loss scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before
-    their step: the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights
-    or optimizer state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations
-    above the mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to
-    the last checkpoint. ``hang_timeout``: without progress on any rank for so long, the run ends and names the ranks
-    that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None: never. ``group_timeout``:
-    after it the process group itself gives up. ``backend``: what carries a GPU's tensors between ranks, ``nccl``
-    (``auto``) or ``gloo``, over which ranks may share a GPU; a CPU's go over gloo.
+    Args:
+        max_steps: applied updates; the earlier of this and ``trainer.max_epochs`` ends the run; 0: evaluate the weights
+            that it starts from, alone.
+        max_epochs: epochs; null: no limit.
+        max_time (duration | null): save and end before this time is over, for another process to continue
+            (``12:00:00``, ``90s``, ``12h``); null: no limit.
+        log_every: updates between two records.
+        eval_every: updates between two evaluations; 0: none.
+        eval_samples: the most samples of a held-out set, its first ones; null: all.
+        num_workers: data-loading processes per rank.
+        prefetch_windows: windows that they load ahead; 0: what ``trainer.loader.prefetch_factor`` says.
+        host_memory (size | null): the most that a rank's window and what is loaded ahead of it may take, as ``4GiB``;
+            null: no limit.
+        loader: how these processes load.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        nonfinite (stop | skip): a NaN or infinite gradient: ``stop`` the run or ``skip`` its window; in fp16 the loss
+            scale falls first.
+        max_skips: skips in a row that stop a run, with nowhere left for a loss scale to go.
+        verify (first | never | int): windows that prove their gradient before their step: the ``first``, that and one
+            every so many, or ``never``.
+        on_divergence (stop | warn): ranks whose weights or optimizer state differ: ``stop`` the run or ``warn``.
+        on_spike (off | warn | skip | rollback): a gradient norm that stands out: nothing (``off``), ``warn``, ``skip``
+            its window, or ``rollback`` to the last checkpoint.
+        spike_zscore: standard deviations above the mean by which a norm stands out.
+        spike_window: windows before it that the mean is of; half as many are enough to begin.
+        hang_timeout (auto | duration | null): no progress on any rank for so long: the run names the ranks that
+            stopped, and ends. ``auto``: ten times the longest pause so far, five minutes at least; null: never.
+        group_timeout (duration): when a collective itself gives up; longer than any save or evaluation.
+        backend (auto | nccl | gloo): what carries a GPU's tensors between ranks: ``nccl`` (``auto``), or ``gloo``, over
+            which ranks may share a GPU; a CPU's go over gloo.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -231,15 +262,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """``every``: updates between two checkpoints (0: none). ``keep``: the newest checkpoints to keep (0: all).
+    """When checkpoints are made, and which are kept.
 
-    ``every_minutes``: one more so long after the last save, by rank 0's clock (null: none).
-
-    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory;
-    ``auto``: where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
-
-    ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
-    ``best_mode``: ``min`` or ``max``.
+    Args:
+        every: updates between two checkpoints; 0: none.
+        every_minutes: one more so many minutes after the last, by rank 0's clock; null: none.
+        keep: the newest checkpoints to keep; 0: all.
+        background (auto | true | false): train on while a checkpoint is written, from a copy in host memory; ``auto``:
+            where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
+        best: a result of the evaluation, as ``eval_loss``, whose best checkpoint is kept too; ``best.json`` names it;
+            null: none.
+        best_mode (min | max): which value of ``checkpoint.best`` is the best.
     """
 
     every: int = 50
@@ -270,7 +303,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases: ``offline`` needs no key and no network; ``online`` takes the key from the environment."""
+    """Weights & Biases.
+
+    Args:
+        mode (offline | online | disabled): ``offline`` needs no key and no network; ``online`` takes the key from the
+            environment.
+        project: the W&B project.
+        name: the W&B run's name; null: W&B makes one up.
+        tags: its tags.
+    """
 
     mode: str = "offline"
     project: str = "distaccum"
@@ -285,8 +326,11 @@ class WandbConfig:
 class MetricsConfig:
     """The loggers; ``metrics.jsonl`` is always written.
 
-    ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
-    on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
+    Args:
+        console: records on the console.
+        peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
+        flops_per_sample: operations of one sample, forward and backward; null: counted.
+        wandb: Weights & Biases.
     """
 
     console: bool = True
@@ -305,11 +349,28 @@ class MetricsConfig:
 class RunConfig:
     """Every setting of a run.
 
-    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``resume_allow``: keys of settings, or their beginnings,
-    that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
-    safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
-    while there is no checkpoint. ``deterministic``: kernels that give the same bits in every run; one that has no such
-    form ends the run.
+    Args:
+        seed: of weights, order and dropout.
+        deterministic: kernels that give the same bits in every run; one that has no such form ends the run.
+        resume (never | auto | path): ``never``, the newest valid checkpoint of the run directory (``auto``), or a
+            checkpoint's path.
+        resume_allow: settings, or the beginnings of their keys, that may differ from the checkpoint's although they
+            change what its state means.
+        init_from (path | null): weights to start from, a safetensors file or a folder with one; optimizer and progress
+            start from zero. With ``resume=auto`` it counts only while there is no checkpoint.
+        batch: whether the global batch is stated in samples or in tokens.
+        engine: who owns parameters, gradients and the step.
+        precision: the number format.
+        compile: what ``torch.compile`` is given.
+        model: the model, by ``_target_``.
+        data: the data, by ``_target_``.
+        loss: the loss, by ``_target_``.
+        optim: the optimizer, its rate, clipping and groups.
+        schedule: a factor of ``optim.lr`` by applied updates, by ``_target_``.
+        trainer: the length of the run, and its intervals.
+        callbacks: callbacks by name, each with a ``_target_``.
+        checkpoint: when checkpoints are made, and which are kept.
+        metrics: the loggers.
     """
 
     seed: int = 0
