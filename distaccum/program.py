@@ -32,6 +32,16 @@ def start(given: Sequence[str] | None = None) -> None:
         sys.exit(0)
 
 
+def help_asked(given: Sequence[str]) -> str | None:
+    """What help is asked for: the KEY of ``--help KEY`` or ``--help=KEY``, empty for all of it; None for none."""
+    for i, argument in enumerate(given):
+        flag, _, key = argument.partition("=")
+        if flag in ("--help", "-h"):
+            following = given[i + 1] if i + 1 < len(given) else ""
+            return key or (following if not following.startswith("-") and "=" not in following else "")
+    return None
+
+
 def say(text: str) -> None:
     """Writes to stdout on rank 0 alone, where torchrun has started several processes."""
     if os.environ.get("RANK", "0") == "0":
@@ -83,7 +93,7 @@ def quiet_pipes() -> None:
 def _quiet(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     raw = _Unread(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        raw if stream.write_through else io.BufferedWriter(raw),  # as python -u has it
+        raw if stream.write_through else io.BufferedWriter(raw),  # python -u has none
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

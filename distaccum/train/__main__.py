@@ -20,6 +20,10 @@ def main() -> None:
         if os.environ.pop(LAUNCHER, "") not in ("", str(os.getppid())):
             sys.exit(128 + signal.SIGTERM)  # and neither does one that was gone before that line
     program.start()
+    if (topic := program.help_asked(sys.argv[1:])) is not None:
+        from distaccum.train.help import show  # noqa: PLC0415  without torch
+
+        sys.exit(show("train", topic))
     with without_garbage_collection():
         from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
     cli.main()

@@ -22,11 +22,14 @@ from distaccum.config.extras import install_command
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
+from distaccum.train.help import show
 
 
 def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
     """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the run directory; returns the exit code."""
     program.start()
+    if name == "plan" and (topic := program.help_asked(sys.argv[1:])) is not None:
+        return show(name, topic)
     exit_code = 0
     try:
         sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], partial(composed, name=name)))

@@ -37,9 +37,11 @@ def test_the_check_knows_the_number_of_processes(
     assert _check(monkeypatch, tmp_path, *halves, "--check=2") == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    model = OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / "gpt.yaml"))
-    assert isinstance(model, dict)
-    size = sum(parameter.numel() for parameter in build("model", model).parameters())
+    files = {
+        name: OmegaConf.load(conf_dir() / name / file) for name, file in (("model", "gpt.yaml"), ("data", "docs.yaml"))
+    }
+    model = OmegaConf.to_container(OmegaConf.create(files), resolve=True)["model"]  # type: ignore[index,call-overload]
+    size = sum(parameter.numel() for parameter in build("model", model).parameters())  # type: ignore[arg-type]
     head = f"check passed: GPT with {size:,} parameters; fsdp2, fp32; global batch 32 samples = 2 ranks x"
     assert printed.startswith(head)
     assert printed.endswith(" x 2 micro-steps of at most 8; 300 updates; nothing was started\n")
