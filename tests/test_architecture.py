@@ -89,6 +89,7 @@ def test_libraries_stay_in_their_rooms() -> None:
     }
     assert _users_of("hydra") == {
         "config/command_line.py",
+        "config/completion.py",
         "config/composed.py",
         "config/instantiate.py",
         "config/hydra_errors.py",

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Mapping
 
 from distaccum import program
+from distaccum.commands.completion import CONFIGURATIONS, complete
 from distaccum.commands.table import Command, commands
 from distaccum.errors import near_misses
 
 _BAD_ARGUMENTS = 2
+_COMPLETION = ("-sc", "--shell-completion")
 _HELP = ("--help", "-h", "help")
 _EXAMPLES = """\
 examples:
@@ -32,6 +34,9 @@ def main() -> None:
         else:
             program.say(overview(known))
             sys.exit(0)
+    if first in _COMPLETION or (first in CONFIGURATIONS and any(word in _COMPLETION for word in rest)):
+        complete(known, sys.argv[1:])
+        sys.exit(0)
     if first not in known:
         program.complain(f"distaccum: {_unknown(first, known)}\n")
         sys.exit(_BAD_ARGUMENTS)

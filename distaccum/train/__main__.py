@@ -24,6 +24,11 @@ def main() -> None:
         from distaccum.train.help import show  # noqa: PLC0415  without torch
 
         sys.exit(show("train", topic))
+    if any(argument in ("-sc", "--shell-completion") for argument in sys.argv[1:]):
+        from distaccum.config.completion import complete  # noqa: PLC0415  without torch
+
+        complete("config", sys.argv[1:])
+        return
     with without_garbage_collection():
         from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
     cli.main()
