@@ -6,10 +6,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 
 import hydra
+from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
 from distaccum.config.command_line import register_aliases
 from distaccum.config.schema import conf_dir
@@ -25,23 +28,29 @@ def complete(name: str, arguments: Sequence[str], *, line: str | None = None) ->
         arguments: the command line, with ``-sc``.
         line: what was typed, from the command's name on; by default ``COMP_LINE``, as the shell sets it.
     """
-    typed = os.environ.get("COMP_LINE", "") if line is None else line
-    words = typed.split()
-    if words and words[-1].startswith("-") and not typed.endswith(" "):
-        sys.stdout.write(f"{' '.join(_OFFERED)}\n")
+    if any(argument.startswith("query=") for argument in arguments):
+        answers = _answers(name, os.environ.get("COMP_LINE", "") if line is None else line)
+        sys.stdout.write("".join(f"{answer}\n" for answer in answers))
         return
-    known = get_args_parser()._option_string_actions  # argparse has no public name for them
-    kept = [word for word in words if not word.startswith("-") or word in known]
-    os.environ["COMP_LINE"] = " ".join(kept) + (" " if typed.endswith(" ") or not kept else "")
     sys.argv[1:] = arguments
+    hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(_nothing)()
+
+
+def _answers(name: str, line: str) -> Sequence[str]:
+    """What may stand where the line ends; nothing where it cannot be composed."""
+    _, *words = line.split()
+    typing = "" if line.endswith(" ") or not words else words.pop()
+    if typing.startswith("-"):
+        return _OFFERED
+    known = get_args_parser()._option_string_actions  # argparse has no public name for them
+    before = [word for word in words if not word.startswith("-") or word in known]
     register_aliases(())
-    asks = any(argument.startswith("query=") for argument in arguments)
-    answer = hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(_nothing)
-    if not asks:
-        answer()
-        return
-    with suppress(SystemExit), redirect_stderr(io.StringIO()):  # what cannot be composed completes nothing
-        answer()
+    try:
+        with redirect_stderr(io.StringIO()), initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            plugin = DefaultCompletionPlugin(GlobalHydra.instance().config_loader())
+            return plugin._query(config_name=name, line=" ".join([*before, typing]))
+    except (Exception, SystemExit):  # of many kinds
+        return ()
 
 
 def _nothing(_: object) -> None:

@@ -49,7 +49,7 @@ class Composed:
     def unknown(self, key: str, value: object) -> ConfigError:
         """The error for a setting that is not there: of another choice, of the ``_target_`` around it, or misspelt."""
         group, _, rest = key.partition(".")
-        engine = self.choices.get("engine", "ddp")
+        engine = self.choices.get("engine", "")
         if group == "engine" and rest and engine in ENGINES:
             return unknown_key(key, value, engine)
         chosen = self.choices.get(group)
@@ -60,7 +60,7 @@ class Composed:
         parent, _, last = key.rpartition(".")
         around = OmegaConf.select(self.node, parent) if parent else None
         target = around.get("_target_") if isinstance(around, DictConfig) else None
-        if target is None:
+        if target is None or around is None:
             return unknown_key(key, value, engine, self.settings())
         takes = _arguments(parent, str(target))
         if last in takes:

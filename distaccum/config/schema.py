@@ -65,8 +65,8 @@ class BatchConfig:
     Args:
         global_size: samples per update, over all ranks.
         tokens: a budget of tokens per update instead (``batch=tokens``).
-        micro_size (int | auto): the most samples of one forward and backward on one rank; not stated (``auto``), it is
-            never more than the global batch.
+        micro_size (int): the most samples of one forward and backward on one rank; not stated, it is never more than
+            the global batch.
         group_by_length: samples of similar length in one micro-batch, within a window.
         pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
     """

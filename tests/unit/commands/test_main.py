@@ -167,7 +167,7 @@ def test_a_reader_that_leaves_stops_the_printing_and_nothing_else(tmp_path: Path
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    assert os.read(process.stdout.fileno(), 7).startswith(b"line 0")
+    assert os.read(process.stdout.fileno(), 4) == b"line"
     process.stdout.close()  # as head does
     process.stderr.close()
     assert process.wait(timeout=60) == 0
