@@ -64,7 +64,12 @@ def _commands_of(page: str) -> Iterator[str]:
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
             command = re.sub(r"\s+#\s.*$", "", line).strip()
             if command and not re.match(r"export \w+=\S+( \w+=\S+)*$", command):
-                yield " ".join(command.split())
+                # Both names are one function: tests/unit/commands/test_main.py
+                yield re.sub(r"(^|-m )distaccum (?=[a-z])", _name_of_script, " ".join(command.split()))
+
+
+def _name_of_script(found: re.Match[str]) -> str:
+    return f"{found[1]}distaccum{'.' if found[1] else '-'}"
 
 
 COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_of(page)}  # README's first
@@ -90,6 +95,8 @@ ELSEWHERE = {
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "distaccum-wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
+    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes_both_names",
     "distaccum-train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
     ),
@@ -159,7 +166,7 @@ def _training(command: str) -> tuple[int, list[str]] | None:
 
 
 def _only_prints(arguments: list[str]) -> bool:
-    return any(argument.startswith(("--cfg", "--check")) for argument in arguments)
+    return any(argument.startswith(("--cfg", "--check", "--help")) for argument in arguments)
 
 
 def _sbatch(command: str) -> list[str] | None:
@@ -501,7 +508,7 @@ def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
 
 
 def test_the_reference_names_every_command() -> None:
-    rows = re.findall(r"^\| `(distaccum-[\w-]+)` \|", text_of("docs/reference.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(distaccum(?:-[\w-]+)?)` \|", text_of("docs/reference.md"), re.MULTILINE)
     assert sorted(rows) == sorted(PYPROJECT["project"]["scripts"])
 
 

@@ -6,7 +6,7 @@ a ``_target_``; everything else is typed here and checked in ``__post_init__``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -39,6 +39,7 @@ from distaccum.config.sizes import bytes_of
 from distaccum.errors import ConfigError, near_misses
 
 Node = dict[str, Any]
+MICRO_SIZE = 8  # where nobody states one
 WANDB_MODES = ("offline", "online", "disabled")
 
 
@@ -64,20 +65,27 @@ class BatchConfig:
     Args:
         global_size: samples per update, over all ranks.
         tokens: a budget of tokens per update instead (``batch=tokens``).
-        micro_size: the most samples of one forward and backward on one rank.
+        micro_size (int): the most samples of one forward and backward on one rank; not stated, it is never more than
+            the global batch.
         group_by_length: samples of similar length in one micro-batch, within a window.
         pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
     tokens: Optional[int] = None  # noqa: UP045
-    micro_size: int = 8
+    micro_size: Any = AUTO  # a number once it is made
     group_by_length: bool = False
     pad_rows: bool = False
 
     def __post_init__(self) -> None:
         number = (int, NoneType)
-        require_types("batch", self, global_size=number, tokens=number, micro_size=int)
+        require_types("batch", self, global_size=number, tokens=number)
+        if self.micro_size == AUTO:
+            most = MICRO_SIZE if self.global_size is None else min(MICRO_SIZE, self.global_size)
+            object.__setattr__(self, "micro_size", most)
+        if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
+            object.__setattr__(self, "micro_size", int(self.micro_size))
+        require_types("batch", self, micro_size=int)
         require_types("batch", self, group_by_length=bool, pad_rows=bool)
 
 
@@ -455,6 +463,7 @@ def _from_plain(node: Mapping[str, Any]) -> RunConfig:
     engine_schema = settings_of(_name_of(node))
     try:
         schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
+        OmegaConf.update(schema, "batch.micro_size", AUTO)  # OmegaConf reads the defaults of a made BatchConfig
         OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
         typed = OmegaConf.merge(_writable(schema), node)
     except oc.OmegaConfBaseException as error:
@@ -498,12 +507,15 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
             return ConfigError(key or "configuration", value, first_line, "Correct this value")
 
 
-def unknown_key(key: str, value: object, engine: str) -> ConfigError:
-    """The ConfigError for a setting that ``engine`` does not have, with similar names."""
+def unknown_key(key: str, value: object, engine: str, known: Iterable[str] | None = None) -> ConfigError:
+    """The ConfigError for a setting that ``engine`` does not have, with similar names.
+
+    ``known`` are the names of all settings; by default those of all files in ``conf/``.
+    """
     group, _, setting = key.partition(".")
     if group == "engine" and setting:
         return unknown_setting(engine, setting, value)
-    hint = near_misses(key, _known_keys())
+    hint = near_misses(key, _known_keys() if known is None else known)
     return ConfigError(key, value, f"no such setting{hint}", "`--cfg job` prints all settings there are")
 
 
@@ -512,12 +524,13 @@ def _known_keys() -> list[str]:
     names: dict[str, None] = {}
     for path in sorted(conf_dir().rglob("*.yaml")):
         group = "" if path.parent == conf_dir() else f"{path.parent.name}."
-        names |= dict.fromkeys([group.rstrip("."), *_dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
+        names |= dict.fromkeys([group.rstrip("."), *dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
     return list(names)
 
 
-def _dotted(node: Any, prefix: str) -> list[str]:
+def dotted(node: Any, prefix: str = "") -> list[str]:
+    """The names of all settings in nested plain values, as ``optim.lr``."""
     found = []
     for key, value in node.items() if isinstance(node, dict) else ():
-        found += [f"{prefix}{key}", *_dotted(value, f"{prefix}{key}.")]
+        found += [f"{prefix}{key}", *dotted(value, f"{prefix}{key}.")]
     return found

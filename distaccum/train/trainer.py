@@ -126,7 +126,7 @@ class Trainer:
             model,
             loss,
             world_size=self._environment.size,
-            device=self._environment.device(config.trainer.backend),
+            device=self._environment.device(config.trainer.backend, key="trainer.backend"),
             optimizers=optimizers,
             callbacks=callbacks,
             metrics=metrics,

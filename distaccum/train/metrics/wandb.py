@@ -16,7 +16,7 @@ import logging
 import os
 import queue
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +24,7 @@ from threading import Event, Thread
 from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING, Any
 
+from distaccum import program
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.loggers import Logger, Record
@@ -285,12 +286,28 @@ def _saved_config(run_dir: Path) -> dict[str, Any]:
     return saved
 
 
+_EPILOG = """\
+examples:
+  distaccum wandb-upload runs/NAME
+  distaccum wandb-upload runs/NAME --offline       then: wandb sync
+
+exit codes: 0 done; 1 it could not be made, and why
+"""
+
+
 def main() -> None:
     """``distaccum-wandb-upload RUN``: exit code 0, or 1 and one line on stderr."""
-    parser = ArgumentParser(prog="distaccum-wandb-upload", description="Makes a W&B run of a run's metrics.jsonl.")
+    program.start()
+    parser = ArgumentParser(
+        prog=program.name_of("wandb-upload"),
+        description="Makes a W&B run of a run's metrics.jsonl, each record once.",
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--id", help="of the new W&B run (default: a new one)")
     parser.add_argument("--offline", action="store_true", help="into a folder that `wandb sync` uploads")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     given = parser.parse_args()
     try:
         number = upload(given.run, mode="offline" if given.offline else "online", run_id=given.id)
