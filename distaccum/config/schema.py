@@ -277,11 +277,13 @@ class WandbConfig:
 class MetricsConfig:
     """The loggers; ``metrics.jsonl`` is always written.
 
+    ``report``: whether a run that ends leaves ``report.html`` in its directory.
     ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
     on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
     """
 
     console: bool = True
+    report: bool = True
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
