@@ -18,7 +18,7 @@ from distaccum.report.read import REFERENCE, YAML, Node, Run
 
 # The groups whose settings no dataclass knows, and what is chosen by default: see conf/config.yaml.
 _GROUPS = {"model": "gpt", "data": "docs", "loss": "cross_entropy", "schedule": "cosine"}
-_LOWER = re.compile(r"loss|bits_per_byte|perplexity|error|_time_s$|_wait_s$|memory|skipped|nonfinite|retries")
+_LOWER = re.compile(r"loss(?!_scale)|bits_per_byte|perplexity|error|_time_s$|_wait_s$|memory|skipped|nonfinite|retries")
 _HIGHER = re.compile(r"accuracy|_per_s$|mfu|tflops|f1|auroc|bleu|rouge|recall|precision")
 MISSING = object()
 
