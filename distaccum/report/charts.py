@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,8 @@ class Chart:
     Attributes:
         key: of the chart, also in a picture's file name.
         form: how its numbers are written: ``number``, ``bytes``, ``share``, ``seconds`` or ``count``.
-        limits: the setting whose value is drawn as a level line, by its dotted name.
+        limit: the setting whose value is drawn as a level line, by its dotted name.
+        noisy: whether its curves may be smoothed; not those of evaluations, nor what is set or counted.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Chart:
     lines: tuple[Line, ...]
     form: str = "number"
     limit: str = ""
+    noisy: bool = True
 
 
 _FIXED = (
@@ -48,7 +50,7 @@ _FIXED = (
         lines=(Line("grad_norm", "norm before clipping"),),
         limit="optim.clip_norm",
     ),
-    Chart(key="lr", title="Learning rate", lines=(Line("lr", "rate"),)),
+    Chart(key="lr", title="Learning rate", lines=(Line("lr", "rate"),), noisy=False),
     Chart(
         key="throughput",
         title="Throughput",
@@ -68,13 +70,15 @@ _FIXED = (
         title="Memory of the rank that has most",
         lines=(Line("memory_bytes", "in use"), Line("memory_reserved_bytes", "reserved by the allocator")),
         form="bytes",
+        noisy=False,
     ),
-    Chart(key="loss_scale", title="Loss scale", lines=(Line("loss_scale", "scale"),)),
+    Chart(key="loss_scale", title="Loss scale", lines=(Line("loss_scale", "scale"),), noisy=False),
     Chart(
         key="skips",
         title="Skipped attempts",
         lines=(Line("skipped", "skipped"), Line("nonfinite", "NaN or infinite")),
         form="count",
+        noisy=False,
     ),
 )
 
@@ -89,7 +93,17 @@ def charts(runs: Sequence[Columns]) -> list[Chart]:
     drawn = {line.metric for chart in shown for line in chart.lines}
     rest = [name for name in there if name not in drawn and not _COUNTS.match(name)]
     shown += [Chart(key=_slug(name), title=name, lines=(Line(name, name),), form=form_of(name)) for name in rest]
-    return [chart for chart in shown if chart.lines]
+    return _told_apart(chart for chart in shown if chart.lines)
+
+
+def _told_apart(found: Iterable[Chart]) -> list[Chart]:
+    """The charts, with a number in a key that another has before them: metrics may differ in what no file name has."""
+    kept: dict[str, Chart] = {}
+    for chart in found:
+        number = sum(re.fullmatch(rf"{chart.key}(-\d+)?", key) is not None for key in kept)
+        key = f"{chart.key}-{number + 1}" if number else chart.key
+        kept[key] = replace(chart, key=key)
+    return list(kept.values())
 
 
 def _with_lines(chart: Chart, there: Collection[str]) -> Chart:
@@ -125,6 +139,7 @@ def _held_out(there: Sequence[str]) -> list[Chart]:
             title=f"Held-out {score.replace('_', ' ')}",
             lines=tuple(lines),
             form=form_of(score),
+            noisy=False,
         )
         for score, lines in scores.items()
     ]

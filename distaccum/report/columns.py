@@ -50,10 +50,10 @@ def columns(records: Sequence[Record]) -> Columns:
     seconds, window = 0.0, 0
     for record in records:
         for axis in AXES[:-1]:
-            value = _finite(record.get(axis))
+            value = finite(record.get(axis))
             x[axis].append(value if value is not None else x[axis][-1] if x[axis] else 0)
-        windows = _finite(record.get("window")) or window
-        seconds += max(0, windows - window) * (_finite(record.get("step_time_s")) or 0.0)
+        windows = finite(record.get("window")) or window
+        seconds += max(0, windows - window) * (finite(record.get("step_time_s")) or 0.0)
         window = int(windows)
         x["hours"].append(seconds / 3600)
     names = [name for name in dict.fromkeys(name for record in records for name in record) if name not in _PLACES]
@@ -61,7 +61,7 @@ def columns(records: Sequence[Record]) -> Columns:
     bad: dict[str, list[tuple[int, str]]] = {}
     for name in names:
         values = [record.get(name) for record in records]
-        found = [_finite(value) for value in values]
+        found = [finite(value) for value in values]
         odd = [(i, _name(value)) for i, value in enumerate(values) if isinstance(value, float) and found[i] is None]
         if odd or any(value is not None for value in found):
             y[name] = found
@@ -115,8 +115,8 @@ def _extremes(values: Values) -> Values:
     return [least, greatest] if there.index(least) < there.index(greatest) else [greatest, least]
 
 
-def _finite(value: Any) -> Number | None:
-    """A number of a record; None for another value, and for one that no curve has."""
+def finite(value: Any) -> Number | None:
+    """A number of a record that a curve can have; None for NaN, infinity, and other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -133,7 +133,7 @@ def final(records: Sequence[Record]) -> Mapping[str, tuple[Any, int]]:
     """By metric the last value, of whatever kind, and its step."""
     found: dict[str, tuple[Any, int]] = {}
     for record in records:
-        step = _finite(record.get("step")) or 0
+        step = finite(record.get("step")) or 0
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "window", "applied"):
                 found[name] = (value, int(step))

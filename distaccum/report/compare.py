@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig, conf_dir
-from distaccum.report.columns import Number, columns, final
+from distaccum.report.columns import Number, columns, final, finite
 from distaccum.report.read import REFERENCE, YAML, Node, Run
 
 # The groups whose settings no dataclass knows, and what is chosen by default: see conf/config.yaml.
@@ -120,8 +119,7 @@ def judged_by(metric: str, direction: int) -> str:
 
 def best_of(values: Sequence[Any], direction: int) -> set[int]:
     """Which of the values are the best ones; none where nobody knows, or all are equal."""
-    numbers = {i: float(value) for i, value in enumerate(values) if isinstance(value, int | float)}
-    there = {i: value for i, value in numbers.items() if isfinite(value)}
+    there = {i: number for i, value in enumerate(values) if (number := finite(value)) is not None}
     if not direction or len(set(there.values())) < 2:  # noqa: PLR2004  nothing to choose between
         return set()
     top = max(there.values(), key=lambda value: direction * value)

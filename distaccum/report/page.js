@@ -55,9 +55,9 @@
     for (let i = Math.ceil(from / step - 1e-9); i * step <= to + step * 1e-9 && found.length < 100; i += 1) found.push(i * step);
     return found;
   }
-  function powers(from, to, count) {
+  function powers(from, to, count, base) {
     const low = Math.floor(Math.log10(from)), high = Math.ceil(Math.log10(to));
-    if (Math.log10(to / from) < 1) return evenly(from, to, count).filter((value) => value > 0);
+    if (Math.log10(to / from) < 1) return evenly(from, to, count, base).filter((value) => value > 0);
     const every = Math.max(1, Math.ceil((high - low) / 8)), found = [];
     for (let power = low; power <= high; power += every) {
       for (const part of high - low <= 2 ? [1, 2, 5] : [1]) found.push(part * 10 ** power);
@@ -67,8 +67,8 @@
 
   // ---------------------------------------------------------------------------------------------------------- series
   // A moving average whose weights begin at the first point, each last value weighing 1 - smooth.
-  function smoothed(values) {
-    if (!state.smooth) return values;
+  function smoothed(values, chart) {
+    if (!state.smooth || !chart.noisy) return values;
     let sum = 0, weight = 0;
     return values.map((value) => {
       if (value === null) return null;
@@ -167,7 +167,7 @@
     const svg = draw("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": chart.title });
     const clip = `clip-${chart.key}`;
     svg.append(draw("clipPath", { id: clip }, draw("rect", { x: LEFT - 4, y: 0, width: right - LEFT + 8, height: bottom + 3 })));
-    const ticksY = spanOfY ? (state.log ? powers(y0, y1, 5) : evenly(y0, y1, 5, chart.form === "bytes" ? 1024 : 10)) : [];
+    const ticksY = spanOfY ? (state.log ? powers : evenly)(y0, y1, 5, chart.form === "bytes" ? 1024 : 10) : [];
     for (const value of ticksY) {
       svg.append(draw("path", { d: `M${LEFT} ${Y(value)}H${right}`, class: "grid" }),
         draw("text", { x: LEFT - 6, y: Y(value) + 4, "text-anchor": "end" }, words(value, chart.form)));
@@ -190,9 +190,9 @@
       const stroke = { stroke: color(one.number), "stroke-dasharray": one.dash, "data-run": one.run.name, "data-metric": one.line.metric };
       const [raw, below] = spanOfY ? path(one.xs, one.ys, one.odd, X, Y) : ["", 0];
       hidden += below;
-      if (state.smooth) {
+      if (state.smooth && chart.noisy) {
         inner.append(draw("path", { d: raw, class: "curve raw", stroke: stroke.stroke }));
-        inner.append(draw("path", { d: path(one.xs, smoothed(one.ys), one.odd, X, Y)[0], class: "curve", ...stroke }));
+        inner.append(draw("path", { d: path(one.xs, smoothed(one.ys, chart), one.odd, X, Y)[0], class: "curve", ...stroke }));
       } else {
         inner.append(draw("path", { d: raw, class: "curve", ...stroke }));
       }
@@ -250,7 +250,7 @@
       const lines = rows.map(([one, i]) => {
         const label = make("span", {}, make("i", { class: "swatch" }), [runs.length > 1 ? one.run.name : "", chart.lines.length > 1 || runs.length < 2 ? one.line.label : ""].filter(Boolean).join(" "));
         label.firstChild.style.background = color(one.number);
-        return make("div", {}, label, make("b", {}, words(smoothed(one.ys)[i], chart.form)));
+        return make("div", {}, label, make("b", {}, words(smoothed(one.ys, chart)[i], chart.form)));
       });
       const head = rows.length ? place(rows[0][0].xs[rows[0][1]]) : place(at);
       const index = axes.indexOf(state.axis);

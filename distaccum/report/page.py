@@ -9,13 +9,12 @@ from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
 from html import escape
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import distaccum
 from distaccum.report.charts import charts, form_of, level
-from distaccum.report.columns import AXES, Columns, columns, parts_of, thinned
+from distaccum.report.columns import AXES, Columns, columns, finite, parts_of, thinned
 from distaccum.report.compare import MISSING, best_of, better, changed, differing, flat, judged_by, summaries
 from distaccum.report.marks import marks
 from distaccum.report.read import Run
@@ -309,8 +308,8 @@ def _number(metric: str, value: Any) -> str:
 
 def written(value: Any, form: str) -> str:
     """A number for people: ``form`` as :func:`distaccum.report.charts.form_of` names it."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        return str(value)
+    if finite(value) is None:
+        return str(value)[:40]
     if form == "bytes":
         size, unit = float(value), 0
         while abs(size) >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  of a unit in the next
@@ -320,8 +319,8 @@ def written(value: Any, form: str) -> str:
         return f"{value:.2%}"
     if form == "seconds":
         return _duration(value)
-    if isinstance(value, int):
-        return f"{value:,}"
+    if float(value).is_integer() and abs(value) < 1e15:  # noqa: PLR2004  beyond which a float skips whole numbers
+        return f"{int(value):,}"
     return f"{value:,.0f}" if form == "count" and value >= 1000 else f"{value:.6g}"  # noqa: PLR2004
 
 
