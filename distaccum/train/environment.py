@@ -18,23 +18,14 @@ import torch
 import distaccum
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint.files import ABSENT, retried, write_json
+from distaccum.config.engine import ENGINES
 from distaccum.distributed.world import World
 from distaccum.train.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
 
 _MOST = 1000  # starts that are kept
-_LIBRARIES = (
-    "numpy",
-    "hydra",
-    "omegaconf",
-    "deepspeed",
-    "transformers",
-    "datasets",
-    "torchdata",
-    "torchmetrics",
-    "wandb",
-)
+_LIBRARIES = ("numpy", "hydra", "omegaconf", "transformers", "datasets", "torchdata", "torchmetrics", "wandb", *ENGINES)
 _PROJECTS = {"hydra": "hydra-core"}  # where the project is not called as its module
 
 
@@ -87,7 +78,7 @@ def _device(device: torch.device) -> str:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    """Of what computes, and of the libraries that are loaded."""
+    """Of what computes, and of the libraries that are loaded; an engine that is one has its name."""
     found = {
         "distaccum": distaccum.__version__,
         "python": platform.python_version(),

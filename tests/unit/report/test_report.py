@@ -64,7 +64,7 @@ HOSTILE = "<script>alert(1)</script>"
 def test_names_and_texts_of_a_run_are_no_html(tmp_path: Path) -> None:
     """A folder, a setting, a metric, a reason and a log line that would run a script, or end one."""
     name = "a'\"><img src=x onerror=alert(1)>&amp;"
-    records = [record(step, **{f"eval_{HOSTILE}": 1.0, "eval_<!--": 2.0}) for step in (1, 2)]
+    records = [record(step, **{f"eval_{HOSTILE}": 1.0, "eval_<!--": 2.0, "eval_</script <b>": 3.0}) for step in (1, 2)]
     status = {"state": "failed", "step": 2, "reason": f"rank 0: ValueError: {HOSTILE}"}
     folder = a_run(tmp_path / name, records, status=status, config={HOSTILE: f"</script>{HOSTILE}", "x": "\"'<b>"})
     (folder / "logs").mkdir()
