@@ -12,7 +12,7 @@ import yaml
 
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig, conf_dir
-from distaccum.report.columns import Number, columns, final, finite
+from distaccum.report.columns import Columns, Number, final, finite
 from distaccum.report.read import REFERENCE, YAML, Node, Run
 
 # The groups whose settings no dataclass knows, and what is chosen by default: see conf/config.yaml.
@@ -97,9 +97,9 @@ class Summary:
     greatest: Number | None
 
 
-def summaries(run: Run) -> dict[str, Summary]:
-    """By metric, in the order of the records."""
-    series = columns(run.records).y
+def summaries(run: Run, whole: Columns) -> dict[str, Summary]:
+    """By metric, in the order of the records, of which ``whole`` has all."""
+    series = whole.y
     found = {}
     for metric, (value, step) in final(run.records).items():
         there = [one for one in series.get(metric, ()) if one is not None]

@@ -39,7 +39,7 @@ def page(runs: Sequence[Run]) -> str:
         _table(*_overview(runs, whole), name="runs"),
         _section("differences", "What differs", _differences(runs)) if len(runs) > 1 else "",
         '<nav id="tools"></nav><main id="charts"><noscript><p>The curves need JavaScript.</p></noscript></main>',
-        _section("final", "Final numbers", _final(runs)),
+        _section("final", "Final numbers", _final(runs, whole)),
         *(_about(run, alone=len(runs) == 1) for run in runs),
         f"<footer>{_notes(runs, drawn)}</footer>",
         f'<script type="application/json" id="data">{_embedded(_data(runs, whole, drawn))}</script>',
@@ -134,10 +134,10 @@ def _differences(runs: Sequence[Run]) -> str:
     return _table(["setting", *(_text(run.name) for run in runs)], rows)
 
 
-def _final(runs: Sequence[Run]) -> str:
+def _final(runs: Sequence[Run], whole: Sequence[Columns]) -> str:
     if not any(run.records for run in runs):
         return "<p>Nothing was logged.</p>"
-    found = [summaries(run) for run in runs]
+    found = [summaries(run, points) for run, points in zip(runs, whole, strict=True)]
     if len(runs) == 1:
         rows = [
             [

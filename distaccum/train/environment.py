@@ -86,9 +86,9 @@ def _versions(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
     }
     if device.type == "cuda":
-        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        found["cuda"] = str(torch.version.cuda)
         if torch.distributed.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     for name in _LIBRARIES:
         if name in sys.modules:
             with suppress(PackageNotFoundError):

@@ -291,14 +291,15 @@ def train(
                 **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
             }
             run_dir.write_plan(plan)
-            about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
+            commit = _git_commit()
+            about = {"config": components.record, "plan": plan, "git_commit": commit}
             note_environment(
                 run_dir,
                 world,
                 accumulator.progress,
                 config=components.record,
                 before=before,
-                git_commit=about["git_commit"],
+                git_commit=commit,
             )
             print_header(components, engine, run_dir, note or beginning, console)
             run_dir.write_artifacts(engine.artifacts)
