@@ -328,12 +328,14 @@ class MetricsConfig:
 
     Args:
         console: records on the console.
+        report: ``report.html`` in the run directory, when the run ends.
         peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
         flops_per_sample: operations of one sample, forward and backward; null: counted.
         wandb: Weights & Biases.
     """
 
     console: bool = True
+    report: bool = True
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)

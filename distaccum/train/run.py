@@ -39,6 +39,7 @@ from distaccum.errors import ConfigError, PeerError
 from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic
+from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
@@ -50,6 +51,7 @@ from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.run_report import ReportAtEnd
 from distaccum.train.shared_storage import check_shared
 from distaccum.train.time_limit import TimeLimit
 
@@ -113,6 +115,8 @@ def run(
             components = make_components()
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
+            if environment.rank == 0 and components.config.metrics.report:
+                owning.enter_context(ReportAtEnd(run_dir))
         except ConfigError as error:
             agree(str(error))
             raise
@@ -244,6 +248,7 @@ def train(
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     ``enter_phase`` is told what this rank does; ``beginning`` is for the header of a run without a checkpoint.
     """
+    before = run_dir.status() if world.is_main else {}
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
     if components.config.checkpoint.saves:
@@ -286,7 +291,16 @@ def train(
                 **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
             }
             run_dir.write_plan(plan)
-            about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
+            commit = _git_commit()
+            about = {"config": components.record, "plan": plan, "git_commit": commit}
+            note_environment(
+                run_dir,
+                world,
+                accumulator.progress,
+                config=components.record,
+                before=before,
+                git_commit=commit,
+            )
             print_header(components, engine, run_dir, note or beginning, console)
             run_dir.write_artifacts(engine.artifacts)
             loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
