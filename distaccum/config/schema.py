@@ -40,6 +40,8 @@ from distaccum.errors import ConfigError, near_misses
 
 Node = dict[str, Any]
 WANDB_MODES = ("offline", "online", "disabled")
+WANDB_CONSOLES = ("off", "wrap")
+LOGGED_CHECKPOINTS = ("none", "best", "all")
 
 
 def conf_dir() -> Path:
@@ -262,35 +264,97 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases: ``offline`` needs no key and no network; ``online`` takes the key from the environment."""
+    """Weights & Biases: ``offline`` needs no key and no network; ``online`` takes the key from the environment.
 
-    mode: str = "offline"
-    project: str = "distaccum"
+    What is None is left to W&B's environment variables, then to the default. ``console``: what W&B keeps of the
+    printed lines. ``save_code``: the Python files below the working directory. ``log_checkpoints``: those that are
+    uploaded as artifacts.
+    """
+
+    mode: Optional[str] = None  # noqa: UP045
+    project: Optional[str] = None  # noqa: UP045
+    entity: Optional[str] = None  # noqa: UP045
     name: Optional[str] = None  # noqa: UP045
-    tags: list[str] = field(default_factory=list)
+    group: Optional[str] = None  # noqa: UP045
+    job_type: Optional[str] = None  # noqa: UP045
+    notes: Optional[str] = None  # noqa: UP045
+    tags: Optional[list[str]] = None  # noqa: UP045
+    dir: Optional[str] = None  # noqa: UP045
+    console: Optional[str] = None  # noqa: UP045
+    save_code: Optional[bool] = None  # noqa: UP045
+    log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
-        require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
+        for key, value, choices in (("mode", self.mode, WANDB_MODES), ("console", self.console, WANDB_CONSOLES)):
+            if value is not None:
+                require_choice(f"metrics.wandb.{key}", value, choices)
+        require_choice("metrics.wandb.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """TensorBoard, whose files go to ``tensorboard/`` of the run directory."""
+
+    enabled: bool = False
+
+    def __post_init__(self) -> None:
+        require_types("metrics.tensorboard", self, enabled=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """MLflow. What is None is left to MLflow's environment variables, then to the default.
+
+    ``log_checkpoints``: those that are kept as artifacts of the run.
+    """
+
+    enabled: bool = False
+    tracking_uri: Optional[str] = None  # noqa: UP045
+    experiment: Optional[str] = None  # noqa: UP045
+    run_name: Optional[str] = None  # noqa: UP045
+    tags: dict[str, str] = field(default_factory=dict)
+    log_checkpoints: str = "none"
+
+    def __post_init__(self) -> None:
+        require_types("metrics.mlflow", self, enabled=bool)
+        require_choice("metrics.mlflow.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """The loggers; ``metrics.jsonl`` is always written.
+    """The loggers; ``metrics.jsonl`` is always written. Any number of the others may be on.
 
     ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
     on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
+    ``loggers``: further ones by name, each with a ``_target_``.
     """
 
     console: bool = True
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    mlflow: MLflowConfig = field(default_factory=MLflowConfig)
+    loggers: Node = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
         require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
+        for name, node in self.loggers.items():
+            remedy = f"Write metrics.loggers.{name}._target_=package.module.Name"
+            require(isinstance(node, dict), f"metrics.loggers.{name}", node, "names no class", remedy)
+
+    def check_checkpoints(self, checkpoint: CheckpointConfig) -> None:
+        """Raises ConfigError where checkpoints are to be logged of which there are none."""
+        for tracker, settings in (("wandb", self.wandb), ("mlflow", self.mlflow)):
+            key, wanted = f"metrics.{tracker}.log_checkpoints", settings.log_checkpoints
+            saves = wanted == "none" or checkpoint.saves
+            require(saves, key, wanted, "and checkpoint.every=0 saves none", "Give a number of updates, or use none")
+            named = wanted != "best" or checkpoint.best is not None
+            remedy = "Give checkpoint.best=eval_loss, for example, or use all"
+            require(named, key, wanted, "and checkpoint.best names no result of the evaluation", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +396,7 @@ class RunConfig:
         problem = "and checkpoint.every=0 saves nothing to roll back to"
         saves = not rolls_back or self.checkpoint.saves
         require(saves, "trainer.on_spike", self.trainer.on_spike, problem, "Give a number of updates, or use skip")
+        self.metrics.check_checkpoints(self.checkpoint)
         require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()
