@@ -40,7 +40,7 @@ from distaccum.errors import ConfigError, near_misses
 
 Node = dict[str, Any]
 WANDB_MODES = ("offline", "online", "disabled")
-WANDB_CONSOLES = ("off", "wrap")
+WANDB_CONSOLES = ("off", "wrap", "auto", "redirect", "wrap_raw", "wrap_emu")
 LOGGED_CHECKPOINTS = ("none", "best", "all")
 
 

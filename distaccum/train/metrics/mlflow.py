@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -48,6 +49,7 @@ class MLflowLogger(Logger):
         """Opens the run, or creates it, and sends what it lacks."""
         from mlflow import MlflowClient  # noqa: PLC0415  seconds of imports
 
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table it makes
         self._client: MlflowClient = MlflowClient(self._uri)
         self._run = self._find(run) or self._create(run)
         self._client.update_run(self._run, status="RUNNING")
