@@ -265,6 +265,7 @@ def test_settings_are_flat_and_cut_for_mlflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient  # noqa: PLC0415  seconds of imports
 
