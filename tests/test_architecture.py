@@ -102,6 +102,10 @@ def test_libraries_stay_in_their_rooms() -> None:
         "train/submitit.py",
     }
     assert _users_of("wandb") == {"train/metrics/wandb.py"}
+    assert _users_of("mlflow") == {"train/metrics/mlflow.py"}
+    assert {path for path in FILES if "torch.utils.tensorboard" in _imports(_parse(path))} == {
+        PACKAGE / "train/metrics/tensorboard.py"
+    }
     assert _users_of("safetensors") == {"checkpoint/tensors.py"}
     assert _users_of("blake3") == {"checkpoint/digest.py"}
     assert _users_of("matplotlib") == {"train/plan.py", "report/png.py"}
@@ -123,6 +127,8 @@ UNUSED = (
     "omegaconf",
     "rich",
     "wandb",
+    "mlflow",
+    "tensorboard",
     "blake3",
     "deepspeed",
     "transformers",

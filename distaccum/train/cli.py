@@ -42,7 +42,7 @@ from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.hang import watched_start
 from distaccum.train.log_handler import enable_loggers, log_to_stderr
-from distaccum.train.metrics.wandb import is_left_behind
+from distaccum.train.metrics.background import is_left_behind
 from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.submitit import SubmititJob

@@ -124,6 +124,7 @@ class Loop:
         self._loss_scale = 0.0
         self._reason = ""
         self._preempted_by = ""
+        self._saves_best = False
         self._ended = False
         self.stop_reason = ""
         """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
@@ -344,7 +345,9 @@ class Loop:
         for logger in self._loggers:
             logger.sync()
         evaluation = self._evaluation[1] if best and self._evaluation is not None else None
+        self._saves_best = best
         self._saver.save(self._logged, best=evaluation, again=again, waits=waits)
+        self._saves_best = False
         self._goes_on()
 
     def _settle(self, *, at_end: bool = False) -> None:
@@ -355,6 +358,8 @@ class Loop:
             self._goes_on()
 
     def _on_checkpoint(self, path: Path, progress: Progress) -> None:
+        for logger in self._loggers:
+            logger.checkpoint(path, step=progress.step, best=self._saves_best)
         run: Run = self if progress == self.progress else _Then(self, progress)
         self._call(lambda callback: callback.on_checkpoint(run, path))
 
@@ -422,6 +427,9 @@ class Loop:
             self._save(best=best, waits=True)
         elif best and self._evaluation is not None:
             self._saver.mark_best(self._evaluation[1])
+            for logger in self._loggers:
+                path = self._store.root / f"step-{self._saver.saved_step}"
+                logger.checkpoint(path, step=self._saver.saved_step, best=True)
 
     def _write_status(self) -> None:
         if self._world.is_main:

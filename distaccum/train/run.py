@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,15 +35,16 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
-from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
+from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
-from distaccum.train.metrics.loggers import Logger, rewind_jsonl
-from distaccum.train.metrics.wandb import require_key
+from distaccum.train.metrics.build import build_loggers, check_loggers
+from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
+from distaccum.train.metrics.wandb_environment import run_id
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
 from distaccum.train.report import not_finite, print_header, print_summary
@@ -212,7 +212,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     """
     if environment.rank != 0:
         return None
-    require_key(components.config.metrics.wandb.mode)
+    check_loggers(components.config.metrics)
     run_dir.make()
     refuse_if_held(run_dir.path)
     refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
@@ -270,7 +270,7 @@ def train(
         group_by_length=config.batch.group_by_length,
         seed=config.seed,
     )
-    wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
+    wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
     generators = RNGState.capture(world.device)
     console = _console() if world.is_main else None
     with ExitStack() as closing:
@@ -292,7 +292,6 @@ def train(
             }
             run_dir.write_plan(plan)
             commit = _git_commit()
-            about = {"config": components.record, "plan": plan, "git_commit": commit}
             note_environment(
                 run_dir,
                 world,
@@ -301,9 +300,18 @@ def train(
                 before=before,
                 git_commit=commit,
             )
+            info = RunInfo(
+                folder=run_dir.path,
+                id=wandb_id,
+                window=accumulator.progress.window,
+                total_steps=components.total_steps,
+                config=components.record,
+                plan=plan,
+                git_commit=commit,
+            )
             print_header(components, engine, run_dir, note or beginning, console)
             run_dir.write_artifacts(engine.artifacts)
-            loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
+            loggers = build_loggers(config.metrics, config.checkpoint, info, console, given=components.loggers)
             for logger in loggers:
                 closing.push(partial(_close, logger))
         max_time = config.trainer.max_time
