@@ -133,6 +133,7 @@ def run_window(
     """
     sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
     engine.begin_window(len(window.micro_batches))
+    activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     random = KeyedRandom(engine.device)
     for i, batch in enumerate(batches):
@@ -145,7 +146,10 @@ def run_window(
             activity.phase = Phase.BACKWARD
             if i == boundary:
                 activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+            if activity.watcher is not None:
+                activity.watcher.before_backward(divided)
             backward(engine, divided)
+        activity.phase = Phase.COPYING if i < boundary else Phase.STEP
         sums.add(total)
     if not window.micro_batches:
         activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()

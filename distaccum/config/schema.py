@@ -294,6 +294,40 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which windows are profiled, and what is written of them beside the table of phases.
+
+    ``steps``: the first and the last window, both included, in the count of those that this process runs, from 1 on;
+    null: none. ``trace``: torch's trace of each rank. ``with_stack``: with the lines of source, ``shapes``: with the
+    shapes of tensors. On a GPU: ``memory``, a snapshot of its allocator; ``nvtx``, ranges for Nsight Systems.
+    """
+
+    steps: Any = None
+    trace: bool = True
+    memory: bool = False
+    nvtx: bool = False
+    with_stack: bool = False
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        switches = ("trace", "memory", "nvtx", "with_stack", "shapes")
+        require_types("profile", self, **dict.fromkeys(switches, bool))
+        if self.steps is None:
+            for name in ("memory", "nvtx", "with_stack", "shapes"):
+                problem = "and profile.steps is null, so that nothing is profiled"
+                require(not getattr(self, name), f"profile.{name}", True, problem, "Add profile.steps=[10,14]")
+            return
+        steps = self.steps
+        whole = isinstance(steps, list | tuple) and all(type(one) is int for one in steps)
+        holds = whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]  # noqa: PLR2004  the first and the last
+        problem, remedy = "is not the numbers of the first and the last window, from 1 on", "Give two, as in [10,14]"
+        require(holds, "profile.steps", steps, problem, remedy)
+        for name in ("with_stack", "shapes"):
+            problem = "is a part of the trace, and profile.trace=false leaves that out"
+            require(self.trace or not getattr(self, name), f"profile.{name}", True, problem, "Leave one of the two out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Every setting of a run.
 
@@ -322,6 +356,7 @@ class RunConfig:
     callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):

@@ -46,6 +46,7 @@ from distaccum.train.metrics.loggers import Logger, rewind_jsonl
 from distaccum.train.metrics.wandb import require_key
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
+from distaccum.train.profiling import Profiler
 from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
@@ -292,6 +293,12 @@ def train(
             loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
             for logger in loggers:
                 closing.push(partial(_close, logger))
+        profiler = None
+        if config.profile.steps is not None:
+            communicates = accumulator.engine.forward_communicates
+            folder = run_dir.path / "profile"
+            profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
+            closing.callback(profiler.close)
         max_time = config.trainer.max_time
         loop = Loop(
             components,
@@ -304,6 +311,7 @@ def train(
             wandb_id=wandb_id,
             logged=restore.logged,
             utilization=utilization,
+            profiler=profiler,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,
