@@ -143,9 +143,10 @@ def run_window(
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
             divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
-            activity.phase = Phase.BACKWARD
             if i == boundary:
                 activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+            else:
+                activity.phase = Phase.BACKWARD
             if activity.watcher is not None:
                 activity.watcher.before_backward(divided)
             backward(engine, divided)

@@ -30,7 +30,9 @@ class PhaseTable:
     ) -> None:
         self._by_rank, self._first, self._device = by_rank, first, device
         self._communicates = forward_communicates
-        self._means = [{row: fmean(window[row] for window in windows) for row in ("wall", *ROWS)} for windows in by_rank]
+        self._means = [
+            {row: fmean(window[row] for window in windows) for row in ("wall", *ROWS)} for windows in by_rank
+        ]
         shown = ("loading", "count", "copy", "forward", "backward", "reduction", "step", "other")
         self._rows = [row for row in ROWS if row in shown or any(mean[row] for mean in self._means)]
 
@@ -71,7 +73,13 @@ class PhaseTable:
             each.append((str(number), f"{window['window']:.0f}", *(_ms(window[row]) for row in ("wall", *self._rows))))
         waits = [f"- {line}" for line in self.waits]
         meanings = [f"- **{row}**: {ROWS[row]}" for row in self._rows]
-        parts = [f"# Profile: {self._title}", _table(ranks), "\n".join(waits), "Windows of rank 0, in ms:", _table(each)]
+        parts = [
+            f"# Profile: {self._title}",
+            _table(ranks),
+            "\n".join(waits),
+            "Windows of rank 0, in ms:",
+            _table(each),
+        ]
         return "\n\n".join(part for part in (*parts, "\n".join(meanings)) if part) + "\n"
 
     def values(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Timeline:
             row = "other"
         self._phase = phase
         self._mark(row)
-        self._show(row)
+        self._show("backward and reduction" if phase is Phase.REDUCTION else row)
 
     def before_backward(self, loss: Tensor) -> None:
         """Begins a backward; what is left of it when the gradients are computed is the reduction's.
@@ -119,7 +119,6 @@ class Timeline:
         hook, the loss's own, asks before an engine's hooks do, which then wait for their collectives.
         """
         self._mark("backward")
-        self._show("backward and reduction" if self._phase is Phase.REDUCTION else "backward")
         if not loss.requires_grad:
             return
 
