@@ -335,11 +335,13 @@ class RunConfig:
     that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
     safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
     while there is no checkpoint. ``deterministic``: kernels that give the same bits in every run; one that has no such
-    form ends the run.
+    form ends the run. ``objective``: what a sweeper is given of the run: the name of a result of the last evaluation or
+    of a number of the last record, or several names; null: ``eval_loss``, where there is an evaluation.
     """
 
     seed: int = 0
     deterministic: bool = False
+    objective: Any = None
     resume: str = "never"
     resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
@@ -363,6 +365,10 @@ class RunConfig:
             value = getattr(self, key)
             holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
+        named = [self.objective] if isinstance(self.objective, str | None) else self.objective
+        texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
+        remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
+        require(bool(texts), "objective", self.objective, "is not a name", remedy)
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
         saves = not rolls_back or self.checkpoint.saves

@@ -78,7 +78,7 @@ class DeviceClock:
 
     def now(self) -> torch.cuda.Event:
         """See :class:`Clock`."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -127,7 +127,7 @@ class Timeline:
 
         def began(_: Tensor) -> None:
             hook.remove()
-            Variable._execution_engine.queue_callback(computed)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(computed)
 
         hook = loss.register_hook(began)  # type: ignore[no-untyped-call]
 
