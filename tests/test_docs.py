@@ -76,6 +76,8 @@ COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_o
 
 # Commands that another test runs, or a longer or shorter one of their kind.
 THREE_LEVELS = "distributed/test_examples.py::test_three_levels_give_bitwise_the_same_weights"
+OWN_SWEEP = "distributed/test_sweeps.py::test_hydras_own_sweep_runs_what_it_lists"
+OWN_EXPERIMENT = "distributed/test_sweeps.py::test_the_pages_experiment_by_its_commands"
 ELSEWHERE = {
     "python launch/examples/loop.py": THREE_LEVELS,
     "python launch/examples/accumulate.py": THREE_LEVELS,
@@ -87,6 +89,18 @@ ELSEWHERE = {
     "distaccum-train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
         "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
     ),
+    "torchrun --standalone --nproc-per-node=2 launch/train.py trainer.max_steps=20 profile.steps=[10,14]": (
+        "distributed/test_profiles.py::test_the_command_of_the_page"
+    ),
+    "python launch/train.py -m optim.lr=1e-3,3e-3,1e-2 seed=1,2": OWN_SWEEP,
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.train -m optim.lr=1e-3,3e-3 seed=1,2": OWN_SWEEP,
+    "python launch/train.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 hydra.sweeper.n_jobs=1 "
+    "hydra.sweeper.max_failure_rate=1.0 'optim.lr=tag(log, interval(1e-4, 1e-1))' batch.global_size=16,32,64": (
+        "distributed/test_sweeps.py::test_optuna_finds_the_best_of_what_the_runs_recorded"
+    ),
+    "python launch/train.py --config-dir my_runs experiment=small": OWN_EXPERIMENT,
+    "python launch/train.py 'hydra.searchpath=[file://my_runs]' experiment=small optim.lr=0.01": OWN_EXPERIMENT,
+    "python launch/train.py --config-dir my_runs -m experiment=small optim.lr=0.01,0.02": OWN_EXPERIMENT,
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
     "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",

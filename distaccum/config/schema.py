@@ -428,6 +428,45 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which windows are profiled, and what is written of them beside the table of phases.
+
+    Args:
+        steps (list[int] | null): the first and the last window, both included, in the count of those that this
+            process runs, from 1 on; null: none.
+        trace: torch's trace of each rank.
+        memory: on a GPU, a snapshot of its allocator.
+        nvtx: on a GPU, ranges for Nsight Systems.
+        with_stack: the trace has the lines of source.
+        shapes: the trace has the shapes of tensors.
+    """
+
+    steps: Any = None
+    trace: bool = True
+    memory: bool = False
+    nvtx: bool = False
+    with_stack: bool = False
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        switches = ("trace", "memory", "nvtx", "with_stack", "shapes")
+        require_types("profile", self, **dict.fromkeys(switches, bool))
+        if self.steps is None:
+            for name in ("memory", "nvtx", "with_stack", "shapes"):
+                problem = "and profile.steps is null, so that nothing is profiled"
+                require(not getattr(self, name), f"profile.{name}", True, problem, "Add profile.steps=[10,14]")
+            return
+        steps = self.steps
+        whole = isinstance(steps, list | tuple) and all(type(one) is int for one in steps)
+        holds = whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]  # noqa: PLR2004  the first and the last
+        problem, remedy = "is not the numbers of the first and the last window, from 1 on", "Give two, as in [10,14]"
+        require(holds, "profile.steps", steps, problem, remedy)
+        for name in ("with_stack", "shapes"):
+            problem = "is a part of the trace, and profile.trace=false leaves that out"
+            require(self.trace or not getattr(self, name), f"profile.{name}", True, problem, "Leave one of the two out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Every setting of a run.
 
@@ -453,10 +492,15 @@ class RunConfig:
         callbacks: callbacks by name, each with a ``_target_``.
         checkpoint: when checkpoints are made, and which are kept.
         metrics: the loggers.
+        profile: windows whose time is looked at.
+        objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
+            evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
+            evaluation.
     """
 
     seed: int = 0
     deterministic: bool = False
+    objective: Any = None
     resume: str = "never"
     resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
@@ -473,12 +517,17 @@ class RunConfig:
     callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):
             value = getattr(self, key)
             holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
+        named = [self.objective] if isinstance(self.objective, str | None) else self.objective
+        texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
+        remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
+        require(bool(texts), "objective", self.objective, "is not a name", remedy)
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
         saves = not rolls_back or self.checkpoint.saves

@@ -50,6 +50,7 @@ from distaccum.train.metrics.peaks import peak_flops
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.padding import check_padding
 from distaccum.train.parameter_groups import GroupSize, group_sizes
+from distaccum.train.profiling import check_profile
 from distaccum.train.schedules import Constant
 from distaccum.train.torch_schedule import TorchSchedule
 
@@ -218,6 +219,7 @@ def build_components(
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
+    check_profile(config.profile, device, total_steps)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=evaluates(data, config))
     check_results(data, config, everyone, loss=loss, metrics=metrics or {})

@@ -27,6 +27,7 @@ from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
+from distaccum.train.profiling import Profiler
 from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
@@ -71,6 +72,7 @@ class Loop:
         time_limit: says when the run has to save.
         logged: window and step of the last record of the run's own past.
         utilization: of the cards, on the rank that logs.
+        profiler: of some windows; None: no window is profiled.
         enter_phase: told what this rank does, for those who find it dead.
     """
 
@@ -87,6 +89,7 @@ class Loop:
         time_limit: TimeLimit,
         logged: Mapping[str, int] | None = None,
         utilization: Utilization | None = None,
+        profiler: Profiler | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._components = components
@@ -116,6 +119,7 @@ class Loop:
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
+        self._profiler = profiler
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
@@ -168,6 +172,8 @@ class Loop:
             self._accumulator.model.train()
         self._meter.restart(self.progress)
         max_epochs = self._components.config.trainer.max_epochs
+        if self._profiler is not None:
+            self._profiler.begin()
         try:
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
                 for window in self._accumulator.windows(self._loader):
@@ -210,6 +216,16 @@ class Loop:
             self._accumulator.stop()
         if self._time_limit.is_near and not self._preempted_by:
             self.preempt("trainer.max_time is about to be over")
+        if self._profiler is not None and self._profiler.window_ended():
+            self._write_profile()
+
+    def _write_profile(self) -> None:
+        assert self._profiler is not None
+        self._tracker.resolve_last_step()
+        self._look_at_last(self._tracker.known_progress)
+        self._enter_phase("writing the profile")
+        self._profiler.write()
+        self._goes_on()
 
     def _is_due(self, step: int) -> bool:
         trainer, save_every = self._components.config.trainer, self._components.config.checkpoint.every
@@ -374,11 +390,15 @@ class Loop:
         A preempted run makes the checkpoint alone: the process that continues it makes the rest, and there is no time.
         """
         self._look_at_last(self.progress)
+        profiled = self._profiler is not None and self._profiler.run_ends()
         self._accumulator.replicas.check()  # a checkpoint may not follow
         if self._ended or self._accumulator.stopping:
             self._take_reasons()
         if self.preempted:
             self._save_last()
+        if profiled:
+            self._write_profile()
+        if self.preempted:
             return {}
         is_due = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
         if self._unlogged is not None:

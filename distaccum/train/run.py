@@ -47,6 +47,7 @@ from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb_environment import run_id
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
+from distaccum.train.profiling import Profiler
 from distaccum.train.report import not_finite, print_header, print_summary
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
@@ -314,6 +315,12 @@ def train(
             loggers = build_loggers(config.metrics, config.checkpoint, info, console, given=components.loggers)
             for logger in loggers:
                 closing.push(partial(_close, logger))
+        profiler = None
+        if config.profile.steps is not None:
+            communicates = accumulator.engine.forward_communicates
+            folder = run_dir.path / "profile"
+            profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
+            closing.callback(profiler.close)
         max_time = config.trainer.max_time
         loop = Loop(
             components,
@@ -326,6 +333,7 @@ def train(
             wandb_id=wandb_id,
             logged=restore.logged,
             utilization=utilization,
+            profiler=profiler,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,
