@@ -390,6 +390,7 @@ class MetricsConfig:
     Args:
         console: records on the console.
         report: ``report.html`` in the run directory, when the run ends.
+        summary_depth: how deep the modules are that the header shows of the model; 0: none.
         peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
         flops_per_sample: operations of one sample, forward and backward; null: counted.
         wandb: Weights & Biases.
@@ -400,6 +401,7 @@ class MetricsConfig:
 
     console: bool = True
     report: bool = True
+    summary_depth: int = 1
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -409,7 +411,8 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
+        require_types("metrics", self, peak_tflops=number, flops_per_sample=number, summary_depth=int)
+        require_count("metrics.summary_depth", self.summary_depth, off="0 to show none")
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
         for name, node in self.loggers.items():

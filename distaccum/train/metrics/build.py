@@ -20,7 +20,7 @@ from distaccum.train.metrics.tolerant import Tolerant
 from distaccum.train.metrics.wandb_environment import resolved
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 _MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
 
@@ -50,20 +50,18 @@ def build_loggers(
     metrics: MetricsConfig,
     checkpoint: CheckpointConfig,
     run: RunInfo,
-    console: Console,
+    console: Logger | None,
     *,
     given: Sequence[Logger] = (),
 ) -> list[Logger]:
     """The loggers of rank 0, begun: ``metrics.jsonl`` first, then what the settings turn on, then those ``given``.
 
-    All but the first two raise nothing.
+    ``console`` is the console's, which stands already; None without one. All but the first two raise nothing.
     """
     loggers: list[Logger] = [JsonlLogger(run.folder / "metrics.jsonl")]
     others: list[Logger] = []
-    if metrics.console:
-        from distaccum.train.metrics.console import ConsoleLogger  # noqa: PLC0415
-
-        others.append(ConsoleLogger(run.total_steps, console))
+    if console is not None:
+        others.append(console)
     wandb = resolved(metrics.wandb)
     if wandb.mode != "disabled":
         from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
