@@ -88,6 +88,11 @@ ELSEWHERE = {
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
+    "distaccum-doctor": "unit/doctor/test_command.py::test_everything_is_looked_at",
+    "distaccum-doctor --json --only host,disk": "unit/doctor/test_command.py::test_json_and_the_table_of_the_parts",
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.doctor": (
+        "distributed/test_doctor.py::test_the_command_of_the_page_as_torchrun_starts_it"
+    ),
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
     "distaccum-train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"

@@ -13,10 +13,12 @@ from typing import Any
 import distaccum
 from distaccum.doctor.facts import Look
 from distaccum.doctor.job import settings
+from distaccum.engines.deepspeed.ops import PACKAGE
 from distaccum.errors import shorten
 
 # Libraries whose versions change what is sent or computed; by the names that pip knows.
-_PACKAGES = {"torch": "torch", "numpy": "numpy", "DeepSpeed": "deepspeed "}
+_PACKAGES = {"torch": "torch", "numpy": "numpy", "DeepSpeed": PACKAGE}
+_PLACES = ("_IFNAME", "_HCA")  # a node's own names, as long as they lead to the others
 _OWN = ("OMP_", "TORCHINDUCTOR_CACHE")  # settings that a rank or a node may have of its own
 
 
@@ -39,11 +41,13 @@ class About:
         versions = {"distaccum": distaccum.__version__, "Python": platform.python_version()}
         for name, package in _PACKAGES.items():
             try:
-                versions[name] = version(package.strip())
+                versions[name] = version(package)
             except PackageNotFoundError:
                 versions[name] = ""
         versions["CUDA"] = torch.version.cuda or ""
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
+        versions["NCCL"] = ""
+        if torch.version.cuda:
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         return cls(
             rank=rank,
             local_rank=local_rank,
@@ -98,7 +102,8 @@ def agreement(ranks: Sequence[About]) -> Look:
         if len(held) > 1:
             first = next(iter(held))
             mend = f"export {name}={first}    # on every node" if first else f"unset {name}    # on every node"
-            found.find(f"{name} differs: {_told(held)}", mend, wrong=name.startswith("NCCL_"))
+            choice = name.startswith("NCCL_") and not name.endswith(_PLACES)  # the ranks would wait for each other
+            found.find(f"{name} differs: {_told(held)}", mend, wrong=choice)
     return found
 
 
@@ -115,9 +120,9 @@ def _told(held: Mapping[str, list[int]]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """``"rank 3"``, ``"ranks 0 to 7"``, ``"ranks 0, 2, 5"``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+    """``"rank 3"``, ``"ranks 0 and 1"``, ``"ranks 0 to 7"``, ``"ranks 0, 2, 5"``."""
+    if len(ranks) <= 2:  # noqa: PLR2004
+        return f"rank{'s'[: len(ranks) - 1]} {' and '.join(map(str, ranks))}"
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {shorten(ranks, 8)}"
@@ -128,5 +133,9 @@ def _mend(name: str, wanted: str) -> str:
         return f"start every rank with the same interpreter: Python {wanted}"
     if name in ("CUDA", "NCCL"):
         return "python -m pip install --force-reinstall torch==VERSION    # the same build of it on every node"
-    package = _PACKAGES.get(name, name).strip()
-    return f"python -m pip install '{package}=={wanted}'    # on every node" if wanted else f"python -m pip uninstall {package}"
+    package = _PACKAGES.get(name, name)
+    return (
+        f"python -m pip install '{package}=={wanted}'    # on every node"
+        if wanted
+        else f"python -m pip uninstall {package}"
+    )

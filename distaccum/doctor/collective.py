@@ -118,9 +118,11 @@ def judge_rate(found: Look, links: Mapping[str, Mapping[str, Any] | None], *, no
     found.tell("nominal", f"{rate(nominal)} ({slowest['name']} of {node}); measured {share:.0%} of it", nominal)
     gloo = found.value("backend") == "gloo"
     if best < _SHARE_WANTED * (min(nominal, _GLOO_MOST) if gloo else nominal):
-        what = f"between the nodes {rate(best)} are moved, of {rate(nominal)} that {slowest['name']} of {node} is sold as"
+        what = (
+            f"between the nodes {rate(best)} are moved, of {rate(nominal)} that {slowest['name']} of {node} is sold as"
+        )
         if slowest.get("virtual"):
             what += " (virtual: its rate is the driver's word)"
         variable = "GLOO_SOCKET_IFNAME" if gloo else "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME"
-        mend = f"export {variable}={slowest['name']}    # is it the fast one? then: iperf3 -s there, iperf3 -c {node} here"
+        mend = f"export {variable}={slowest['name']}    # is it the fast one? then ask iperf3 -s there, iperf3 -c here"
         found.find(what, mend, wrong=not slowest.get("virtual"))

@@ -28,6 +28,7 @@ _SYNCS, _RENAMES = 9, 200
 _FREE_WANTED = 3 * 2**30
 # What a time limit reckons with before the first save (train/time_limit.py).
 _RATE_WANTED = 100e6
+_INODES_WANTED = 1000
 _SYNC_WANTED_S = 0.1  # each file of a checkpoint is synced, and each folder
 _MEMORY, _LAYERS = ("tmpfs", "ramfs"), ("overlay", "aufs")
 
@@ -98,9 +99,6 @@ def _free(found: Look, folder: Path) -> None:
         found.tell("size of a file (ulimit -f)", size(limit), limit)
         if limit < _FREE_WANTED:
             found.find(f"a file may have {size(limit)}, which a checkpoint's may exceed", "ulimit -f unlimited")
-
-
-_INODES_WANTED = 1000
 
 
 def _measure(found: Look, own: Path) -> None:
@@ -191,7 +189,9 @@ def _rename(found: Look, own: Path) -> None:
         new.replace(path)
     over.set()
     thread.join()
-    found.tell("rename", f"not atomic: {wrong[0]}" if wrong else f"atomic, as far as {_RENAMES} of them show", not wrong)
+    found.tell(
+        "rename", f"not atomic: {wrong[0]}" if wrong else f"atomic, as far as {_RENAMES} of them show", not wrong
+    )
     if wrong:
         what = f"a file is not replaced in one step here: {wrong[0]} while it was renamed over"
         found.find(f"{what}; a reader may find half a checkpoint", _elsewhere())

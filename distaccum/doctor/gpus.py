@@ -1,7 +1,7 @@
 """The GPUs: as the driver's ``nvidia-smi`` sees them, as torch does, and the links between them.
 
-Both are asked, since the one says why the other sees nothing: a driver that is too old, a torch that was built for CPUs,
-or CUDA_VISIBLE_DEVICES.
+Both are asked, since the one says why the other sees nothing: a driver that is too old, a torch that was built for
+CPUs, or CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -91,10 +91,18 @@ def _torch(found: Look, listed: list[Gpu]) -> set[str]:
             what = f"{properties.name} is of compute capability {capability[0]}.{capability[1]}, for which this torch "
             found.find(f"{what}has no kernels (it has {', '.join(known)})", _install())
     if seen > 1:
-        blocked = [(a, b) for a in range(seen) for b in range(seen) if a != b and not torch.cuda.can_device_access_peer(a, b)]
-        found.tell("peer access", f"not between {len(blocked)} of {seen * (seen - 1)} pairs" if blocked else "all pairs", blocked)
+        blocked = [
+            (a, b) for a in range(seen) for b in range(seen) if a != b and not torch.cuda.can_device_access_peer(a, b)
+        ]
+        found.tell(
+            "peer access",
+            f"not between {len(blocked)} of {seen * (seen - 1)} pairs" if blocked else "all pairs",
+            blocked,
+        )
         if blocked:
-            what = f"GPUs {blocked[0][0]} and {blocked[0][1]} cannot read each other's memory: what they exchange goes over the host"
+            what = (
+                f"GPUs {blocked[0][0]} and {blocked[0][1]} have no peer access: what they exchange goes over the host"
+            )
             found.find(what, "nvidia-smi topo -p2p r    # says why: the board, or IOMMU/ACS in the BIOS", wrong=False)
     return names
 
@@ -109,11 +117,13 @@ def _blind(found: Look, there: int, driver: str, hidden: str | None) -> None:
     else:
         why = ""
         try:
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             why = f": {str(error).splitlines()[0]}"
         what = f"torch (for CUDA {torch.version.cuda}) cannot use the {there} GPUs with driver {driver}{why}"
-        found.find(what, "install a newer driver, or a torch for an older CUDA: https://pytorch.org/get-started/locally")
+        found.find(
+            what, "install a newer driver, or a torch for an older CUDA: https://pytorch.org/get-started/locally"
+        )
 
 
 def _install() -> str:
@@ -152,7 +162,9 @@ def judge_use(found: Look, ours: list[Gpu], answer: str) -> None:
         if who:
             found.tell(f"GPU {gpu.index} is used by", who, users[gpu.uuid])
         if gpu.total - gpu.free > _OTHERS:
-            what = f"GPU {gpu.index}: {size(gpu.total - gpu.free)} of its memory are taken by {who or 'a process of another container'}"
+            what = (
+                f"GPU {gpu.index}: {size(gpu.total - gpu.free)} of its memory are taken by {who or 'unseen processes'}"
+            )
             others = [str(one.index) for one in ours if one.total - one.free <= _OTHERS]
             elsewhere = f"export CUDA_VISIBLE_DEVICES={','.join(others)}" if others else "nvidia-smi    # who has it"
             found.find(what, elsewhere)
@@ -175,7 +187,9 @@ def judge_health(found: Look, ours: list[Gpu], answer: str) -> None:
             found.find(what, f"sudo nvidia-smi --gpu-reset -i {gpu.index}    # idle; if they come again, replace it")
         if reasons:
             what = f"GPU {gpu.index}: its clock is held down ({', '.join(reasons)}, {degrees} °C)"
-            found.find(what, f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}    # then its cooling or power")
+            found.find(
+                what, f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}    # then its cooling or power"
+            )
         if width.isdecimal() and most.isdecimal() and int(width) < int(most):
             what = f"GPU {gpu.index} has {width} of {most} PCIe lanes: data on its way to it is that much slower"
             found.find(what, f"nvidia-smi -q -i {gpu.index} | grep -A 12 'PCI$'    # then reseat it", wrong=False)

@@ -14,8 +14,8 @@ from distaccum.distributed.free_memory import available
 from distaccum.doctor.facts import Look, size
 
 _SHARED_MEMORY = "dev/shm"  # below a root
-# A container's default of 64 MiB is what this is about: Docker's and containerd's. Loading processes hold windows there,
-# and NCCL some ten MiB for each pair of ranks.
+# A container's default of 64 MiB is what this is about: Docker's and containerd's. Loading processes hold windows
+# there, and NCCL some ten MiB for each pair of ranks.
 _SHARED_WANTED, _SHARED_FREE_WANTED = 2**30, 2**28
 # Each tensor on its way from a loading process is an open file, each other rank some connections. Of 1024, systemd's
 # default for what may be opened without asking, loaders run out with many workers ("Too many open files").
@@ -84,7 +84,9 @@ def _memory(found: Look, root: Path) -> None:
     found.tell("free memory", size(left), left)
     if left < _MEMORY_WANTED:
         what = f"{size(left)} of memory are free, less than one process with torch takes"
-        found.find(what, "ps -e -o rss,pid,user,args --sort=-rss | head    # who has it; end it, or ask for more: --mem=64G")
+        found.find(
+            what, "ps -e -o rss,pid,user,args --sort=-rss | head    # who has it; end it, or ask for more: --mem=64G"
+        )
 
 
 def _shared_memory(found: Look, root: Path) -> None:
@@ -125,7 +127,7 @@ def _limits(found: Look, root: Path) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     groups = min(_numbers("pids.max", _PIDS, "pids.max", root), default=None)
     most = [one for one in (_none(soft), groups) if one is not None]
-    found.tell("processes and threads (ulimit -u)", str(min(most)) if most else "unlimited", min(most, default=None))
+    found.tell("threads (ulimit -u)", str(min(most)) if most else "unlimited", min(most, default=None))
     if most and min(most) < _PROCESSES_WANTED:
         mend = "docker run --pids-limit=-1 (Kubernetes: podPidsLimit)" if groups == min(most) else "ulimit -u unlimited"
         found.find(f"{min(most)} processes and threads may run; ranks with loading processes have hundreds each", mend)

@@ -57,14 +57,18 @@ def _slurm(found: Look, environment: Mapping[str, str]) -> None:
         return
     nodes, tasks = environment.get("SLURM_JOB_NUM_NODES", "1"), environment.get("SLURM_NTASKS", "1")
     names = environment.get("SLURM_JOB_NODELIST", "")
-    text = f"job {number}, {nodes} nodes ({names}), {tasks} tasks, {environment.get('SLURM_CPUS_ON_NODE', '?')} cores here"
+    text = (
+        f"job {number}, {nodes} nodes ({names}), {tasks} tasks, {environment.get('SLURM_CPUS_ON_NODE', '?')} cores here"
+    )
     found.tell("Slurm", text, {"job": number, "nodes": int(nodes), "names": names, "tasks": int(tasks)})
     with suppress(ValueError, KeyError):
         left = int(environment["SLURM_JOB_END_TIME"]) - time()
         found.tell("time left", f"{left / 60:.0f} min", round(left))
         if left < _SHORT_S:
             what = f"Slurm ends this job in {left:.0f} s"
-            found.find(what, f"sudo scontrol update jobid={number} timelimit=+60    # or submit a longer one", wrong=False)
+            found.find(
+                what, f"sudo scontrol update jobid={number} timelimit=+60    # or submit a longer one", wrong=False
+            )
     script = _scontrol("write", "batch_script", number, "-")
     if script is None:
         return
@@ -93,7 +97,9 @@ def _wandb(found: Look, environment: Mapping[str, str]) -> None:
     login = f"a key for {host} {key}" if key else f"no key for {host}"
     found.tell("W&B", f"{login}; WANDB_MODE {f'is {mode}' if mode else 'is not set'}", {"key": bool(key), "mode": mode})
     if not key and mode in ("online", "shared"):
-        found.find(f"WANDB_MODE={mode}, and there is no key for {host}", "wandb login    # or export WANDB_MODE=offline")
+        found.find(
+            f"WANDB_MODE={mode}, and there is no key for {host}", "wandb login    # or export WANDB_MODE=offline"
+        )
     elif not key and not mode:
         what = f"there is no key of W&B for {host}: runs are written to disk alone (metrics.wandb.mode=offline)"
         found.find(what, "wandb login    # or export WANDB_MODE=offline, and wandb sync later", wrong=False)

@@ -1,7 +1,7 @@
 """Probes with a limit: each looks in a process of its own, which is killed when its time is over.
 
-A thread would not do: a driver, a library or a file system that hangs may hold Python's lock, and what crashes would end
-the doctor. A process that waits for a dead disk cannot even be killed; it is left behind, and nobody waits for it.
+A thread would not do: a driver, a library or a file system that hangs may hold Python's lock, and what crashes would
+end the doctor. A process that waits for a dead disk cannot even be killed; it is left behind, and nobody waits for it.
 
 Processes are forked, so a probe costs milliseconds and needs no pickling. Torch must not have opened a GPU before.
 """
@@ -9,6 +9,7 @@ Processes are forked, so a probe costs milliseconds and needs no pickling. Torch
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import select
@@ -130,10 +131,12 @@ def _answer(probe: Probe, pipe: int) -> None:
     silent = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silent, stream)
+    sys.stdout = sys.stderr = os.fdopen(silent, "w")
+    faulthandler.disable()
     warnings.simplefilter("ignore")
     try:
         found = probe.act().to_json()
-    except BaseException as error:  # noqa: BLE001  a row of the table, whatever it is
+    except BaseException as error:  # a row of the table, whatever it is
         found = {"error": reason(error)}
     answer = json.dumps(found).encode()
     while answer:

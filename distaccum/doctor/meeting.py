@@ -14,7 +14,6 @@ from secrets import token_hex
 from time import time
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 from torch.distributed.rendezvous import rendezvous
 
@@ -120,7 +119,7 @@ def judge_clock(found: Look, rank: int, name: str, best: tuple[float, float] | N
 
 def gather(meeting: Meeting, key: str, mine: Any, within_s: float) -> dict[int, Any]:
     """On rank 0: what every rank shows under ``key``; None of those that have not come within so many seconds."""
-    if not meeting.ranks.rank == 0:
+    if meeting.ranks.rank:
         meeting.give(f"{key}/{meeting.ranks.rank}", mine)
         return {}
     end = time() + within_s
@@ -134,8 +133,3 @@ def agree_on_a_name(meeting: Meeting, within_s: float) -> str:
         meeting.give("name", name)
         return name
     return str(meeting.take("name", within_s + MEET_S) or "")
-
-
-def is_open() -> bool:
-    """Whether this process has a process group already, which the doctor leaves alone."""
-    return dist.is_initialized()

@@ -83,7 +83,9 @@ def _tell_choice(found: Look, name: str, chosen: Interface | None, why: str) -> 
 
 def _tell_port(found: Look, adapter: str, port: Path) -> None:
     state, told = _text(port / "state"), _text(port / "rate")
-    found.tell(f"{adapter} port {port.name}", f"{state.partition(': ')[2] or state}, {told}", {"state": state, "rate": told})
+    found.tell(
+        f"{adapter} port {port.name}", f"{state.partition(': ')[2] or state}, {told}", {"state": state, "rate": told}
+    )
     if "DOWN" in state.upper():
         what = f"port {port.name} of {adapter} is down: NCCL does without it"
         found.find(what, f"ibstat {adapter} {port.name}    # its cable, its subnet manager", wrong=False)
@@ -94,9 +96,9 @@ def interfaces() -> list[Interface]:
     sixes: dict[str, list[str]] = {}
     for line in _text(Path("/proc/net/if_inet6")).splitlines():
         digits, *_, name = line.split()
-        address = ipaddress.IPv6Address(int(digits, 16))
-        if not address.is_link_local:
-            sixes.setdefault(name, []).append(str(address))
+        six = ipaddress.IPv6Address(int(digits, 16))
+        if not six.is_link_local:
+            sixes.setdefault(name, []).append(str(six))
     found = []
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
@@ -106,7 +108,8 @@ def interfaces() -> list[Interface]:
             Interface(
                 name=name,
                 addresses=(*fours, *sixes.get(name, [])),
-                up=_text(folder / "operstate") in ("up", "unknown") and bool(int(_text(folder / "flags") or "0", 16) & 1),
+                up=_text(folder / "operstate") in ("up", "unknown")
+                and bool(int(_text(folder / "flags") or "0", 16) & 1),
                 mtu=_number(folder / "mtu"),
                 bits=1e6 * told if told is not None and told > 0 else None,  # -1: the driver does not know
                 virtual=not (folder / "device").exists(),
@@ -164,7 +167,7 @@ def nccl_choice(seen: list[Interface]) -> tuple[Interface | None, str]:
 
 
 def _named(told: str, seen: list[Interface]) -> Interface | None:
-    first = told.split(",")[0].strip()  # gloo may use several; the first serves for what is said here
+    first = told.partition(",")[0].strip()  # gloo may use several; the first serves for what is said here
     return next((one for one in seen if one.name == first), None)
 
 

@@ -36,20 +36,20 @@ def installed() -> Look:
 
 def kernels() -> Look:
     """DeepSpeed and its kernels. Imports it, which takes seconds."""
-    from distaccum.engines.deepspeed.ops import installed_version, ops  # noqa: PLC0415  only where torch can be imported
+    from distaccum.engines.deepspeed.ops import PACKAGE, installed_version, ops  # noqa: PLC0415  only where torch can be imported
 
     import torch  # noqa: PLC0415  isort: skip
 
     found = Look()
     number = installed_version()
     if number is None:
-        found.tell("DeepSpeed", f"not installed (engine=deepspeed needs it: {install_command('deepspeed')})", "")
+        found.tell("DeepSpeed", f"not installed (engine=deepspeed needs it: {install_command(PACKAGE)})", "")
         return found
     found.tell("DeepSpeed", number)
     try:
         seen = ops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ConfigError as error:
-        found.find(str(error), f"{sys.executable} -m pip install 'deepspeed>=0.19.8'")
+        found.find(str(error), f"{sys.executable} -m pip install '{PACKAGE}>=0.19.8'")
         return found
     found.tell("kernels built", ", ".join(seen.installed) or "none", list(seen.installed))
     text = ", ".join(seen.compatible) or "none"
@@ -70,9 +70,11 @@ def _torch(found: Look) -> None:
     if numbers(torch.__version__) < TORCH:
         found.find(f"torch {torch.__version__} is older than {wanted}", install)
     built = torch.version.cuda
-    found.tell("torch built for", f"CUDA {built}" if built else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU")
+    found.tell(
+        "torch built for", f"CUDA {built}" if built else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU"
+    )
     if built:
-        found.tell("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+        found.tell("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     try:
         found.tell("Triton", version("triton"))
     except PackageNotFoundError:
@@ -104,7 +106,7 @@ def _compilers(found: Look) -> None:
     found.tell("CUDA toolkit", f"{toolkit} ({nvcc})" if toolkit else "none (only builds of kernels need one)", toolkit)
     torch = sys.modules.get("torch")
     built = getattr(getattr(torch, "version", None), "cuda", None)
-    if toolkit and built and toolkit.split(".")[0] != built.split(".")[0]:  # torch's own check of extensions
+    if toolkit and built and numbers(toolkit)[0] != numbers(built)[0]:  # torch's own check of extensions
         found.find(
             f"the CUDA toolkit is {toolkit} and torch was built for {built}: kernels cannot be built for it",
             f"export CUDA_HOME=/usr/local/cuda-{built}",

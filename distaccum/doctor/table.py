@@ -20,7 +20,7 @@ _TITLE, _WRONG, _NOTE, _MEND = "bold", "bold red", "yellow", "cyan"
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """What one probe has found on each node, by the node's name."""
+    """What one probe has found on each node, by the node's name; by ``""`` what is of all of them."""
 
     title: str
     looks: Mapping[str, Look]
@@ -30,9 +30,13 @@ class Section:
 class Examination:
     """Everything."""
 
-    ranks: int
     nodes: Mapping[str, Sequence[int]]
     sections: Sequence[Section]
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.nodes.values()))
 
     def findings(self) -> dict[Finding, list[str]]:
         """Each finding, and the nodes that it was made on; what is wrong first."""
@@ -41,7 +45,7 @@ class Examination:
             for node, look in section.looks.items():
                 for one in look.findings:
                     where = found.setdefault(one, [])
-                    if node not in where:
+                    if node and node not in where:
                         where.append(node)
         return dict(sorted(found.items(), key=lambda item: not item[0].wrong))
 
@@ -63,7 +67,10 @@ class Examination:
             "ranks": self.ranks,
             "nodes": {name: list(ranks) for name, ranks in self.nodes.items()},
             "sections": [
-                {"title": section.title, "nodes": {node: [asdict(f) for f in look.facts] for node, look in section.looks.items()}}
+                {
+                    "title": section.title,
+                    "nodes": {node: [asdict(f) for f in look.facts] for node, look in section.looks.items()},
+                }
                 for section in self.sections
             ],
             "findings": [asdict(one) | {"nodes": where} for one, where in self.findings().items()],
@@ -108,7 +115,7 @@ def lines(examination: Examination, width: int | None) -> Iterator[tuple[str, st
             yield "", ""
             yield style, f"{title} ({len(chosen)})"
         for number, (one, where) in enumerate(chosen, 1):
-            on = f" (on {shorten(where)})" if there > 1 else ""
+            on = f" (on {shorten(where)})" if there > 1 and where else ""
             for line in _row(str(number), f"{one.what}{on}", width, name_width=3):
                 yield "", line
             for line in _row("", f"-> {one.mend}", width, name_width=3):

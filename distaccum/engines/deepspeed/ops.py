@@ -1,4 +1,4 @@
-"""DeepSpeed's kernels: which are built, which may be built when they are first used, and what keeps the others from it."""
+"""DeepSpeed's kernels: which are built, and which can be when they are first used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 
 from distaccum.engines.deepspeed.compat import load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.internals import check_version
+
+PACKAGE = "deepspeed"
+"""The name of the package, and of distaccum's extra."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Ops:
 def installed_version() -> str | None:
     """The version of DeepSpeed, which is not imported for it; None where it is not installed."""
     try:
-        return version("deepspeed")
+        return version(PACKAGE)
     except PackageNotFoundError:
         return None
 
@@ -53,5 +56,5 @@ def ops(device: torch.device) -> Ops:
 def _is_compatible(builder: Any) -> bool:
     try:
         return bool(builder.is_compatible(verbose=False))
-    except Exception:  # noqa: BLE001  a builder that fails to say so cannot be built either
+    except Exception:  # a builder that fails to say so cannot be built either
         return False
