@@ -124,6 +124,11 @@ ELSEWHERE = {
         "unit/report/test_report.py::test_the_command_writes_beside_the_run"
     ),
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
+    "distaccum-doctor": "unit/doctor/test_command.py::test_everything_is_looked_at",
+    "distaccum-doctor --json --only host,disk": "unit/doctor/test_command.py::test_json_and_the_table_of_the_parts",
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.doctor": (
+        "distributed/test_doctor.py::test_the_command_of_the_page_as_torchrun_starts_it"
+    ),
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
     "distaccum-wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
     'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes_both_names",
