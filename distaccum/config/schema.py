@@ -658,6 +658,8 @@ def _known_keys() -> list[str]:
     """The dotted names of all settings in the YAML groups."""
     names: dict[str, None] = {}
     for path in sorted(conf_dir().rglob("*.yaml")):
+        if path.parent.name == "sweeps":  # in W&B's own format
+            continue
         group = "" if path.parent == conf_dir() else f"{path.parent.name}."
         names |= dict.fromkeys([group.rstrip("."), *dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
     return list(names)
