@@ -28,6 +28,13 @@ MORE = {  # where a setting's page says more
     "resume": "checkpoints.md#resuming",
     "resume_allow": "checkpoints.md#resuming",
     "schedule": "trainer.md#schedules",
+    "metrics.loggers": "trackers.md#a-tracker-of-your-own",
+    "metrics.mlflow.enabled": "trackers.md",
+    "metrics.report": "report.md",
+    "metrics.tensorboard.enabled": "trackers.md",
+    "metrics.wandb.mode": "trackers.md",
+    "objective": "sweeps.md#the-objective",
+    "profile.steps": "profiling.md",
     "trainer.backend": "engines.md#over-gloo",
     "trainer.eval_samples": "trainer.md#evaluation-and-metrics",
     "trainer.hang_timeout": "cluster.md#ranks-that-stop",
@@ -36,7 +43,14 @@ MORE = {  # where a setting's page says more
     "trainer.on_spike": "trainer.md#spikes",
     "trainer.verify": "verification.md",
 }
-_WORDS = {"list[str]": "list of texts", "str": "text", "int": "whole number", "float": "number", "bool": "true | false"}
+_WORDS = {
+    "list[str]": "list of texts",
+    "list[int]": "list of whole numbers",
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "bool": "true | false",
+}
 
 
 def tables() -> str:
