@@ -153,7 +153,9 @@ def test_an_old_script_keeps_its_name_in_the_usage(
 def _writes(lines: int, file: Path) -> list[str]:
     script = (
         "import sys\nfrom distaccum import program\nprogram.quiet_pipes()\n"
-        f"for i in range({lines}):\n    print('line', i)\n    print('also', i, file=sys.stderr)\n"
+        f"for i in range({lines}):\n"
+        "    sys.stdout.write(f'line {i}\\n')\n"
+        "    sys.stderr.write(f'also {i}\\n')\n"
         f"open({str(file)!r}, 'w').write('written')\n"
     )
     return ["-c", script]
