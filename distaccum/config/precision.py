@@ -33,15 +33,15 @@ def canonical(name: str) -> str:
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa mark.
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """The loss scaler; in parentheses what DeepSpeed's JSON calls the same.
+    """The loss scaler; in parentheses what DeepSpeed's JSON calls the same where it has another name.
 
     Args:
-        initial_scale_power: the scale starts at two to this power (``initial_scale_power``).
+        initial_scale_power: the scale starts at two to this power.
         growth_interval: updates in a row after which it grows (``loss_scale_window``).
         growth_factor: what growth multiplies it by.
         backoff_factor: what an overflow multiplies it by.
-        hysteresis: overflows before it shrinks; counted anew after every growth (``hysteresis``).
-        consecutive_hysteresis: overflows are counted anew after every update (``consecutive_hysteresis``).
+        hysteresis: overflows before it shrinks; counted anew after every growth.
+        consecutive_hysteresis: overflows are counted anew after every update.
         min_scale: it never falls below this (``min_loss_scale``).
         max_scale: it never grows beyond this.
         static_scale: a constant scale instead (``loss_scale``); null: a moving one.

@@ -41,6 +41,8 @@ from distaccum.errors import ConfigError, near_misses
 Node = dict[str, Any]
 MICRO_SIZE = 8  # where nobody states one
 WANDB_MODES = ("offline", "online", "disabled")
+WANDB_CONSOLES = ("off", "wrap", "auto", "redirect", "wrap_raw", "wrap_emu")
+LOGGED_CHECKPOINTS = ("none", "best", "all")
 
 
 def conf_dir() -> Path:
@@ -303,46 +305,168 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases.
+    """Weights & Biases. What is null is left to W&B's environment variables, then to the default.
 
     Args:
-        mode (offline | online | disabled): ``offline`` needs no key and no network; ``online`` takes the key from the
-            environment.
-        project: the W&B project.
-        name: the W&B run's name; null: W&B makes one up.
-        tags: its tags.
+        mode (offline | online | disabled | null): ``offline`` needs no key and no network; ``online`` takes the key
+            from the environment; null: ``WANDB_MODE``, or ``offline``.
+        project: the W&B project; null: ``WANDB_PROJECT``, or ``distaccum``.
+        entity: the W&B user or team; null: ``WANDB_ENTITY``, or the key's own.
+        name: the W&B run's name; null: ``WANDB_NAME``, or one that W&B makes up.
+        group: runs that belong together; null: ``WANDB_RUN_GROUP``.
+        job_type: as ``train`` or ``eval``; null: ``WANDB_JOB_TYPE``.
+        notes: a text beside the run; null: ``WANDB_NOTES``.
+        tags: its tags; null: ``WANDB_TAGS``.
+        dir: of W&B's own files; null: ``WANDB_DIR``, or the run directory.
+        console (off | wrap | auto | redirect | wrap_raw | wrap_emu | null): what W&B keeps of the printed lines; null:
+            ``WANDB_CONSOLE``, or ``off``.
+        save_code: the Python files below the working directory; null: ``WANDB_SAVE_CODE``, or ``false``.
+        log_checkpoints (none | best | all): checkpoints that are uploaded as artifacts.
     """
 
-    mode: str = "offline"
-    project: str = "distaccum"
+    mode: Optional[str] = None  # noqa: UP045
+    project: Optional[str] = None  # noqa: UP045
+    entity: Optional[str] = None  # noqa: UP045
     name: Optional[str] = None  # noqa: UP045
-    tags: list[str] = field(default_factory=list)
+    group: Optional[str] = None  # noqa: UP045
+    job_type: Optional[str] = None  # noqa: UP045
+    notes: Optional[str] = None  # noqa: UP045
+    tags: Optional[list[str]] = None  # noqa: UP045
+    dir: Optional[str] = None  # noqa: UP045
+    console: Optional[str] = None  # noqa: UP045
+    save_code: Optional[bool] = None  # noqa: UP045
+    log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
-        require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
+        for key, value, choices in (("mode", self.mode, WANDB_MODES), ("console", self.console, WANDB_CONSOLES)):
+            if value is not None:
+                require_choice(f"metrics.wandb.{key}", value, choices)
+        require_choice("metrics.wandb.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """TensorBoard.
+
+    Args:
+        enabled: whether records go to it; its files are in ``tensorboard/`` of the run directory.
+    """
+
+    enabled: bool = False
+
+    def __post_init__(self) -> None:
+        require_types("metrics.tensorboard", self, enabled=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """MLflow. What is null is left to MLflow's environment variables, then to the default.
+
+    Args:
+        enabled: whether records go to it.
+        tracking_uri: of its server or store; null: ``MLFLOW_TRACKING_URI``, or MLflow's own default.
+        experiment: its experiment; null: ``MLFLOW_EXPERIMENT_NAME``, or ``distaccum``.
+        run_name: its run's name; null: the name of the run directory.
+        tags: names with values.
+        log_checkpoints (none | best | all): checkpoints that are kept as artifacts of the run.
+    """
+
+    enabled: bool = False
+    tracking_uri: Optional[str] = None  # noqa: UP045
+    experiment: Optional[str] = None  # noqa: UP045
+    run_name: Optional[str] = None  # noqa: UP045
+    tags: dict[str, str] = field(default_factory=dict)
+    log_checkpoints: str = "none"
+
+    def __post_init__(self) -> None:
+        require_types("metrics.mlflow", self, enabled=bool)
+        require_choice("metrics.mlflow.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """The loggers; ``metrics.jsonl`` is always written.
+    """The loggers; ``metrics.jsonl`` is always written. Any number of the others may be on.
 
     Args:
         console: records on the console.
+        report: ``report.html`` in the run directory, when the run ends.
+        summary_depth: how deep the modules are that the header shows of the model; 0: none.
         peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
         flops_per_sample: operations of one sample, forward and backward; null: counted.
         wandb: Weights & Biases.
+        tensorboard: TensorBoard.
+        mlflow: MLflow.
+        loggers: further ones by name, each with a ``_target_``.
     """
 
     console: bool = True
+    report: bool = True
+    summary_depth: int = 1
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    mlflow: MLflowConfig = field(default_factory=MLflowConfig)
+    loggers: Node = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
+        require_types("metrics", self, peak_tflops=number, flops_per_sample=number, summary_depth=int)
+        require_count("metrics.summary_depth", self.summary_depth, off="0 to show none")
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
+        for name, node in self.loggers.items():
+            remedy = f"Write metrics.loggers.{name}._target_=package.module.Name"
+            require(isinstance(node, dict), f"metrics.loggers.{name}", node, "names no class", remedy)
+
+    def check_checkpoints(self, checkpoint: CheckpointConfig) -> None:
+        """Raises ConfigError where checkpoints are to be logged of which there are none."""
+        for tracker, settings in (("wandb", self.wandb), ("mlflow", self.mlflow)):
+            key, wanted = f"metrics.{tracker}.log_checkpoints", settings.log_checkpoints
+            saves = wanted == "none" or checkpoint.saves
+            require(saves, key, wanted, "and checkpoint.every=0 saves none", "Give a number of updates, or use none")
+            named = wanted != "best" or checkpoint.best is not None
+            remedy = "Give checkpoint.best=eval_loss, for example, or use all"
+            require(named, key, wanted, "and checkpoint.best names no result of the evaluation", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which windows are profiled, and what is written of them beside the table of phases.
+
+    Args:
+        steps (list[int] | null): the first and the last window, both included, in the count of those that this
+            process runs, from 1 on; null: none.
+        trace: torch's trace of each rank.
+        memory: on a GPU, a snapshot of its allocator.
+        nvtx: on a GPU, ranges for Nsight Systems.
+        with_stack: the trace has the lines of source.
+        shapes: the trace has the shapes of tensors.
+    """
+
+    steps: Any = None
+    trace: bool = True
+    memory: bool = False
+    nvtx: bool = False
+    with_stack: bool = False
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        switches = ("trace", "memory", "nvtx", "with_stack", "shapes")
+        require_types("profile", self, **dict.fromkeys(switches, bool))
+        if self.steps is None:
+            for name in ("memory", "nvtx", "with_stack", "shapes"):
+                problem = "and profile.steps is null, so that nothing is profiled"
+                require(not getattr(self, name), f"profile.{name}", True, problem, "Add profile.steps=[10,14]")
+            return
+        steps = self.steps
+        whole = isinstance(steps, list | tuple) and all(type(one) is int for one in steps)
+        holds = whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]  # noqa: PLR2004  the first and the last
+        problem, remedy = "is not the numbers of the first and the last window, from 1 on", "Give two, as in [10,14]"
+        require(holds, "profile.steps", steps, problem, remedy)
+        for name in ("with_stack", "shapes"):
+            problem = "is a part of the trace, and profile.trace=false leaves that out"
+            require(self.trace or not getattr(self, name), f"profile.{name}", True, problem, "Leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,10 +495,15 @@ class RunConfig:
         callbacks: callbacks by name, each with a ``_target_``.
         checkpoint: when checkpoints are made, and which are kept.
         metrics: the loggers.
+        profile: windows whose time is looked at.
+        objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
+            evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
+            evaluation.
     """
 
     seed: int = 0
     deterministic: bool = False
+    objective: Any = None
     resume: str = "never"
     resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
@@ -391,16 +520,22 @@ class RunConfig:
     callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):
             value = getattr(self, key)
             holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
+        named = [self.objective] if isinstance(self.objective, str | None) else self.objective
+        texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
+        remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
+        require(bool(texts), "objective", self.objective, "is not a name", remedy)
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
         saves = not rolls_back or self.checkpoint.saves
         require(saves, "trainer.on_spike", self.trainer.on_spike, problem, "Give a number of updates, or use skip")
+        self.metrics.check_checkpoints(self.checkpoint)
         require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()
@@ -523,6 +658,8 @@ def _known_keys() -> list[str]:
     """The dotted names of all settings in the YAML groups."""
     names: dict[str, None] = {}
     for path in sorted(conf_dir().rglob("*.yaml")):
+        if path.parent.name == "sweeps":  # in W&B's own format
+            continue
         group = "" if path.parent == conf_dir() else f"{path.parent.name}."
         names |= dict.fromkeys([group.rstrip("."), *dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
     return list(names)

@@ -20,10 +20,12 @@ from itertools import count
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
+from typing import Any
 
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
@@ -35,20 +37,23 @@ from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
-from distaccum.errors import ConfigError, DistaccumError
+from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.train.check import passed
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.hang import watched_start
 from distaccum.train.log_handler import enable_loggers, log_to_stderr
-from distaccum.train.metrics.wandb import is_left_behind
+from distaccum.train.metrics.background import is_left_behind
+from distaccum.train.objective import DEFAULT, NoObjectiveError, objective_of, require_finite
 from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.submitit import SubmititJob
 
 _BAD_CONFIGURATION = 2
 _RUN_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
+_DIVERGED = (NonFiniteError, SpikeError)  # raised on all ranks at the same window
+_TRIAL_ENDS = (*_DIVERGED, NoObjectiveError)  # the other ranks are ready for the next
 _log = logging.getLogger(__name__)
 
 
@@ -159,14 +164,20 @@ class _Jobs:
         self._composing.close()
         enable_loggers()
 
-    def __call__(self, node: DictConfig) -> None:
+    def __call__(self, node: DictConfig) -> Any:
+        """Runs one job; returns its objective.
+
+        Raises:
+            NonFiniteError, SpikeError, NoObjectiveError: the run diverged while a sweeper tries it: its trial failed.
+        """
         self.stop_capturing()
         sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
         self.composed = True
         secrets = values_of(OmegaConf.to_container(node, resolve=False))  # what cannot be resolved is an error below
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(secrets))
+        objective: Any = None
         try:
-            self._run(node, run_dir)
+            objective = self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:
             if self._planned is None:
                 run_dir.write_refusal(str(error))
@@ -178,9 +189,12 @@ class _Jobs:
         except BaseException as error:  # sys.exit(0) of a user's function too
             _report(run_dir, self._environment.rank, error)
             self._remove_if_empty(run_dir)
+            if isinstance(error, _TRIAL_ENDS) and _is_tried():
+                raise  # Hydra hands it to the sweeper, which decides whether it goes on
             sys.exit(1)
         if self.preempted:
             sys.exit(0)  # the same command with resume=auto runs the rest of a sweep
+        return objective
 
     def _remove_if_empty(self, run_dir: RunDir) -> None:
         """Removes the folder where it is empty, and those above it that Hydra has made for it."""
@@ -190,21 +204,34 @@ class _Jobs:
                 with suppress(OSError):
                     folder.rmdir()
 
-    def _run(self, node: DictConfig, run_dir: RunDir) -> None:
+    def _run(self, node: DictConfig, run_dir: RunDir) -> Any:
         check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-        job = Job(number=self.published, run_dir=str(run_dir.path), config=plain(node))
+        config, tried = plain(node), _is_tried()
+        if tried and config.get("objective") is None:
+            config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
+        job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=tried)
         if self._planned is not None:
             components = _make_components(job, self._planned)
             saved = prepare(components, run_dir, self._planned)
             from_step = None if saved is None else saved.run.progress.step
             sys.stdout.write(f"{passed(components, from_step)}\n")
             self._remove_if_empty(run_dir)
-            return
+            return 0.0 if tried else None
         self.published += 1
         self._coordinator.publish(job)
         keep = partial(_keep_hydra_files, run_dir, node)
         result = _run_job(job, self._environment, self._coordinator, self._signals, accepted=keep)
         self.preempted = result.preempted
+        if self.preempted:
+            return None
+        objective = objective_of(config.get("objective"), result.evaluation, run_dir.metrics)
+        return require_finite(objective, config["objective"]) if tried else objective
+
+
+def _is_tried() -> bool:
+    """Whether a sweeper asks for the job's objective: any but Hydra's own, which runs what the command line lists."""
+    hydra_config = HydraConfig.get()
+    return hydra_config.mode == RunMode.MULTIRUN and not hydra_config.sweeper._target_.endswith(".BasicSweeper")
 
 
 def _run_main_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
@@ -314,6 +341,8 @@ def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator
         except BaseException as error:
             run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
             _report(run_dir, environment.rank, error)
+            if job.tried and isinstance(error, _DIVERGED):
+                continue  # as on rank 0
             return _BAD_CONFIGURATION if isinstance(error, ConfigError) else 1
     raise AssertionError
 

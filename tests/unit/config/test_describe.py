@@ -68,14 +68,17 @@ def test_the_default_is_what_holds_when_nothing_is_said() -> None:
         assert one.default == by_kind.get(type(held), str(held)), one.key
 
 
+# Without which a setting of a part would change nothing, and is refused.
+NEEDED = {"compile": {"name": "blocks"}, "profile": {"steps": [1, 2]}}
+
+
 def test_a_setting_takes_its_choices_and_refuses_another_word_with_the_same_ones() -> None:
     listed = 0
     for one in OWN.values():
         home, name = _home(one)
         for word in one.choices:
-            made = replace(
-                home, **{name: TYPED.get(word, word)} | ({"name": "blocks"} if "compile." in one.key else {})
-            )
+            needed = NEEDED.get(one.key.partition(".")[0], {})
+            made = replace(home, **needed | {name: TYPED.get(word, word)})
             assert getattr(made, name) == TYPED.get(word, word), one.key
         if one.type in ("bool", "bool | null") or not one.choices or "path" in one.type:
             continue

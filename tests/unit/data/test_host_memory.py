@@ -20,7 +20,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.plan import plan as forecast
-from distaccum.train.report import _loading
+from distaccum.train.summary import _loading
 
 KIB, MIB = 2**10, 2**20
 SAMPLE = 64 * KIB  # bytes: 8192 inputs of 4, and as many labels of 4

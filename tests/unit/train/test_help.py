@@ -48,10 +48,13 @@ def test_help_is_asked_for_all_or_for_a_key(arguments: list[str], asked: str | N
     assert help_asked(arguments) == asked
 
 
+OTHERS = ("hydra", "trainer", "sweeps")  # the last has files of W&B's, not of Hydra's
+
+
 def test_every_group_is_listed_with_its_choices(printed: Printed) -> None:
     """As the files of ``conf/`` are named."""
     listed = printed("train", "").partition("groups, the default first:\n")[2]
-    for folder in (path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "trainer")):
+    for folder in (path for path in conf_dir().iterdir() if path.is_dir() and path.name not in OTHERS):
         names = {path.stem for path in folder.glob("*.yaml")} - {"default"}
         if names:
             found = re.search(rf"^  {folder.name} (.*\n(?: {{10}}.*\n)*)", listed, re.MULTILINE)
