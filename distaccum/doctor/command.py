@@ -13,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distaccum import program
 from distaccum.doctor.facts import Look
 from distaccum.doctor.here import ALL_S, BETWEEN, TITLES, here, import_all
 from distaccum.doctor.table import Examination, Section, show
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  distaccum-doctor
+  distaccum doctor
       this machine
-  distaccum-doctor --folder /scratch/$USER/runs
+  distaccum doctor --folder /scratch/$USER/runs
       with the disk that runs will go to
   torchrun --standalone --nproc-per-node=8 -m distaccum.doctor
       and what its ranks do together
   srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
       --rdzv-endpoint=$FIRST_NODE:29400 -m distaccum.doctor
       the nodes of a Slurm job
-  distaccum-doctor --json --only host,disk
+  distaccum doctor --json --only host,disk
       for a program
 
 exit codes: 0 nothing is wrong; 1 something is; 2 bad arguments
@@ -44,6 +45,7 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Runs the command, with the arguments of this process; ends with its exit code."""
+    program.start()
     try:
         code = _main(sys.argv[1:])
         sys.stdout.flush()
@@ -155,7 +157,7 @@ def _report(
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
+        prog=program.name_of("doctor"),
         description="What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -165,6 +167,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     help_text = f"look at these alone: {', '.join(TITLES)}"
     parser.add_argument("--only", type=_parts, default=list(TITLES), metavar="PART[,PART]", help=help_text)
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     quiet = os.environ.get("RANK", "0") != "0"  # one rank says it for all
     with redirect_stdout(StringIO() if quiet else sys.stdout), redirect_stderr(StringIO() if quiet else sys.stderr):
         return parser.parse_args(arguments)
