@@ -79,7 +79,7 @@
   }
   const seriesOf = (chart) => runs.flatMap((run, number) => state.off.has(number) ? [] : chart.lines
     .map((line, i) => ({ run, number, line, dash: DASHES[i % DASHES.length] }))
-    .filter(({ line }) => run.y[line.metric])
+    .filter(({ line }) => Object.hasOwn(run.y, line.metric))
     .map((one) => ({ ...one, xs: run.x[state.axis], ys: run.y[one.line.metric], odd: run.bad[one.line.metric] || [] })));
 
   function extent(values) {
