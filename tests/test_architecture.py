@@ -16,21 +16,24 @@ PACKAGE = Path(__file__).parents[1] / "distaccum"
 
 # From bottom to top; a room imports from its own files and from lower lines, never from its neighbours on a line.
 ORDER = (
-    {"errors"},
+    {"errors", "program"},
     {"config", "distributed", "losses", "models"},
     {"precision", "data"},
     {"engines"},
     {"verification", "auditing"},
     {"accumulation"},
     {"functional", "checkpoint", "audit"},
-    {"train"},
+    {"train", "doctor"},
+    {"commands"},
+    {"__main__"},
 )
 BESIDE = {
     "forecast": {"errors", "config", "data"},
     "report": {"errors", "config"},
     "testing": {"errors", "distributed"},
 }
-USED_BY = {"train": {"forecast", "report"}}  # rooms beside the order, by who may import them
+# Rooms beside the order, by who may import them: the command distaccum-plan and what an all-reduce sends; a run's end.
+USED_BY = {"train": {"forecast", "report"}, "doctor": {"forecast"}}
 FLOOR = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -81,9 +84,18 @@ def _users_of(library: str) -> set[str]:
 
 
 def test_libraries_stay_in_their_rooms() -> None:
-    assert _users_of("omegaconf") == {"config/schema.py", "config/hydra_errors.py", "train/cli.py", "train/command.py"}
+    assert _users_of("omegaconf") == {
+        "config/composed.py",
+        "config/describe.py",
+        "config/hydra_errors.py",
+        "config/schema.py",
+        "train/cli.py",
+        "train/command.py",
+    }
     assert _users_of("hydra") == {
         "config/command_line.py",
+        "config/completion.py",
+        "config/composed.py",
         "config/instantiate.py",
         "config/hydra_errors.py",
         "train/cli.py",
@@ -91,6 +103,10 @@ def test_libraries_stay_in_their_rooms() -> None:
         "train/submitit.py",
     }
     assert _users_of("wandb") == {"train/metrics/wandb.py"}
+    assert _users_of("mlflow") == {"train/metrics/mlflow.py"}
+    assert {path for path in FILES if "torch.utils.tensorboard" in _imports(_parse(path))} == {
+        PACKAGE / "train/metrics/tensorboard.py"
+    }
     assert _users_of("safetensors") == {"checkpoint/tensors.py"}
     assert _users_of("blake3") == {"checkpoint/digest.py"}
     assert _users_of("matplotlib") == {"train/plan.py", "report/png.py"}
@@ -112,6 +128,8 @@ UNUSED = (
     "omegaconf",
     "rich",
     "wandb",
+    "mlflow",
+    "tensorboard",
     "blake3",
     "deepspeed",
     "transformers",
@@ -156,7 +174,8 @@ def test_engines_are_named_in_their_factory_only() -> None:
         for module in _imports(_parse(path)):
             if module.startswith("distaccum.engines.") and _room(path) != "engines":
                 inner = module.split(".")[2:]
-                assert inner[0] in shared or inner[:2] == ["deepspeed", "config"], f"{_name(path)} imports {module}"
+                told = inner[:2] in (["deepspeed", "config"], ["deepspeed", "ops"])
+                assert inner[0] in shared or told, f"{_name(path)} imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
