@@ -1,6 +1,6 @@
 """``distaccum-report RUN [RUN ...]``: one HTML file of a run, or of several laid over each other.
 
-Exit codes: 0 written, 1 it cannot be written, 2 a folder is no run.
+Exit codes: 0 written, 1 a file cannot be read or written, 2 a folder is no run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         sys.stderr.write(f"distaccum-report: configuration error: {error}\n")
         sys.exit(2)
     except OSError as error:
-        sys.stderr.write(f"distaccum-report: {error.filename or output} cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"distaccum-report: {error.filename}: {error.strerror}\n")
         sys.exit(1)
     sys.stdout.writelines(f"{path}\n" for path in (output, *drawn))
 
