@@ -60,6 +60,8 @@ class Activity:
     """The windows that were done when this process began."""
     done: int = 0
     """Batches that were done: of the evaluation, or micro-batches of the window."""
+    total: int = 0
+    """Batches that the evaluation takes on this rank."""
     loading_at: float = 0.0
     """When the data of the coming window were asked for, on the clock of ``time.perf_counter``; so are the others."""
     counted_at: float = 0.0

@@ -27,16 +27,15 @@ from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
+from distaccum.train.metrics.status import TRAINING
 from distaccum.train.profiling import Profiler
 from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
 from distaccum.train.time_limit import TimeLimit
 
-TRAINING = "training"
 
-
-def _tell_nobody(_: str) -> None:
+def _tell_nobody(*_: object) -> None:
     pass
 
 
@@ -73,7 +72,8 @@ class Loop:
         logged: window and step of the last record of the run's own past.
         utilization: of the cards, on the rank that logs.
         profiler: of some windows; None: no window is profiled.
-        enter_phase: told what this rank does, for those who find it dead.
+        enter_phase: told what this rank does, for those who find it dead, and for the live line.
+        tell_saved: told the step and the folder of each checkpoint that is there.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Loop:
         utilization: Utilization | None = None,
         profiler: Profiler | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
+        tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
         self._components = components
         self._accumulator = accumulator
@@ -100,7 +101,7 @@ class Loop:
         self._loggers = loggers
         self._logged = dict(logged or {})
         self._time_limit = time_limit
-        self._enter_phase = enter_phase
+        self._enter_phase, self._tell_saved = enter_phase, tell_saved
         self._world = accumulator.world
         # A run from another run's checkpoint has saved none itself.
         saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
@@ -128,6 +129,7 @@ class Loop:
         self._loss_scale = 0.0
         self._reason = ""
         self._preempted_by = ""
+        self._saves_best = False
         self._ended = False
         self.stop_reason = ""
         """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
@@ -147,6 +149,16 @@ class Loop:
         """Asks all ranks to save and leave before the next window; may be called by a signal's handler."""
         self._preempted_by = reason
         self._accumulator.stop()
+
+    @property
+    def known_progress(self) -> Progress:
+        """The progress as far as the host knows it; never waits."""
+        return self._tracker.known_progress
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for data so far; never waits."""
+        return self._meter.waited_s
 
     @property
     def at_end(self) -> bool:
@@ -360,7 +372,9 @@ class Loop:
         for logger in self._loggers:
             logger.sync()
         evaluation = self._evaluation[1] if best and self._evaluation is not None else None
+        self._saves_best = best
         self._saver.save(self._logged, best=evaluation, again=again, waits=waits)
+        self._saves_best = False
         self._goes_on()
 
     def _settle(self, *, at_end: bool = False) -> None:
@@ -371,6 +385,9 @@ class Loop:
             self._goes_on()
 
     def _on_checkpoint(self, path: Path, progress: Progress) -> None:
+        for logger in self._loggers:
+            logger.checkpoint(path, step=progress.step, best=self._saves_best)
+        self._tell_saved(progress.step, path)
         run: Run = self if progress == self.progress else _Then(self, progress)
         self._call(lambda callback: callback.on_checkpoint(run, path))
 
@@ -442,6 +459,9 @@ class Loop:
             self._save(best=best, waits=True)
         elif best and self._evaluation is not None:
             self._saver.mark_best(self._evaluation[1])
+            for logger in self._loggers:
+                path = self._store.root / f"step-{self._saver.saved_step}"
+                logger.checkpoint(path, step=self._saver.saved_step, best=True)
 
     def _write_status(self) -> None:
         if self._world.is_main:
