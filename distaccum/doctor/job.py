@@ -13,8 +13,10 @@ from pathlib import Path
 from time import time
 from urllib.parse import urlsplit
 
+from distaccum.config.durations import seconds_of
 from distaccum.config.secrets import redact
 from distaccum.doctor.facts import Look
+from distaccum.errors import ConfigError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _RESTARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
@@ -82,12 +84,8 @@ def _time_left(number: str, environment: Mapping[str, str]) -> float | None:
     """Seconds; by Slurm's variable, which came with 22.05, or by its queue. None where neither says."""
     with suppress(ValueError, KeyError):
         return int(environment["SLURM_JOB_END_TIME"]) - time()
-    days, _, clock = (_answer("squeue", "-h", "-j", number, "-o", "%L") or "").strip().rpartition("-")
-    with suppress(ValueError):  # UNLIMITED, INVALID
-        seconds = 0
-        for part in clock.split(":"):
-            seconds = 60 * seconds + int(part)
-        return 86400.0 * int(days or 0) + seconds
+    with suppress(ConfigError):  # UNLIMITED, INVALID
+        return seconds_of("squeue", (_answer("squeue", "-h", "-j", number, "-o", "%L") or "").strip())
     return None
 
 
