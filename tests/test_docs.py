@@ -9,19 +9,19 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_type_hints
 
 import pytest
 
-from distaccum.config.engine import ENGINES
+from distaccum.config.describe import settings
 from distaccum.config.precision import ALIASES
-from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.lines import lines
+from launch.docs.pictures import IMAGES, PICTURES
+from launch.docs.settings import with_tables
 from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
 
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -30,7 +30,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, and the mark in an HTML comment above it (``setup``, ``alone``)."""
+    """A fenced block: its language, and the mark in an HTML comment above it (``setup``, ``alone``).
+
+    Those that are marked ``guide`` are run by ``distributed/test_guides.py``, where its page leaves its files.
+    """
 
     page: str
     number: int
@@ -65,13 +68,21 @@ def _commands_of(page: str) -> Iterator[str]:
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
             command = re.sub(r"\s+#\s.*$", "", line).strip()
             if command and not re.match(r"export \w+=\S+( \w+=\S+)*$", command):
-                yield " ".join(command.split())
+                # Both names are one function: tests/unit/commands/test_main.py
+                yield re.sub(r"(^|-m )distaccum (?=[a-z])", _name_of_script, " ".join(command.split()))
+
+
+def _name_of_script(found: re.Match[str]) -> str:
+    return f"{found[1]}distaccum{'.' if found[1] else '-'}"
 
 
 COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_of(page)}  # README's first
 
 # Commands that another test runs, or a longer or shorter one of their kind.
 THREE_LEVELS = "distributed/test_examples.py::test_three_levels_give_bitwise_the_same_weights"
+OWN_SWEEP = "distributed/test_sweeps.py::test_hydras_own_sweep_runs_what_it_lists"
+OWN_EXPERIMENT = "distributed/test_sweeps.py::test_the_pages_experiment_by_its_commands"
+NANOGPT = "distributed/test_guides.py::test_nanogpt_from_a_text_to_a_sample"
 ELSEWHERE = {
     "python launch/examples/loop.py": THREE_LEVELS,
     "python launch/examples/accumulate.py": THREE_LEVELS,
@@ -83,10 +94,35 @@ ELSEWHERE = {
     "distaccum-train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
         "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
     ),
+    "torchrun --standalone --nproc-per-node=2 launch/train.py trainer.max_steps=20 profile.steps=[10,14]": (
+        "distributed/test_profiles.py::test_the_command_of_the_page"
+    ),
+    "python launch/train.py -m optim.lr=1e-3,3e-3,1e-2 seed=1,2": OWN_SWEEP,
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.train -m optim.lr=1e-3,3e-3 seed=1,2": OWN_SWEEP,
+    "python launch/train.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 hydra.sweeper.n_jobs=1 "
+    "hydra.sweeper.max_failure_rate=1.0 'optim.lr=tag(log, interval(1e-4, 1e-1))' batch.global_size=16,32,64": (
+        "distributed/test_sweeps.py::test_optuna_finds_the_best_of_what_the_runs_recorded"
+    ),
+    "python launch/train.py --config-dir my_runs experiment=small": OWN_EXPERIMENT,
+    "python launch/train.py 'hydra.searchpath=[file://my_runs]' experiment=small optim.lr=0.01": OWN_EXPERIMENT,
+    "python launch/train.py --config-dir my_runs -m experiment=small optim.lr=0.01,0.02": OWN_EXPERIMENT,
+    "cd launch/examples/nanogpt": NANOGPT,
+    "python prepare.py": NANOGPT,
+    "python -m distaccum.train --config-dir conf experiment=nanogpt-cpu hydra.run.dir=runs/nanogpt": NANOGPT,
+    "distaccum-export runs/nanogpt/checkpoints/step-2000 weights.safetensors": NANOGPT,
+    'python sample.py weights.safetensors --start "The "': NANOGPT,
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.train --config-dir conf experiment=nanogpt-cpu "
+    "batch.micro_size=6 hydra.run.dir=runs/two": NANOGPT,
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",
+    "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
+    "distaccum-report runs/NAME": "unit/report/test_report.py::test_the_command_writes_beside_the_run",
+    "distaccum-report runs/first runs/second -o compared.html": (
+        "unit/report/test_report.py::test_the_command_writes_beside_the_run"
+    ),
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
     "distaccum-doctor": "unit/doctor/test_command.py::test_everything_is_looked_at",
     "distaccum-doctor --json --only host,disk": "unit/doctor/test_command.py::test_json_and_the_table_of_the_parts",
@@ -94,6 +130,8 @@ ELSEWHERE = {
         "distributed/test_doctor.py::test_the_command_of_the_page_as_torchrun_starts_it"
     ),
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "distaccum-wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
+    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes_both_names",
     "distaccum-train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
     ),
@@ -138,6 +176,10 @@ ELSEWHERE = {
         "cluster/two_hosts/test_two_hosts.py::test_forecasts_are_within_a_fifth_of_what_is_measured"
     ),
 }
+START = "distributed/test_guides.py::test_the_commands_of_the_start_print_what_the_page_says"
+OWN = "distributed/test_guides.py::test_pieces_of_your_own_run_in_python_and_by_name"
+ELSEWHERE |= dict.fromkeys((c for c in _commands_of("docs/start.md") if "runs/" in c), START)
+ELSEWHERE |= dict.fromkeys(_commands_of("docs/bring-your-own.md"), OWN)
 ELSEWHERE |= {
     command.replace("python", "torchrun --standalone --nproc-per-node=2", 1): test
     for command, test in ELSEWHERE.items()
@@ -153,7 +195,11 @@ def _training(command: str) -> tuple[int, list[str]] | None:
     match words:
         case ["bash", "launch/train.sh", *arguments]:
             return int(variables.get("NPROC", 2)), arguments
-        case ["python", "launch/train.py", *arguments] | ["distaccum-train", *arguments]:
+        case (
+            ["python", "launch/train.py", *arguments]
+            | ["distaccum-train", *arguments]
+            | ["python", "-m", "distaccum.train", *arguments]
+        ):
             return 1, arguments
         case ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "distaccum.train", *arguments]:
             return 2, arguments
@@ -163,7 +209,7 @@ def _training(command: str) -> tuple[int, list[str]] | None:
 
 
 def _only_prints(arguments: list[str]) -> bool:
-    return any(argument.startswith(("--cfg", "--check")) for argument in arguments)
+    return any(argument.startswith(("--cfg", "--check", "--help")) for argument in arguments)
 
 
 def _sbatch(command: str) -> list[str] | None:
@@ -174,7 +220,9 @@ def _sbatch(command: str) -> list[str] | None:
 
 OWN_PROJECT = next(command for command in COMMANDS if "--config-dir my_conf" in command)
 REPLAY = [command for command in COMMANDS if command.startswith("python tests/support/replay.py")]
-CHAIN = [command for command in COMMANDS if _training(command) and "resume=auto" in command]
+CHAIN = [
+    command for command in COMMANDS if _training(command) and "resume=auto" in command and command not in ELSEWHERE
+]
 TRAINING = [command for command in COMMANDS if _training(command) and command not in {OWN_PROJECT, *CHAIN, *ELSEWHERE}]
 JOBS = [command for command in COMMANDS if _sbatch(command) is not None]
 PLAN = [command for command in COMMANDS if command.startswith("distaccum-plan ")]
@@ -328,7 +376,11 @@ def files_of_the_project() -> dict[str, str]:
     return dict(re.findall(r"\n`(my_[\w/.]+)`:\n\n```\w+\n(.*?)```", text_of("docs/data.md"), flags=re.DOTALL))
 
 
-PYTHON = [b for b in ALL if b.language == "python" and b.mark != "setup" and not _is_file_of_the_project(b)]
+PYTHON = [
+    b
+    for b in ALL
+    if b.language == "python" and b.mark not in ("setup", "guide", "interface") and not _is_file_of_the_project(b)
+]
 
 
 def run_block(block: Block, folder: Path) -> str:
@@ -344,6 +396,40 @@ def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
     printed = run_block(block, tmp_path)
     if "single_process_world" in block.text:
         assert float(printed) == pytest.approx(2 * 4 * 2**0.5)  # two micro-steps of 4 samples: d/dw = d/db = 8
+
+
+INTERFACES = {
+    "DataSpec": "data/spec.py",
+    "Loss": "losses/base.py",
+    "Scorer": "losses/base.py",
+    "Predictor": "losses/base.py",
+    "Schedule": "accumulation/tracker.py",
+    "Callback": "train/callbacks.py",
+    "EvaluationMetric": "train/evaluate.py",
+}
+
+
+def _members(kind: ast.ClassDef) -> dict[str, str]:
+    """A class's fields and methods, each as its declaration is written."""
+    fields_of = {ast.unparse(node.target): ast.unparse(node) for node in kind.body if isinstance(node, ast.AnnAssign)}
+    methods = (node for node in kind.body if isinstance(node, ast.FunctionDef))
+    return fields_of | {m.name: f"({ast.unparse(m.args)}) -> {m.returns and ast.unparse(m.returns)}" for m in methods}
+
+
+def _classes(source: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+def test_interfaces_are_shown_as_they_are_in_the_code() -> None:
+    shown = "".join(block.text for block in ALL if block.mark == "interface")
+    assert sorted(_classes(shown)) == sorted(INTERFACES)
+    for name, kind in _classes(shown).items():
+        code = _members(_classes((ROOT / "distaccum" / INTERFACES[name]).read_text())[name])
+        for member, declared in _members(kind).items():
+            assert code[member] == declared, f"{name}.{member}"
+        if name != "DataSpec":  # whose page says that it has more
+            hooks = {member for member in code if not member.startswith("_") or member == "__call__"}
+            assert hooks - {"lr_factor", "needs_evaluation", "watched_result"} == set(_members(kind))
 
 
 def test_your_own_model_data_loss_and_optimizer(tmp_path: Path) -> None:
@@ -373,7 +459,7 @@ def test_your_own_model_data_loss_and_optimizer(tmp_path: Path) -> None:
 
 
 def _diff() -> list[str]:
-    (block,) = (block for block in ALL if block.language == "diff")
+    (block,) = (block for block in blocks("README.md") if block.language == "diff")
     return block.text.splitlines()
 
 
@@ -435,9 +521,14 @@ def test_pages_name_no_machine(page: str) -> None:
     assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch|proxy\.|index-url", text_of(page))
 
 
-def test_every_page_is_in_the_readmes_index() -> None:
-    for page in PAGES[1:]:
-        assert f"({page})" in text_of("README.md")
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set[str](), {"README.md"}
+    while new:
+        reached |= new
+        links = {(page, link) for page in new for link in re.findall(r"\]\(([^)#\s]+\.md)", text_of(page))}
+        found = {str((ROOT / page).parent.joinpath(link).resolve().relative_to(ROOT)) for page, link in links}
+        new = {page for page in found if page in PAGES} - reached
+    assert reached == set(PAGES)
 
 
 def _defined(file: Path) -> set[str]:
@@ -470,43 +561,21 @@ def test_the_architecture_page_draws_every_room() -> None:
 # ------------------------------------------------------------------------------------------ the reference
 
 
-def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and defaults of a dataclass and of those in it."""
-    hints, made = get_type_hints(schema), schema()
-    for field in fields(schema):
-        value = getattr(made, field.name)
-        if is_dataclass(hints[field.name]):
-            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
+def test_what_a_program_makes_is_up_to_date() -> None:
+    page = text_of("docs/reference.md")
+    assert with_tables(page) == page, "run python -m launch.docs"
+    for name, draw in PICTURES.items():
+        assert draw() == (IMAGES / name).read_text(), f"{name}: run python -m launch.docs"
 
 
-def _written(value: object) -> str:
-    named: dict[object, str] = {None: "null", True: "true", False: "false"}
-    return named[value] if value is None or isinstance(value, bool) else str(value)
-
-
-def test_the_reference_has_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
-    for key, default in _settings(RunConfig):
-        if key in ("precision.name", "compile.name") or key.startswith("precision.scaler."):
-            continue
-        assert key in rows, key
-        if isinstance(default, str | int | float | bool | None) or default == []:
-            assert rows[key] == _written(default), key
-
-
-def test_the_reference_has_every_setting_of_the_engines() -> None:
-    table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
-    rows = re.findall(r"^\|(.*?)\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
-    documented: dict[str, dict[str, str]] = {}
-    engines: list[str] = []
-    for names, key, default in rows:
-        engines = re.findall(r"`(\w+)`", names) or engines
-        for engine in engines:
-            documented.setdefault(engine, {})[key] = default
-    for name, kind in ENGINES.items():
-        assert documented[name] == {key: _written(value) for key, value in _settings(kind) if key != "name"}
+@pytest.mark.parametrize(
+    "page", [f"docs/{name}.md" for name in ("start", "bring-your-loop", "bring-your-own", "nanogpt", "troubleshooting")]
+)
+def test_the_guides_name_keys_that_there_are(page: str) -> None:
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`((?:batch|checkpoint|metrics|optim|trainer)\.[\w.]+)(?:=[^`]*)?`", prose)
+    known = {setting.key for setting in settings()} | {"metrics.jsonl"}
+    assert [key for key in named if key not in known and not key.startswith("optim.optimizer.")] == []
 
 
 @pytest.mark.parametrize(
@@ -535,7 +604,7 @@ def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
 
 
 def test_the_reference_names_every_command() -> None:
-    rows = re.findall(r"^\| `(distaccum-[\w-]+)` \|", text_of("docs/reference.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(distaccum(?:-[\w-]+)?)` \|", text_of("docs/reference.md"), re.MULTILINE)
     assert sorted(rows) == sorted(PYPROJECT["project"]["scripts"])
 
 
@@ -543,3 +612,24 @@ def test_the_example_programs_are_there() -> None:
     assert TRAIN.is_file()
     for file in re.findall(r"`(launch/[\w/.]+\.(?:py|sh|yaml))`", "".join(map(text_of, PAGES))):
         assert (ROOT / file).is_file(), file
+
+
+# ------------------------------------------------------------------------------------------ messages
+
+
+def _literals(file: Path) -> Iterator[str]:
+    """The texts in a file, as a person reads them: what is put in is ``...``."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%(?:\.\d)?[sdf]", "...", node.value)
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+
+def test_the_messages_to_look_up_are_those_of_the_code() -> None:
+    """The first column of each table of the page, but the last, whose symptoms have no message."""
+    page = text_of("docs/troubleshooting.md").split("## Without a message")[0]
+    quoted = re.findall(r"^\| `(.+?)`", page, re.MULTILINE)
+    assert len(quoted) >= 20
+    said = "\n".join(text for file in (ROOT / "distaccum").rglob("*.py") for text in _literals(file))
+    assert [quote for quote in quoted if quote.strip(". ") not in said] == []

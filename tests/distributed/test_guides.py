@@ -1,0 +1,206 @@
+"""docs/start.md, nanogpt.md and bring-your-own.md, walked as a reader does: each command where the last one ended."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.commands import ROOT, metrics, run, status
+from tests.test_docs import Block, _tiny, _training, blocks, text_of
+
+EXAMPLE = ROOT / "launch" / "examples" / "nanogpt"
+
+
+def _shape(line: str) -> str:
+    """A printed line without its numbers and paths."""
+    return re.sub(r"\S*runs/\S+", "PATH", re.sub(r"[\d,.]*\d[\d,.e+-]*", "#", line)).strip()
+
+
+def _walk(page: str, folder: Path) -> list[tuple[Block, str]]:
+    """Runs each command and each block marked ``guide``, in order; what is printed, after each of them."""
+    printed = []
+    for block in blocks(page):
+        for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
+            printed += [(block, _run(line, folder))]
+        if block.language == "python" and block.mark == "guide":
+            named = re.search(r"`(\w+\.py)`:\n\n<!-- guide -->\n```python\n" + re.escape(block.text), text_of(page))
+            script = folder / (named[1] if named else "block.py")
+            script.write_text(block.text)
+            finished = run(script=script, cwd=folder, PYTHONPATH=f"{folder}")
+            assert finished.returncode == 0, finished.stderr
+            printed.append((block, finished.stdout))
+    return printed
+
+
+def _small(arguments: list[str]) -> list[str]:
+    """A model of milliseconds, for as many updates as the command says; for one of the reader's own, nothing."""
+    if "model=line" in arguments:
+        return ["metrics=jsonl"]
+    return [override for override in _tiny(arguments) if not override.startswith("trainer.max_steps")]
+
+
+def _run(command: str, folder: Path) -> str:
+    found = _training(command)
+    if found is not None:
+        world, arguments = found
+        arguments = [word.replace("README.md", str(ROOT / "README.md")) for word in arguments]
+        small = _small_nanogpt() if "nanogpt" in command else _small(arguments)
+        finished = run(*arguments, *small, world=world, cwd=folder, PYTHONPATH=str(folder))
+    else:
+        words = shlex.split(command)
+        if words[0] == "cd":
+            return ""
+        if words[0] == "distaccum-export":
+            (folder / "export.py").write_text("from distaccum.checkpoint.export import main\nmain()\n")
+            words = ["python", "export.py", *words[1:]]
+        assert words[0] == "python", command
+        words = [word.replace("step-2000", f"step-{NANOGPT_STEPS}") for word in words]
+        finished = run(*words[2:], script=folder / words[1], cwd=folder, PYTHONPATH=str(folder))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_start_print_what_the_page_says(tmp_path: Path) -> None:
+    """Each line of a block is printed by the command before it, up to its numbers; those of the plan to the digit."""
+    page = "docs/start.md"
+    printed = _walk(page, tmp_path)
+    outputs = {block.number: text for block, text in printed}
+    shown = [block for block in blocks(page) if not block.language]
+    assert len(shown) == 4
+    for block in shown:
+        lines = outputs[block.number - 1].splitlines()
+        shapes = {_shape(line) for line in lines}
+        for line in block.text.splitlines():
+            assert _shape(line) in shapes, line
+            assert not line.startswith(("plan ", "world ")) or line in lines, line
+    first, alone = (metrics(tmp_path / "runs" / name) for name in ("first", "alone"))
+    assert [record["loss"] for record in alone] == pytest.approx([r["loss"] for r in first[: len(alone)]], rel=1e-5)
+    assert status(tmp_path / "runs" / "first")["step"] == 60
+    (curve,) = (text for block, text in printed if block.mark == "guide")
+    rows = [line.split() for line in curve.splitlines()]  # printed before the run was resumed
+    assert [(int(step), float(loss)) for step, loss, _ in rows] == [(r["step"], round(r["loss"], 3)) for r in first[:4]]
+
+
+NANOGPT_STEPS = 80
+
+
+def _small_nanogpt() -> list[str]:
+    sizes = ["model.config.n_layer=1", "model.config.n_embd=64", "optim.lr=3e-3", "schedule.warmup_steps=5"]
+    return [*sizes, f"trainer.max_steps={NANOGPT_STEPS}", "trainer.eval_every=20", "metrics=jsonl"]
+
+
+@pytest.mark.slow
+def test_nanogpt_from_a_text_to_a_sample(tmp_path: Path) -> None:
+    folder = tmp_path / "nanogpt"
+    shutil.copytree(EXAMPLE, folder)
+    printed = [text for _, text in _walk("docs/nanogpt.md", folder)]
+    assert (folder / "train.bin").stat().st_size == 2 * int(re.findall(r"[\d,]+", printed[1])[0].replace(",", ""))
+    assert "AdamW (dims 0 1, weight_decay 0.0): 192" in printed[2]  # three norms of 64
+    one, two = (metrics(folder / "runs" / name) for name in ("nanogpt", "two"))
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-4)
+    held_out = [record["eval_loss"] for record in one if "eval_loss" in record]
+    seen, unseen = (np.bincount(np.fromfile(folder / f"{name}.bin", "<u2"), minlength=256) for name in ("train", "val"))
+    by_frequency = -(unseen * np.log((seen + 1) / (seen + 1).sum())).sum() / unseen.sum()
+    assert held_out[-1] < by_frequency - 0.1  # it knows more than how often each byte comes
+    assert printed[4].startswith("The ")
+    assert len(printed[4]) > 150
+
+
+BESIDE_ITS_OWN_LOOP = """
+from dataclasses import replace
+
+import torch
+from distaccum import RunConfig, Trainer
+from distaccum.data.datasets.tokens import tokens
+from model import GPT, GPTConfig, NextToken
+
+data = replace(tokens(path="train.bin", held_out_path="val.bin", vocab_size=256, seq_len=64), shuffle=False)
+config = GPTConfig(block_size=64, vocab_size=256, n_layer=2, n_head=4, n_embd=64, bias=True)
+
+
+def trained(train):
+    torch.manual_seed(0)
+    model = GPT(config)
+    train(model, model.configure_optimizers(0.1, 1e-4, (0.9, 0.99), "cpu"))
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def ours(model, optimizer):
+    constant = {"_target_": "distaccum.train.schedules.Constant"}
+    settings = {"schedule": constant, "metrics": {"wandb": {"mode": "disabled"}}}
+    sizes = {"global_batch_size": 12, "micro_batch_size": 5, "max_steps": 4, "clip_norm": 1.0}
+    Trainer(model, NextToken(), data, optimizer=optimizer, config=RunConfig.from_dict(settings), **sizes).fit()
+
+
+def its_own(model, optimizer):
+    for step in range(4):
+        x, y = (torch.stack(part) for part in zip(*(data.train[i] for i in range(12 * step, 12 * step + 12))))
+        _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+print("apart by", float((trained(ours) - trained(its_own)).abs().max()))
+"""
+
+
+@pytest.mark.slow
+def test_nanogpt_trains_to_the_weights_of_its_own_loop(tmp_path: Path) -> None:
+    folder = tmp_path / "nanogpt"
+    shutil.copytree(EXAMPLE, folder)
+    assert run(script=folder / "prepare.py", cwd=folder).returncode == 0
+    (folder / "beside.py").write_text(BESIDE_ITS_OWN_LOOP)
+    finished = run(script=folder / "beside.py", cwd=folder)
+    assert finished.returncode == 0, finished.stderr
+    assert float(finished.stdout.split("apart by")[1]) < 1e-6  # each step of AdamW is of the size of its rate, 1e-4
+
+
+def _by_the_byte_before(folder: Path) -> float:
+    """The held-out loss, in nats, of guessing each byte by how often it followed the one before in training."""
+    seen, unseen = (np.fromfile(folder / f"{name}.bin", "<u2") for name in ("train", "val"))
+    counts = np.ones((256, 256))
+    np.add.at(counts, (seen[:-1], seen[1:]), 1)
+    chances = counts / counts.sum(1, keepdims=True)
+    return float(-np.log(chances[unseen[:-1], unseen[1:]]).mean())
+
+
+@pytest.mark.heavy
+def test_nanogpt_learns_in_a_few_hundred_updates_of_its_own_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "nanogpt"
+    shutil.copytree(EXAMPLE, folder)
+    assert run(script=folder / "prepare.py", cwd=folder).returncode == 0
+    settings = ["trainer.max_steps=300", "trainer.eval_every=100", "metrics=jsonl", "hydra.run.dir=run"]
+    finished = run("--config-dir", "conf", "experiment=nanogpt-cpu", *settings, cwd=folder, PYTHONPATH=str(folder))
+    assert finished.returncode == 0, finished.stderr
+    held_out = [record["eval_loss"] for record in metrics(folder / "run") if "eval_loss" in record]
+    assert held_out[2] < held_out[1] < held_out[0]
+    assert held_out[2] < _by_the_byte_before(folder)
+
+
+@pytest.mark.slow
+def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
+    page = "docs/bring-your-own.md"
+    files = re.findall(r"^\| `(conf/\S+)` \| `(.+)` \|$", text_of(page), re.MULTILINE)
+    assert len(files) == 5
+    for name, content in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+    module, in_python, by_name, batches, stream, shards, tokens = (text for _, text in _walk(page, tmp_path))
+    assert module == shards == ""
+    assert float(in_python.splitlines()[-1]) < 0.2
+    assert "points of a line" in by_name
+    assert "eval_loss is below 0.02" in by_name
+    assert "6 updates, 24 samples" in batches  # a sample is a batch here: 12 of them in an epoch
+    assert "6 updates, " in stream
+    assert "10 updates, " in tokens
+    held = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.bin"))
+    assert held > 100_000
