@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from distaccum.config.schema import BatchConfig as BatchConfig
     from distaccum.config.schema import CheckpointConfig as CheckpointConfig
     from distaccum.config.schema import MetricsConfig as MetricsConfig
+    from distaccum.config.schema import MLflowConfig as MLflowConfig
     from distaccum.config.schema import OptimConfig as OptimConfig
     from distaccum.config.schema import RunConfig as RunConfig
+    from distaccum.config.schema import TensorBoardConfig as TensorBoardConfig
     from distaccum.config.schema import TrainerConfig as TrainerConfig
     from distaccum.config.schema import WandbConfig as WandbConfig
     from distaccum.data.collate import PadCollator as PadCollator
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from distaccum.train.callbacks import Callback as Callback
     from distaccum.train.callbacks import EarlyStopping as EarlyStopping
     from distaccum.train.from_deepspeed import from_deepspeed_json as from_deepspeed_json
+    from distaccum.train.metrics.loggers import Logger as Logger
+    from distaccum.train.metrics.loggers import RunInfo as RunInfo
     from distaccum.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -69,8 +73,10 @@ _HOMES = {
     "DistaccumError": "distaccum.errors",
     "EarlyStopping": "distaccum.train.callbacks",
     "FSDP2Config": "distaccum.config.engine",
+    "Logger": "distaccum.train.metrics.loggers",
     "Loss": "distaccum.losses.base",
     "LossScaler": "distaccum.precision.scaler",
+    "MLflowConfig": "distaccum.config.schema",
     "MaskedLM": "distaccum.losses.transformers",
     "MetricsConfig": "distaccum.config.schema",
     "MisuseError": "distaccum.errors",
@@ -79,10 +85,12 @@ _HOMES = {
     "PadCollator": "distaccum.data.collate",
     "PrecisionConfig": "distaccum.config.precision",
     "RunConfig": "distaccum.config.schema",
+    "RunInfo": "distaccum.train.metrics.loggers",
     "ScalerConfig": "distaccum.config.precision",
     "SequenceClassification": "distaccum.losses.transformers",
     "SpikeError": "distaccum.errors",
     "StopSignals": "distaccum.distributed.signals",
+    "TensorBoardConfig": "distaccum.config.schema",
     "Trainer": "distaccum.train.trainer",
     "TrainerConfig": "distaccum.config.schema",
     "VerificationError": "distaccum.errors",

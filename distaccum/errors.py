@@ -28,7 +28,7 @@ class ConfigError(DistaccumError, ValueError):
     """A setting that cannot work. The message names the key, the value, the problem and what to change."""
 
     def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
-        self.key, self.value = key, value
+        self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
         shown = key if value is None else f"{key}={value}"
         super().__init__(" ".join(f"{shown}: {problem}. {remedy}".split()))  # one line, whatever a library said
 

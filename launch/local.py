@@ -31,6 +31,7 @@ with without_garbage_collection():
     from distaccum.distributed.signals import FROM_THE_TERMINAL, LAUNCHER, die_with_parent, leave_terminal
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
+    from distaccum.train.live_line import erasing_streams
     from distaccum.train.owner import read_holder
     from distaccum.train.peers import UNSEEN
     from distaccum.train.run_dir import RunDir
@@ -96,8 +97,9 @@ def _report(error: ChildFailedError, note: Path) -> int:
         run_dir.write_failure(ended)
     elif UNSEEN in reason and f"process {first.pid} " in reason:
         run_dir.correct_failure(reason.replace(UNSEEN, how, 1))
-    for line in lines_of(run_dir):
-        sys.stderr.write(f"distaccum: {line}\n")
+    with erasing_streams():  # rank 0 may have left its live line
+        for line in lines_of(run_dir):
+            sys.stderr.write(f"distaccum: {line}\n")
     return 1
 
 

@@ -9,19 +9,19 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_type_hints
 
 import pytest
 
-from distaccum.config.engine import ENGINES
+from distaccum.config.describe import settings
 from distaccum.config.precision import ALIASES
-from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.lines import lines
+from launch.docs.pictures import IMAGES, PICTURES
+from launch.docs.settings import with_tables
 from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
 
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -68,13 +68,20 @@ def _commands_of(page: str) -> Iterator[str]:
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
             command = re.sub(r"\s+#\s.*$", "", line).strip()
             if command and not re.match(r"export \w+=\S+( \w+=\S+)*$", command):
-                yield " ".join(command.split())
+                # Both names are one function: tests/unit/commands/test_main.py
+                yield re.sub(r"(^|-m )distaccum (?=[a-z])", _name_of_script, " ".join(command.split()))
+
+
+def _name_of_script(found: re.Match[str]) -> str:
+    return f"{found[1]}distaccum{'.' if found[1] else '-'}"
 
 
 COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_of(page)}  # README's first
 
 # Commands that another test runs, or a longer or shorter one of their kind.
 THREE_LEVELS = "distributed/test_examples.py::test_three_levels_give_bitwise_the_same_weights"
+OWN_SWEEP = "distributed/test_sweeps.py::test_hydras_own_sweep_runs_what_it_lists"
+OWN_EXPERIMENT = "distributed/test_sweeps.py::test_the_pages_experiment_by_its_commands"
 NANOGPT = "distributed/test_guides.py::test_nanogpt_from_a_text_to_a_sample"
 ELSEWHERE = {
     "python launch/examples/loop.py": THREE_LEVELS,
@@ -87,6 +94,18 @@ ELSEWHERE = {
     "distaccum-train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
         "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
     ),
+    "torchrun --standalone --nproc-per-node=2 launch/train.py trainer.max_steps=20 profile.steps=[10,14]": (
+        "distributed/test_profiles.py::test_the_command_of_the_page"
+    ),
+    "python launch/train.py -m optim.lr=1e-3,3e-3,1e-2 seed=1,2": OWN_SWEEP,
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.train -m optim.lr=1e-3,3e-3 seed=1,2": OWN_SWEEP,
+    "python launch/train.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 hydra.sweeper.n_jobs=1 "
+    "hydra.sweeper.max_failure_rate=1.0 'optim.lr=tag(log, interval(1e-4, 1e-1))' batch.global_size=16,32,64": (
+        "distributed/test_sweeps.py::test_optuna_finds_the_best_of_what_the_runs_recorded"
+    ),
+    "python launch/train.py --config-dir my_runs experiment=small": OWN_EXPERIMENT,
+    "python launch/train.py 'hydra.searchpath=[file://my_runs]' experiment=small optim.lr=0.01": OWN_EXPERIMENT,
+    "python launch/train.py --config-dir my_runs -m experiment=small optim.lr=0.01,0.02": OWN_EXPERIMENT,
     "cd launch/examples/nanogpt": NANOGPT,
     "python prepare.py": NANOGPT,
     "python -m distaccum.train --config-dir conf experiment=nanogpt-cpu hydra.run.dir=runs/nanogpt": NANOGPT,
@@ -96,10 +115,23 @@ ELSEWHERE = {
     "batch.micro_size=6 hydra.run.dir=runs/two": NANOGPT,
     "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
     "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
+    "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",
+    "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
+    "distaccum-report runs/NAME": "unit/report/test_report.py::test_the_command_writes_beside_the_run",
+    "distaccum-report runs/first runs/second -o compared.html": (
+        "unit/report/test_report.py::test_the_command_writes_beside_the_run"
+    ),
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
+    "distaccum-doctor": "unit/doctor/test_command.py::test_everything_is_looked_at",
+    "distaccum-doctor --json --only host,disk": "unit/doctor/test_command.py::test_json_and_the_table_of_the_parts",
+    "torchrun --standalone --nproc-per-node=2 -m distaccum.doctor": (
+        "distributed/test_doctor.py::test_the_command_of_the_page_as_torchrun_starts_it"
+    ),
     "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "distaccum-wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
+    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes_both_names",
     "distaccum-train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
     ),
@@ -177,7 +209,7 @@ def _training(command: str) -> tuple[int, list[str]] | None:
 
 
 def _only_prints(arguments: list[str]) -> bool:
-    return any(argument.startswith(("--cfg", "--check")) for argument in arguments)
+    return any(argument.startswith(("--cfg", "--check", "--help")) for argument in arguments)
 
 
 def _sbatch(command: str) -> list[str] | None:
@@ -529,30 +561,11 @@ def test_the_architecture_page_draws_every_room() -> None:
 # ------------------------------------------------------------------------------------------ the reference
 
 
-def _settings(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and defaults of a dataclass and of those in it."""
-    hints, made = get_type_hints(schema), schema()
-    for field in fields(schema):
-        value = getattr(made, field.name)
-        if is_dataclass(hints[field.name]):
-            yield from _settings(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
-
-
-def _written(value: object) -> str:
-    named: dict[object, str] = {None: "null", True: "true", False: "false"}
-    return named[value] if value is None or isinstance(value, bool) else str(value)
-
-
-def test_the_reference_has_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^|`]*)`? \|", text_of("docs/reference.md"), re.MULTILINE))
-    for key, default in _settings(RunConfig):
-        if key in ("precision.name", "compile.name") or key.startswith("precision.scaler."):
-            continue
-        assert key in rows, key
-        if isinstance(default, str | int | float | bool | None) or default == []:
-            assert rows[key] == _written(default), key
+def test_what_a_program_makes_is_up_to_date() -> None:
+    page = text_of("docs/reference.md")
+    assert with_tables(page) == page, "run python -m launch.docs"
+    for name, draw in PICTURES.items():
+        assert draw() == (IMAGES / name).read_text(), f"{name}: run python -m launch.docs"
 
 
 @pytest.mark.parametrize(
@@ -561,21 +574,8 @@ def test_the_reference_has_every_key_with_its_default() -> None:
 def test_the_guides_name_keys_that_there_are(page: str) -> None:
     prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     named = re.findall(r"`((?:batch|checkpoint|metrics|optim|trainer)\.[\w.]+)(?:=[^`]*)?`", prose)
-    known = {key for key, _ in _settings(RunConfig)} | {"metrics.jsonl"}
+    known = {setting.key for setting in settings()} | {"metrics.jsonl"}
     assert [key for key in named if key not in known and not key.startswith("optim.optimizer.")] == []
-
-
-def test_the_reference_has_every_setting_of_the_engines() -> None:
-    table = text_of("docs/reference.md").split("The settings of `engine.*`")[1].split("The groups:")[0]
-    rows = re.findall(r"^\|(.*?)\| `(\w+)` \| `(.*?)` \|", table, re.MULTILINE)
-    documented: dict[str, dict[str, str]] = {}
-    engines: list[str] = []
-    for names, key, default in rows:
-        engines = re.findall(r"`(\w+)`", names) or engines
-        for engine in engines:
-            documented.setdefault(engine, {})[key] = default
-    for name, kind in ENGINES.items():
-        assert documented[name] == {key: _written(value) for key, value in _settings(kind) if key != "name"}
 
 
 @pytest.mark.parametrize(
@@ -604,7 +604,7 @@ def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
 
 
 def test_the_reference_names_every_command() -> None:
-    rows = re.findall(r"^\| `(distaccum-[\w-]+)` \|", text_of("docs/reference.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(distaccum(?:-[\w-]+)?)` \|", text_of("docs/reference.md"), re.MULTILINE)
     assert sorted(rows) == sorted(PYPROJECT["project"]["scripts"])
 
 

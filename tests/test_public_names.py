@@ -1,4 +1,4 @@
-"""The front door: about 35 names, lazy; everything else is internal."""
+"""The front door: about 40 names, lazy; everything else is internal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import distaccum
 
 
 def test_every_public_name_is_where_it_says() -> None:
-    assert 30 <= len(distaccum.__all__) <= 40
+    assert 30 <= len(distaccum.__all__) <= 50
     assert len(set(distaccum.__all__)) == len(distaccum.__all__)
     for name in distaccum.__all__:
         found = getattr(distaccum, name)

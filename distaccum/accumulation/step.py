@@ -133,6 +133,7 @@ def run_window(
     """
     sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
     engine.begin_window(len(window.micro_batches))
+    activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     random = KeyedRandom(engine.device)
     for i, batch in enumerate(batches):
@@ -142,10 +143,14 @@ def run_window(
                 total = loss(engine.model, batch)
             own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
             divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
-            activity.phase = Phase.BACKWARD
             if i == boundary:
                 activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+            else:
+                activity.phase = Phase.BACKWARD
+            if activity.watcher is not None:
+                activity.watcher.before_backward(divided)
             backward(engine, divided)
+        activity.phase = Phase.COPYING if i < boundary else Phase.STEP
         sums.add(total)
     if not window.micro_batches:
         activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()

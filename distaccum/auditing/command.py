@@ -10,23 +10,31 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from distaccum import program
 from distaccum.auditing.report import Report
 from distaccum.auditing.session import audit
 from distaccum.errors import ConfigError, DistaccumError
 
 _EPILOG = """\
 examples:
-  torchrun --nproc-per-node=2 -m distaccum.audit train.py --epochs 1 --loss my_losses:TokenLoss
-  torchrun --nproc-per-node=2 -m distaccum.audit train_hf.py        (a model that returns its loss, as transformers' do)
+  distaccum audit train.py
+  torchrun --nproc-per-node=2 -m distaccum audit train.py --epochs 1 \\
+      --loss my_losses:TokenLoss
+  torchrun --nproc-per-node=2 -m distaccum audit train_hf.py
+      (a model that returns its loss, as those of transformers do)
 
-Options stand before the script, and whatever follows it is the script's; or after it, among the script's own.
-exit codes: 0 audited; 1 the gradient is not the global batch's, with --fail; 2 it could not be audited
+Options stand before the script, and whatever follows it is the script's; or
+after it, among the script's own.
+exit codes: 0 audited; 1 the gradient is not the global batch's, with --fail;
+2 it could not be audited
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; ends with its exit code."""
-    sys.exit(_main(sys.argv[1:] if arguments is None else list(arguments)))
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    program.start(given[:1])  # what stands behind the script is the script's
+    sys.exit(_main(given))
 
 
 def _main(arguments: list[str]) -> int:
@@ -63,8 +71,8 @@ def _stop() -> None:
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="distaccum-audit",
-        description="Is a script's gradient that of its global batch? Runs it for some optimizer steps, and says.",
+        prog=program.name_of("audit"),
+        description="Is a script's gradient its global batch's? Runs it for some optimizer steps.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -84,6 +92,7 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     parser.add_argument("--accumulation-steps", type=int, help="as the script was told (default: of the first window)")
     parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where the gradient is wrong")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     parser.add_argument("script", help="a Python file")
     if arguments and arguments[0].startswith("-"):  # options first: whatever follows the script is the script's
         parser.add_argument("arguments", nargs=argparse.REMAINDER)

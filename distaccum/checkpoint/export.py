@@ -10,9 +10,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from distaccum import program
 from distaccum.checkpoint.store import verify
 from distaccum.checkpoint.tensors import TensorFiles, save_whole
 from distaccum.errors import CheckpointError
+
+_EPILOG = """\
+examples:
+  distaccum export runs/NAME/checkpoints/step-300 weights.safetensors
+  distaccum train init_from=weights.safetensors
+
+exit codes: 0 done; 2 no such checkpoint, or nowhere to write to
+"""
 
 
 def export(checkpoint: Path, file: Path) -> int:
@@ -30,9 +39,16 @@ def export(checkpoint: Path, file: Path) -> int:
 
 def main() -> None:
     """Runs ``distaccum-export``."""
-    parser = argparse.ArgumentParser(prog="distaccum-export", description="A checkpoint's weights in one file.")
+    program.start()
+    parser = argparse.ArgumentParser(
+        prog=program.name_of("export"),
+        description="Writes a checkpoint's weights, of any engine, into one safetensors file.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N")
     parser.add_argument("file", type=Path, help="the safetensors file to write")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     given = parser.parse_args()
     try:
         count = export(given.checkpoint, given.file)

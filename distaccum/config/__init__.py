@@ -1,6 +1,7 @@
 """What a run is told: frozen dataclasses that are the schema of ``conf/``, checked as they are made.
 
-May import ``errors``; no torch. In this room only ``schema``, ``instantiate`` and ``hydra_errors`` know OmegaConf and
-Hydra.
-Begin with ``schema.py``; an engine's settings are in ``engine.py``, number formats in ``precision.py``.
+May import ``errors``; no torch. In this room only ``schema``, ``describe``, ``instantiate`` and ``hydra_errors`` know
+OmegaConf and Hydra.
+Begin with ``schema.py``; an engine's settings are in ``engine.py``, number formats in ``precision.py``. A setting's
+meaning is under ``Args:`` of its dataclass, where ``describe.py`` reads it.
 """

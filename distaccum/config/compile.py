@@ -19,11 +19,16 @@ WITH_GRAPHS = {"default": "reduce-overhead", "max-autotune-no-cudagraphs": "max-
 class CompileConfig:
     """What is compiled, and how.
 
-    ``name``: nothing (``none``), each of the model's ``blocks`` by itself, or the ``model`` as a whole. ``blocks``:
-    globs of the modules to compile one by one; by default a model's own blocks, those that fsdp2 shards. ``backend``:
-    torch's. ``mode``: inductor's. ``dynamic``: whether code is made for each shape (``false``), for all of them
-    (``true``), or for all from the second one on (``auto``). ``fullgraph``: what cannot be one graph is an error.
-    ``loss``: compiled with it is what a loss says of itself that can be. ``graphs``: micro-steps are CUDA graphs.
+    Args:
+        name (none | blocks | model): nothing, each of the model's ``blocks`` by itself, or the ``model`` as a whole.
+        blocks: globs of the modules to compile one by one; empty: the model's own blocks, those that fsdp2 shards.
+        backend: torch's backend.
+        mode (default | max-autotune-no-cudagraphs): inductor's mode.
+        dynamic (false | true | auto): code for each shape (``false``), for all (``true``), or for all from the second
+            one on (``auto``).
+        fullgraph: make a forward that is not one graph an error.
+        loss: compile what the loss makes of the model's output with it.
+        graphs: CUDA graphs of what is compiled, in micro-steps.
     """
 
     name: str = "none"

@@ -65,7 +65,9 @@ class EngineConfig(ABC):
 class DDPConfig(EngineConfig):
     """Everything replicated; gradients all-reduced in buckets.
 
-    ``bucket_cap_mb`` (MiB) bounds one reduction; ``find_unused_parameters`` lets parts of the model sit a step out.
+    Args:
+        bucket_cap_mb: MiB of one reduction.
+        find_unused_parameters: allow parameters that a window does not use; they are left out of its step.
     """
 
     name: str = "ddp"
@@ -97,14 +99,18 @@ class Zero1Config(DDPConfig):
 class FSDP2Config(EngineConfig):
     """Parameters, gradients and optimizer state sharded, block by block.
 
-    ``sync``: reduce gradients at the window's ``boundary``, and hold them whole until then; or after ``every``
-    micro-step, and hold shards. ``reshard_after_forward``: free a block's gathered parameters after its forward, and
-    gather them once more for the backward. ``gather_dtype``: parameters travel in the format that the forward computes
-    in (``compute``) or in ``fp32``. ``activation_checkpoint``: recompute in the backward what ``blocks`` computed; or
-    all of it but the matrix products (``selective``). ``offload``: keep the shards on the CPU. ``replicas``: groups of
-    ranks that hold the same shards; the ranks of one share a model. ``blocks``: globs of the modules to shard one by
-    one; by default a model's own blocks. ``meta_init``: build the model on the meta device, and make its weights block
-    by block.
+    Args:
+        sync (boundary | every): ``boundary``: one reduction per window, whole gradients until then; ``every``: one per
+            micro-step, shards.
+        reshard_after_forward: free a block's gathered parameters after its forward, and gather them once more for the
+            backward.
+        gather_dtype (compute | fp32): parameters travel in the format that the forward computes in, or in ``fp32``.
+        activation_checkpoint (none | blocks | selective): recompute in the backward what ``blocks`` computed, or all of
+            it but the matrix products (``selective``).
+        offload: keep the shards on the CPU.
+        replicas: groups of ranks that hold the same shards; the ranks of one share a model.
+        blocks: globs of the modules to shard one by one; empty: the model's own blocks.
+        meta_init: build the model on the meta device, and make its weights block by block.
     """
 
     name: str = "fsdp2"
@@ -145,10 +151,14 @@ class FSDP2Config(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig(EngineConfig):
-    """DeepSpeed's ZeRO at ``stage`` 0 to 3, its JSON generated from the whole configuration.
+    """DeepSpeed's ZeRO, its JSON generated from the whole configuration.
 
-    ``offload_optimizer`` (stages 2, 3) and ``offload_parameters`` (stage 3): keep these on the CPU. ``json``: a file or
-    mapping in DeepSpeed's own format: what distaccum does not set itself is passed on.
+    Args:
+        stage (0 | 1 | 2 | 3): of ZeRO: what is sharded.
+        offload_optimizer: stages 2 and 3: optimizer state on the CPU.
+        offload_parameters: stage 3: parameters on the CPU.
+        json (path | mapping | null): a file or mapping in DeepSpeed's own format: what distaccum does not set itself is
+            passed on.
     """
 
     name: str = "deepspeed"

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from distaccum.config.composed import composed
 from distaccum.config.extras import install_command
 from distaccum.config.schema import RunConfig, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses
 
 
-def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
-    """The ConfigError for an error that Hydra raised while it composed the command line ``arguments``."""
+def from_hydra(error: BaseException, arguments: Sequence[str], name: str = "config") -> ConfigError:
+    """The ConfigError for an error that Hydra raised while it composed ``arguments`` over ``conf/NAME.yaml``."""
     given = dict(argument.lstrip("+~").split("=", 1) for argument in arguments if "=" in argument)
     message = str(error).strip()
     if isinstance(error, MissingConfigException):
@@ -24,7 +25,9 @@ def from_hydra(error: BaseException, arguments: Sequence[str]) -> ConfigError:
         return ConfigError("command line", error.override, message.splitlines()[0], remedy)
     if found := re.match(r"Could not override '([^']+)'", message):
         key = found[1].split("@")[0]
-        return unknown_key(key, given.get(key), given.get("engine", RunConfig().engine.name))
+        there, engine = composed(arguments, name), given.get("engine", RunConfig().engine.name)
+        value = given.get(key)
+        return unknown_key(key, value, engine) if there is None else there.unknown(key, value)
     for cause in (error, error.__cause__):
         if isinstance(cause, OmegaConfBaseException):
             return translate(cause)

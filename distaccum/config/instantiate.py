@@ -40,6 +40,17 @@ def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
         raise ConfigError(key, node["_target_"], f"{type(cause).__name__}: {cause}", remedy) from error
 
 
+def check(key: str, node: Node) -> Any:
+    """The target of a node that is built later, its arguments checked as :func:`build` checks them.
+
+    Raises:
+        ConfigError: no such target, or an argument that it does not take or of another type than it declares.
+    """
+    target = target_of(key, node)
+    _check_arguments(key, node, target)
+    return target
+
+
 def target_of(key: str, node: Node) -> Any:
     """The class or function that the node names.
 

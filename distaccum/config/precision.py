@@ -33,13 +33,18 @@ def canonical(name: str) -> str:
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa mark.
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """The loss scaler; in parentheses what DeepSpeed's JSON calls the same.
+    """The loss scaler; in parentheses what DeepSpeed's JSON calls the same where it has another name.
 
-    It starts at ``2**initial_scale_power`` (``initial_scale_power``). An overflow multiplies it by ``backoff_factor``,
-    once ``hysteresis`` overflows were seen; that count starts again after every growth, or with
-    ``consecutive_hysteresis`` after every update. ``growth_interval`` (``loss_scale_window``) updates in a row multiply
-    it by ``growth_factor``. It stays within ``min_scale`` (``min_loss_scale``) and ``max_scale``. ``static_scale``
-    (``loss_scale``) is a constant one instead.
+    Args:
+        initial_scale_power: the scale starts at two to this power.
+        growth_interval: updates in a row after which it grows (``loss_scale_window``).
+        growth_factor: what growth multiplies it by.
+        backoff_factor: what an overflow multiplies it by.
+        hysteresis: overflows before it shrinks; counted anew after every growth.
+        consecutive_hysteresis: overflows are counted anew after every update.
+        min_scale: it never falls below this (``min_loss_scale``).
+        max_scale: it never grows beyond this.
+        static_scale: a constant scale instead (``loss_scale``); null: a moving one.
     """
 
     initial_scale_power: int = 16
@@ -81,11 +86,15 @@ class ScalerConfig:
 class PrecisionConfig:
     """What the forward computes in, and what else is not fp32. Parameters and accumulated gradients always are.
 
-    ``name``: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or one of ``ALIASES``. ``reduce_dtype``: the format of gradients
-    between ranks. ``keep_fp32``: globs of module names that autocast leaves alone; ``only``: globs of the modules that
-    autocast covers, if it is not to cover all. ``underflow_every``: in fp16, attempts between two samples of
-    the share of gradients that are flushed to zero (0: none). ``split_k_16bit``: whether a GPU's 16-bit matrix products
-    may be added up from parts that are rounded to 16 bits, as torch's own default has it.
+    Args:
+        name (fp32 | tf32 | bf16 | fp16): the number format, also under the names of ``ALIASES``.
+        reduce_dtype (fp32 | bf16 | fp16): the format of gradients between ranks.
+        keep_fp32: globs of modules that autocast leaves alone.
+        only: globs of the modules that autocast covers; empty: all.
+        underflow_every: fp16: attempts between two samples of the share of gradients that are flushed to zero; 0: none.
+        split_k_16bit: GPUs: whether cuBLAS may round the parts of a 16-bit matrix product to 16 bits before it adds
+            them up, as torch's own default has it.
+        scaler: the loss scaler.
     """
 
     name: str = "fp32"

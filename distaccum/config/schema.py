@@ -6,7 +6,7 @@ a ``_target_``; everything else is typed here and checked in ``__post_init__``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -39,7 +39,10 @@ from distaccum.config.sizes import bytes_of
 from distaccum.errors import ConfigError, near_misses
 
 Node = dict[str, Any]
+MICRO_SIZE = 8  # where nobody states one
 WANDB_MODES = ("offline", "online", "disabled")
+WANDB_CONSOLES = ("off", "wrap", "auto", "redirect", "wrap_raw", "wrap_emu")
+LOGGED_CHECKPOINTS = ("none", "best", "all")
 
 
 def conf_dir() -> Path:
@@ -59,33 +62,50 @@ def _cosine() -> Node:
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The global batch, in samples or in ``tokens``, and the most samples of one forward and backward.
+    """The global batch, in samples or in tokens, and the most samples of one forward and backward.
 
-    ``group_by_length``: a micro-batch takes samples of similar length, within a window. ``pad_rows``: a micro-batch of
-    fewer samples than the others is filled up with rows that count nothing.
+    Args:
+        global_size: samples per update, over all ranks.
+        tokens: a budget of tokens per update instead (``batch=tokens``).
+        micro_size (int): the most samples of one forward and backward on one rank; not stated, it is never more than
+            the global batch.
+        group_by_length: samples of similar length in one micro-batch, within a window.
+        pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
     tokens: Optional[int] = None  # noqa: UP045
-    micro_size: int = 8
+    micro_size: Any = AUTO  # a number once it is made
     group_by_length: bool = False
     pad_rows: bool = False
 
     def __post_init__(self) -> None:
         number = (int, NoneType)
-        require_types("batch", self, global_size=number, tokens=number, micro_size=int)
+        require_types("batch", self, global_size=number, tokens=number)
+        if self.micro_size == AUTO:
+            most = MICRO_SIZE if self.global_size is None else min(MICRO_SIZE, self.global_size)
+            object.__setattr__(self, "micro_size", most)
+        if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
+            object.__setattr__(self, "micro_size", int(self.micro_size))
+        require_types("batch", self, micro_size=int)
         require_types("batch", self, group_by_length=bool, pad_rows=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """``lr`` (the schedule's peak), the optimizer, and clipping: by the global norm or by value (null: none).
+    """The optimizer, the peak of its rate, clipping and parameter groups.
 
-    ``fused``: whether the optimizer's own kernel does unscaling, clipping and step in one pass; ``auto``: where it can.
-
-    ``groups``: parameters with settings of their own, in order: the first that fits a parameter takes it. Each has
-    ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both; next to them the settings,
-    as the optimizer's groups have them (``lr`` is a rate, not a factor), or another ``optimizer`` for these.
+    Args:
+        lr: the schedule's peak.
+        clip_norm: largest norm of the global gradient; null: off, or room for ``optim.clip_value``.
+        clip_value: instead of it the largest absolute value of an element; null: off.
+        fused (auto | true | false): unscaling, clipping and step in one pass of the optimizer's own kernel; ``auto``:
+            where the device has one.
+        optimizer: the optimizer, by ``_target_``; its rate is ``optim.lr``.
+        groups (list of mappings): parameters with settings of their own, in order: the first that fits a parameter
+            takes it. Each has ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both;
+            next to them the settings, as the optimizer's groups have them (``lr`` is a rate, not a factor), or another
+            ``optimizer`` for these.
     """
 
     lr: float = 3e-3
@@ -116,7 +136,13 @@ class OptimConfig:
 class LoaderConfig:
     """How the processes of ``trainer.num_workers`` load, under the names of torch's ``DataLoader``.
 
-    null leaves a setting as torch has it, except that processes persist over epochs and that a rank with a GPU pins.
+    Args:
+        prefetch_factor: micro-batches ahead in each process, where that is more than ``trainer.prefetch_windows``;
+            null: 2.
+        persistent_workers: whether the processes stay from epoch to epoch; null: they do.
+        timeout: seconds without a batch that are an error; null: none are.
+        multiprocessing_context (fork | spawn | forkserver | null): how processes start; null: as Python does.
+        pin_memory: whether batches are pinned as they are loaded; null: on a GPU.
     """
 
     prefetch_factor: Optional[int] = None  # noqa: UP045
@@ -139,23 +165,38 @@ class LoaderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The length of the run, and its intervals in updates.
+    """The length of the run, its intervals in updates, and what it does when something goes wrong.
 
-    ``max_steps`` counts applied updates; the earlier of it and ``max_epochs`` ends it. With 0 the run evaluates the
-    weights that it starts from. ``eval_samples``: the most samples of a held-out set, its first ones. ``max_time``
-    (HH:MM:SS, 90s, 12h, ...): the run saves and ends before this time is over, for another process to continue.
-    ``prefetch_windows``: windows that loading processes have ahead; 0: what ``loader.prefetch_factor`` says.
-    ``host_memory``: the most that a rank's window and what is loaded ahead of it may take (4GiB; None: no limit).
-    ``prefetch``: micro-batches on the device at once, the one being computed included. ``nonfinite``: ``stop`` the run
-    at a NaN or infinite gradient, or ``skip`` its window; in fp16 the loss scale falls first. ``max_skips`` in a row,
-    with the loss scale at its minimum, stop the run in any case. ``verify``: which windows prove their gradient before
-    their step: the ``first``, that and one every so many, or ``never``. ``on_divergence``: whether ranks whose weights
-    or optimizer state differ ``stop`` the run or ``warn``. ``on_spike``: at a gradient norm ``spike_zscore`` deviations
-    above the mean of the last ``spike_window``, nothing (``off``), ``warn``, ``skip`` the window, or ``rollback`` to
-    the last checkpoint. ``hang_timeout``: without progress on any rank for so long, the run ends and names the ranks
-    that stopped; ``auto``: ten times the longest pause measured, five minutes at least; None: never. ``group_timeout``:
-    after it the process group itself gives up. ``backend``: what carries a GPU's tensors between ranks, ``nccl``
-    (``auto``) or ``gloo``, over which ranks may share a GPU; a CPU's go over gloo.
+    Args:
+        max_steps: applied updates; the earlier of this and ``trainer.max_epochs`` ends the run; 0: evaluate the weights
+            that it starts from, alone.
+        max_epochs: epochs; null: no limit.
+        max_time (duration | null): save and end before this time is over, for another process to continue
+            (``12:00:00``, ``90s``, ``12h``); null: no limit.
+        log_every: updates between two records.
+        eval_every: updates between two evaluations; 0: none.
+        eval_samples: the most samples of a held-out set, its first ones; null: all.
+        num_workers: data-loading processes per rank.
+        prefetch_windows: windows that they load ahead; 0: what ``trainer.loader.prefetch_factor`` says.
+        host_memory (size | null): the most that a rank's window and what is loaded ahead of it may take, as ``4GiB``;
+            null: no limit.
+        loader: how these processes load.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        nonfinite (stop | skip): a NaN or infinite gradient: ``stop`` the run or ``skip`` its window; in fp16 the loss
+            scale falls first.
+        max_skips: skips in a row that stop a run, with nowhere left for a loss scale to go.
+        verify (first | never | int): windows that prove their gradient before their step: the ``first``, that and one
+            every so many, or ``never``.
+        on_divergence (stop | warn): ranks whose weights or optimizer state differ: ``stop`` the run or ``warn``.
+        on_spike (off | warn | skip | rollback): a gradient norm that stands out: nothing (``off``), ``warn``, ``skip``
+            its window, or ``rollback`` to the last checkpoint.
+        spike_zscore: standard deviations above the mean by which a norm stands out.
+        spike_window: windows before it that the mean is of; half as many are enough to begin.
+        hang_timeout (auto | duration | null): no progress on any rank for so long: the run names the ranks that
+            stopped, and ends. ``auto``: ten times the longest pause so far, five minutes at least; null: never.
+        group_timeout (duration): when a collective itself gives up; longer than any save or evaluation.
+        backend (auto | nccl | gloo): what carries a GPU's tensors between ranks: ``nccl`` (``auto``), or ``gloo``, over
+            which ranks may share a GPU; a CPU's go over gloo.
     """
 
     max_steps: Optional[int] = 300  # noqa: UP045
@@ -223,15 +264,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """``every``: updates between two checkpoints (0: none). ``keep``: the newest checkpoints to keep (0: all).
+    """When checkpoints are made, and which are kept.
 
-    ``every_minutes``: one more so long after the last save, by rank 0's clock (null: none).
-
-    ``background``: whether training goes on while a checkpoint is written, which takes a copy of it in host memory;
-    ``auto``: where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
-
-    ``best``: a result of the evaluation, such as ``eval_loss``, whose best checkpoint is kept as well (null: none);
-    ``best_mode``: ``min`` or ``max``.
+    Args:
+        every: updates between two checkpoints; 0: none.
+        every_minutes: one more so many minutes after the last, by rank 0's clock; null: none.
+        keep: the newest checkpoints to keep; 0: all.
+        background (auto | true | false): train on while a checkpoint is written, from a copy in host memory; ``auto``:
+            where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
+        best: a result of the evaluation, as ``eval_loss``, whose best checkpoint is kept too; ``best.json`` names it;
+            null: none.
+        best_mode (min | max): which value of ``checkpoint.best`` is the best.
     """
 
     every: int = 50
@@ -262,50 +305,205 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases: ``offline`` needs no key and no network; ``online`` takes the key from the environment."""
+    """Weights & Biases. What is null is left to W&B's environment variables, then to the default.
 
-    mode: str = "offline"
-    project: str = "distaccum"
+    Args:
+        mode (offline | online | disabled | null): ``offline`` needs no key and no network; ``online`` takes the key
+            from the environment; null: ``WANDB_MODE``, or ``offline``.
+        project: the W&B project; null: ``WANDB_PROJECT``, or ``distaccum``.
+        entity: the W&B user or team; null: ``WANDB_ENTITY``, or the key's own.
+        name: the W&B run's name; null: ``WANDB_NAME``, or one that W&B makes up.
+        group: runs that belong together; null: ``WANDB_RUN_GROUP``.
+        job_type: as ``train`` or ``eval``; null: ``WANDB_JOB_TYPE``.
+        notes: a text beside the run; null: ``WANDB_NOTES``.
+        tags: its tags; null: ``WANDB_TAGS``.
+        dir: of W&B's own files; null: ``WANDB_DIR``, or the run directory.
+        console (off | wrap | auto | redirect | wrap_raw | wrap_emu | null): what W&B keeps of the printed lines; null:
+            ``WANDB_CONSOLE``, or ``off``.
+        save_code: the Python files below the working directory; null: ``WANDB_SAVE_CODE``, or ``false``.
+        log_checkpoints (none | best | all): checkpoints that are uploaded as artifacts.
+    """
+
+    mode: Optional[str] = None  # noqa: UP045
+    project: Optional[str] = None  # noqa: UP045
+    entity: Optional[str] = None  # noqa: UP045
     name: Optional[str] = None  # noqa: UP045
-    tags: list[str] = field(default_factory=list)
+    group: Optional[str] = None  # noqa: UP045
+    job_type: Optional[str] = None  # noqa: UP045
+    notes: Optional[str] = None  # noqa: UP045
+    tags: Optional[list[str]] = None  # noqa: UP045
+    dir: Optional[str] = None  # noqa: UP045
+    console: Optional[str] = None  # noqa: UP045
+    save_code: Optional[bool] = None  # noqa: UP045
+    log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
-        require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
+        for key, value, choices in (("mode", self.mode, WANDB_MODES), ("console", self.console, WANDB_CONSOLES)):
+            if value is not None:
+                require_choice(f"metrics.wandb.{key}", value, choices)
+        require_choice("metrics.wandb.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """TensorBoard.
+
+    Args:
+        enabled: whether records go to it; its files are in ``tensorboard/`` of the run directory.
+    """
+
+    enabled: bool = False
+
+    def __post_init__(self) -> None:
+        require_types("metrics.tensorboard", self, enabled=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """MLflow. What is null is left to MLflow's environment variables, then to the default.
+
+    Args:
+        enabled: whether records go to it.
+        tracking_uri: of its server or store; null: ``MLFLOW_TRACKING_URI``, or MLflow's own default.
+        experiment: its experiment; null: ``MLFLOW_EXPERIMENT_NAME``, or ``distaccum``.
+        run_name: its run's name; null: the name of the run directory.
+        tags: names with values.
+        log_checkpoints (none | best | all): checkpoints that are kept as artifacts of the run.
+    """
+
+    enabled: bool = False
+    tracking_uri: Optional[str] = None  # noqa: UP045
+    experiment: Optional[str] = None  # noqa: UP045
+    run_name: Optional[str] = None  # noqa: UP045
+    tags: dict[str, str] = field(default_factory=dict)
+    log_checkpoints: str = "none"
+
+    def __post_init__(self) -> None:
+        require_types("metrics.mlflow", self, enabled=bool)
+        require_choice("metrics.mlflow.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """The loggers; ``metrics.jsonl`` is always written.
+    """The loggers; ``metrics.jsonl`` is always written. Any number of the others may be on.
 
-    ``peak_tflops``: what one rank's card makes in a second, in 1e12 operations, for MFU; null: by the card's name, and
-    on a CPU nothing. ``flops_per_sample``: operations of one sample, forward and backward; null: counted.
+    Args:
+        console: records on the console.
+        report: ``report.html`` in the run directory, when the run ends.
+        summary_depth: how deep the modules are that the header shows of the model; 0: none.
+        peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
+        flops_per_sample: operations of one sample, forward and backward; null: counted.
+        wandb: Weights & Biases.
+        tensorboard: TensorBoard.
+        mlflow: MLflow.
+        loggers: further ones by name, each with a ``_target_``.
     """
 
     console: bool = True
+    report: bool = True
+    summary_depth: int = 1
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    mlflow: MLflowConfig = field(default_factory=MLflowConfig)
+    loggers: Node = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         number = (float, NoneType)
-        require_types("metrics", self, peak_tflops=number, flops_per_sample=number)
+        require_types("metrics", self, peak_tflops=number, flops_per_sample=number, summary_depth=int)
+        require_count("metrics.summary_depth", self.summary_depth, off="0 to show none")
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
+        for name, node in self.loggers.items():
+            remedy = f"Write metrics.loggers.{name}._target_=package.module.Name"
+            require(isinstance(node, dict), f"metrics.loggers.{name}", node, "names no class", remedy)
+
+    def check_checkpoints(self, checkpoint: CheckpointConfig) -> None:
+        """Raises ConfigError where checkpoints are to be logged of which there are none."""
+        for tracker, settings in (("wandb", self.wandb), ("mlflow", self.mlflow)):
+            key, wanted = f"metrics.{tracker}.log_checkpoints", settings.log_checkpoints
+            saves = wanted == "none" or checkpoint.saves
+            require(saves, key, wanted, "and checkpoint.every=0 saves none", "Give a number of updates, or use none")
+            named = wanted != "best" or checkpoint.best is not None
+            remedy = "Give checkpoint.best=eval_loss, for example, or use all"
+            require(named, key, wanted, "and checkpoint.best names no result of the evaluation", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which windows are profiled, and what is written of them beside the table of phases.
+
+    Args:
+        steps (list[int] | null): the first and the last window, both included, in the count of those that this
+            process runs, from 1 on; null: none.
+        trace: torch's trace of each rank.
+        memory: on a GPU, a snapshot of its allocator.
+        nvtx: on a GPU, ranges for Nsight Systems.
+        with_stack: the trace has the lines of source.
+        shapes: the trace has the shapes of tensors.
+    """
+
+    steps: Any = None
+    trace: bool = True
+    memory: bool = False
+    nvtx: bool = False
+    with_stack: bool = False
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        switches = ("trace", "memory", "nvtx", "with_stack", "shapes")
+        require_types("profile", self, **dict.fromkeys(switches, bool))
+        if self.steps is None:
+            for name in ("memory", "nvtx", "with_stack", "shapes"):
+                problem = "and profile.steps is null, so that nothing is profiled"
+                require(not getattr(self, name), f"profile.{name}", True, problem, "Add profile.steps=[10,14]")
+            return
+        steps = self.steps
+        whole = isinstance(steps, list | tuple) and all(type(one) is int for one in steps)
+        holds = whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]  # noqa: PLR2004  the first and the last
+        problem, remedy = "is not the numbers of the first and the last window, from 1 on", "Give two, as in [10,14]"
+        require(holds, "profile.steps", steps, problem, remedy)
+        for name in ("with_stack", "shapes"):
+            problem = "is a part of the trace, and profile.trace=false leaves that out"
+            require(self.trace or not getattr(self, name), f"profile.{name}", True, problem, "Leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Every setting of a run.
 
-    ``resume``: ``never``, ``auto`` or a checkpoint's path. ``resume_allow``: keys of settings, or their beginnings,
-    that may differ from the checkpoint's although they change what its state means. ``init_from``: initial weights, a
-    safetensors file or a folder with one; optimizer and progress start from zero. With ``resume=auto`` it counts only
-    while there is no checkpoint. ``deterministic``: kernels that give the same bits in every run; one that has no such
-    form ends the run.
+    Args:
+        seed: of weights, order and dropout.
+        deterministic: kernels that give the same bits in every run; one that has no such form ends the run.
+        resume (never | auto | path): ``never``, the newest valid checkpoint of the run directory (``auto``), or a
+            checkpoint's path.
+        resume_allow: settings, or the beginnings of their keys, that may differ from the checkpoint's although they
+            change what its state means.
+        init_from (path | null): weights to start from, a safetensors file or a folder with one; optimizer and progress
+            start from zero. With ``resume=auto`` it counts only while there is no checkpoint.
+        batch: whether the global batch is stated in samples or in tokens.
+        engine: who owns parameters, gradients and the step.
+        precision: the number format.
+        compile: what ``torch.compile`` is given.
+        model: the model, by ``_target_``.
+        data: the data, by ``_target_``.
+        loss: the loss, by ``_target_``.
+        optim: the optimizer, its rate, clipping and groups.
+        schedule: a factor of ``optim.lr`` by applied updates, by ``_target_``.
+        trainer: the length of the run, and its intervals.
+        callbacks: callbacks by name, each with a ``_target_``.
+        checkpoint: when checkpoints are made, and which are kept.
+        metrics: the loggers.
+        profile: windows whose time is looked at.
+        objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
+            evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
+            evaluation.
     """
 
     seed: int = 0
     deterministic: bool = False
+    objective: Any = None
     resume: str = "never"
     resume_allow: list[str] = field(default_factory=list)
     init_from: Optional[str] = None  # noqa: UP045
@@ -322,16 +520,22 @@ class RunConfig:
     callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):
             value = getattr(self, key)
             holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
+        named = [self.objective] if isinstance(self.objective, str | None) else self.objective
+        texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
+        remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
+        require(bool(texts), "objective", self.objective, "is not a name", remedy)
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
         saves = not rolls_back or self.checkpoint.saves
         require(saves, "trainer.on_spike", self.trainer.on_spike, problem, "Give a number of updates, or use skip")
+        self.metrics.check_checkpoints(self.checkpoint)
         require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()
@@ -394,6 +598,7 @@ def _from_plain(node: Mapping[str, Any]) -> RunConfig:
     engine_schema = settings_of(_name_of(node))
     try:
         schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
+        OmegaConf.update(schema, "batch.micro_size", AUTO)  # OmegaConf reads the defaults of a made BatchConfig
         OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
         typed = OmegaConf.merge(_writable(schema), node)
     except oc.OmegaConfBaseException as error:
@@ -437,12 +642,15 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
             return ConfigError(key or "configuration", value, first_line, "Correct this value")
 
 
-def unknown_key(key: str, value: object, engine: str) -> ConfigError:
-    """The ConfigError for a setting that ``engine`` does not have, with similar names."""
+def unknown_key(key: str, value: object, engine: str, known: Iterable[str] | None = None) -> ConfigError:
+    """The ConfigError for a setting that ``engine`` does not have, with similar names.
+
+    ``known`` are the names of all settings; by default those of all files in ``conf/``.
+    """
     group, _, setting = key.partition(".")
     if group == "engine" and setting:
         return unknown_setting(engine, setting, value)
-    hint = near_misses(key, _known_keys())
+    hint = near_misses(key, _known_keys() if known is None else known)
     return ConfigError(key, value, f"no such setting{hint}", "`--cfg job` prints all settings there are")
 
 
@@ -450,13 +658,16 @@ def _known_keys() -> list[str]:
     """The dotted names of all settings in the YAML groups."""
     names: dict[str, None] = {}
     for path in sorted(conf_dir().rglob("*.yaml")):
+        if path.parent.name == "sweeps":  # in W&B's own format
+            continue
         group = "" if path.parent == conf_dir() else f"{path.parent.name}."
-        names |= dict.fromkeys([group.rstrip("."), *_dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
+        names |= dict.fromkeys([group.rstrip("."), *dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
     return list(names)
 
 
-def _dotted(node: Any, prefix: str) -> list[str]:
+def dotted(node: Any, prefix: str = "") -> list[str]:
+    """The names of all settings in nested plain values, as ``optim.lr``."""
     found = []
     for key, value in node.items() if isinstance(node, dict) else ():
-        found += [f"{prefix}{key}", *_dotted(value, f"{prefix}{key}.")]
+        found += [f"{prefix}{key}", *dotted(value, f"{prefix}{key}.")]
     return found

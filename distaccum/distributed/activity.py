@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Protocol
 
 
 class Phase(StrEnum):
@@ -18,6 +19,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     LOADING = "loading data"
     COUNTING = "the count's all-reduce"
+    COPYING = "copying to the device"
     FORWARD = "a forward"
     BACKWARD = "a backward"
     REDUCTION = "the gradient's reduction"
@@ -37,6 +39,16 @@ MEETINGS = frozenset({Phase.COUNTING, Phase.REDUCTION, Phase.STEP, Phase.RECORD}
 OF_A_WINDOW = frozenset(phase for phase in Phase if _ORDER[Phase.LOADING] <= _ORDER[phase] <= _ORDER[Phase.STEP])
 
 
+class Watcher(Protocol):
+    """Told of every phase by the thread that enters it, and of a backward's tensor just before it runs."""
+
+    def enter(self, phase: Phase) -> None:
+        """The rank is in ``phase`` from now on."""
+
+    def before_backward(self, loss: Any) -> None:
+        """The backward of ``loss``, a 0-dim tensor, begins."""
+
+
 @dataclass(slots=True)
 class Activity:
     """Where a rank is. ``window`` and ``step`` count the windows that are done and the updates that are known."""
@@ -48,16 +60,39 @@ class Activity:
     """The windows that were done when this process began."""
     done: int = 0
     """Batches that were done: of the evaluation, or micro-batches of the window."""
+    total: int = 0
+    """Batches that the evaluation takes on this rank."""
     loading_at: float = 0.0
     """When the data of the coming window were asked for, on the clock of ``time.perf_counter``; so are the others."""
     counted_at: float = 0.0
     """When the count's all-reduce returned."""
     arrived_at: float = 0.0
     """When this rank was ready for the gradient's reduction."""
+    watcher: Watcher | None = None
+    """See :meth:`watch`."""
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tells ``watcher`` of every phase from now on; None: nobody.
+
+        While nobody watches, a phase stays an attribute write and nothing else: the class is another one meanwhile.
+        """
+        self.watcher = watcher
+        self.__class__ = Activity if watcher is None else _Watched
 
     def now(self) -> Place:
         """A copy for another thread."""
         return Place(self.window, self.step, self.phase, self.done)
+
+
+class _Watched(Activity):
+    """An activity whose phases somebody watches."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "phase" and self.watcher is not None:
+            self.watcher.enter(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +107,7 @@ class Place:
     @property
     def key(self) -> tuple[int, int]:
         """Smaller where a rank has got less far."""
-        if self.phase is Phase.BACKWARD:  # of one micro-step: the next one's forward comes after it
+        if self.phase in (Phase.COPYING, Phase.BACKWARD):  # of one micro-step: the next one's forward comes after it
             return self.window, _ORDER[Phase.FORWARD]
         return self.window, _ORDER[self.phase]
 

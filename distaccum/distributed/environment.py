@@ -73,23 +73,24 @@ class LaunchEnvironment:
             return launched
         return cls(rank=dist.get_rank(), size=dist.get_world_size())
 
-    def device(self, backend: str = AUTO) -> torch.device:
+    def device(self, backend: str = AUTO, *, key: str = "backend") -> torch.device:
         """This rank's GPU if the machine has any, else the CPU.
 
         Args:
             backend: what carries the GPUs' tensors, one of ``BACKENDS``. Over gloo, ranks share GPUs where there are
                 more ranks than GPUs.
+            key: the setting that says so, for error messages.
 
         Raises:
             ConfigError: the machine has more processes than GPUs, which NCCL cannot do; NCCL without a GPU; or there is
                 no such backend.
         """
-        gpu = self.gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, backend)
+        gpu = self.gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, backend, key=key)
         return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
-    def gpu(self, gpus: int, backend: str = AUTO) -> int | None:
+    def gpu(self, gpus: int, backend: str = AUTO, *, key: str = "backend") -> int | None:
         """The number of this rank's GPU of a machine that has ``gpus``; None for the CPU. See :meth:`device`."""
-        check_backend(backend, "cuda" if gpus else "cpu")
+        check_backend(backend, "cuda" if gpus else "cpu", key=key)
         if not gpus:
             return None
         if self.local_rank >= gpus and backend != GLOO:
@@ -107,14 +108,14 @@ class LaunchEnvironment:
         return private_store(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())
 
 
-def check_backend(backend: str, device_type: str) -> None:
-    """Refuses a backend that there is not, or that carries no tensors of this kind of device.
+def check_backend(backend: str, device_type: str, *, key: str = "backend") -> None:
+    """Refuses a backend that there is not, or that carries no tensors of this kind of device; ``key`` is its setting.
 
     Raises:
         ConfigError: it is none of ``BACKENDS``, or NCCL on a CPU.
     """
     if backend not in BACKENDS:
-        raise ConfigError("backend", backend, "no such choice", f"Use one of {', '.join(BACKENDS)}")
+        raise ConfigError(key, backend, "no such choice", f"Use one of {', '.join(BACKENDS)}")
     if backend == NCCL and device_type != "cuda":
         problem = "NCCL carries tensors of GPUs alone, and here is none"
-        raise ConfigError("backend", backend, problem, "Use backend=auto, or a machine with a GPU")
+        raise ConfigError(key, backend, problem, f"Use {key}=auto, or a machine with a GPU")

@@ -366,8 +366,8 @@ class Watchdog:
         for child in active_children():
             child.kill()  # a loading process may be the one that is stuck
         self._forget_crashes()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            getattr(stream, "leave", stream.flush)()  # a live line takes its row off the terminal
         os._exit(_EXIT_CODE)
 
     def _dump(self) -> None:

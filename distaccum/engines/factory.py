@@ -94,7 +94,8 @@ def create_engine(
         precision: the policy, by name or with settings; ``engine.autocast()`` goes around forward and loss.
         clip_norm: largest norm of the global gradient.
         clip_value: instead, largest absolute value of its elements.
-        global_batch_size, micro_batch_size: for engines that state them in their own configuration.
+        global_batch_size: for engines that state it in their own configuration, in samples.
+        micro_batch_size: for the same.
         seed: of the weights of a model on the meta device.
         compile: nothing (``none``), each of its ``blocks``, or the ``model``; or settings.
 

@@ -41,10 +41,18 @@ class LossScaler(ShardedGradScaler):
     - One :meth:`step` can take several optimizers.
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval: see ``LossScale``.
+        device: of the scale, and of most gradients.
+        init_scale: of the first window.
+        growth_factor: multiplies it after ``growth_interval`` updates in a row.
+        backoff_factor: multiplies it at an overflow.
+        growth_interval: see ``growth_factor``.
         enabled: False: :meth:`step` only steps, and everything else does nothing.
         process_group: the ranks that decide together; None for all.
-        hysteresis, consecutive_hysteresis, min_scale, max_scale, dynamic: see ``LossScale``.
+        hysteresis: overflows until it shrinks; the count starts again after a growth.
+        consecutive_hysteresis: the count starts again after every update as well.
+        min_scale: it never falls below.
+        max_scale: it never rises above.
+        dynamic: False for a constant scale.
 
     Raises:
         ConfigError: it is enabled, and there is no such device.

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from distaccum import program
 from distaccum.distributed.signals import LAUNCHER, die_with_parent
 from distaccum.train.startup import without_garbage_collection
 
@@ -18,6 +19,16 @@ def main() -> None:
         die_with_parent()  # within the imports, too: a launcher that is gone by their end sends no signal
         if os.environ.pop(LAUNCHER, "") not in ("", str(os.getppid())):
             sys.exit(128 + signal.SIGTERM)  # and neither does one that was gone before that line
+    program.start()
+    if (topic := program.help_asked(sys.argv[1:])) is not None:
+        from distaccum.train.help import show  # noqa: PLC0415  without torch
+
+        sys.exit(show("train", topic))
+    if any(argument in ("-sc", "--shell-completion") for argument in sys.argv[1:]):
+        from distaccum.config.completion import complete  # noqa: PLC0415  without torch
+
+        complete("config", sys.argv[1:])
+        return
     with without_garbage_collection():
         from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
     cli.main()

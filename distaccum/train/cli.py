@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from hashlib import sha256
@@ -20,32 +20,40 @@ from itertools import count
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
+from typing import Any
 
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
-from distaccum.config.command_line import register_aliases, take_flag
+from distaccum.config.command_line import flags_as_settings, register_aliases, take_flag
+from distaccum.config.composed import composed
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
-from distaccum.errors import ConfigError, DistaccumError
+from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
+from distaccum.train.check import passed
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.hang import watched_start
 from distaccum.train.log_handler import enable_loggers, log_to_stderr
-from distaccum.train.metrics.wandb import is_left_behind
+from distaccum.train.metrics.background import is_left_behind
+from distaccum.train.objective import DEFAULT, NoObjectiveError, objective_of, require_finite
 from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.submitit import SubmititJob
 
 _BAD_CONFIGURATION = 2
+_RUN_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
+_DIVERGED = (NonFiniteError, SpikeError)  # raised on all ranks at the same window
+_TRIAL_ENDS = (*_DIVERGED, NoObjectiveError)  # the other ranks are ready for the next
 _log = logging.getLogger(__name__)
 
 
@@ -131,7 +139,7 @@ def _run_job(
 
 def _make_components(job: Job, environment: LaunchEnvironment) -> TrainingComponents:
     config = RunConfig.from_dict(job.config)
-    device = environment.device(config.trainer.backend)
+    device = environment.device(config.trainer.backend, key="trainer.backend")
     return components_from_config(config, world_size=environment.size, device=device, planned=environment.planned)
 
 
@@ -141,6 +149,7 @@ class _Jobs:
     def __init__(self, environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> None:
         self._environment, self._coordinator, self._signals = environment, coordinator, signals
         self._planned = _take_check(environment)
+        self._absent = frozenset(_absent(sys.argv[1:]))
         self.published, self.composed, self.preempted = 0, False, False
         # Hydra prints its own errors and exits with 1. They are kept until it has composed a job, and then reworded.
         self._captured, self._composing = io.StringIO(), ExitStack()
@@ -155,44 +164,86 @@ class _Jobs:
         self._composing.close()
         enable_loggers()
 
-    def __call__(self, node: DictConfig) -> None:
+    def __call__(self, node: DictConfig) -> Any:
+        """Runs one job; returns its objective.
+
+        Raises:
+            NonFiniteError, SpikeError, NoObjectiveError: the run diverged while a sweeper tries it: its trial failed.
+        """
         self.stop_capturing()
         sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
         self.composed = True
         secrets = values_of(OmegaConf.to_container(node, resolve=False))  # what cannot be resolved is an error below
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(secrets))
+        objective: Any = None
         try:
-            self._run(node, run_dir)
+            objective = self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:
-            run_dir.write_refusal(str(error))
+            if self._planned is None:
+                run_dir.write_refusal(str(error))
+            self._remove_if_empty(run_dir)
             tell_torchrun(str(error), run_dir)
             sys.exit(_print_config_error(error))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit(0) of a user's function too
             _report(run_dir, self._environment.rank, error)
+            self._remove_if_empty(run_dir)
+            if isinstance(error, _TRIAL_ENDS) and _is_tried():
+                raise  # Hydra hands it to the sweeper, which decides whether it goes on
             sys.exit(1)
         if self.preempted:
             sys.exit(0)  # the same command with resume=auto runs the rest of a sweep
+        return objective
 
-    def _run(self, node: DictConfig, run_dir: RunDir) -> None:
+    def _remove_if_empty(self, run_dir: RunDir) -> None:
+        """Removes the folder where it is empty, and those above it that Hydra has made for it."""
+        run_dir.remove_if_empty()
+        for folder in run_dir.path.parents:
+            if folder in self._absent and not run_dir.path.exists():
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def _run(self, node: DictConfig, run_dir: RunDir) -> Any:
         check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-        job = Job(number=self.published, run_dir=str(run_dir.path), config=plain(node))
+        config, tried = plain(node), _is_tried()
+        if tried and config.get("objective") is None:
+            config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
+        job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=tried)
         if self._planned is not None:
-            prepare(_make_components(job, self._planned), run_dir, self._planned)
-            run_dir.remove_if_empty()
-            return
+            components = _make_components(job, self._planned)
+            saved = prepare(components, run_dir, self._planned)
+            from_step = None if saved is None else saved.run.progress.step
+            sys.stdout.write(f"{passed(components, from_step)}\n")
+            self._remove_if_empty(run_dir)
+            return 0.0 if tried else None
         self.published += 1
         self._coordinator.publish(job)
         keep = partial(_keep_hydra_files, run_dir, node)
         result = _run_job(job, self._environment, self._coordinator, self._signals, accepted=keep)
         self.preempted = result.preempted
+        if self.preempted:
+            return None
+        objective = objective_of(config.get("objective"), result.evaluation, run_dir.metrics)
+        return require_finite(objective, config["objective"]) if tried else objective
+
+
+def _is_tried() -> bool:
+    """Whether a sweeper asks for the job's objective: any but Hydra's own, which runs what the command line lists."""
+    hydra_config = HydraConfig.get()
+    return hydra_config.mode == RunMode.MULTIRUN and not hydra_config.sweeper._target_.endswith(".BasicSweeper")
 
 
 def _run_main_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
     """Rank 0: Hydra reads the command line and calls ``_Jobs`` for every job."""
-    jobs = _Jobs(environment, coordinator, signals)
     exit_code = 1
+    try:
+        sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], composed, own=("--check",)))
+        jobs = _Jobs(environment, coordinator, signals)
+    except ConfigError as error:
+        exit_code = _refuse(error)
+        coordinator.shutdown(0, exit_code)
+        return exit_code
     OmegaConf.register_new_resolver("distaccum.run_name", _run_name, use_cache=True, replace=True)
     try:
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(jobs)()
@@ -214,6 +265,14 @@ def _run_main_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, 
     return exit_code
 
 
+def _absent(arguments: Sequence[str]) -> Iterator[Path]:
+    """Folders that are not there before Hydra makes the run's: as far as the command line says where that will be."""
+    stated = [value for key, _, value in (a.partition("=") for a in arguments) if key in _RUN_DIRS]
+    for place in ("runs/run", *stated):
+        above = Path(place.partition("${")[0] + "run").absolute().parents
+        yield from (folder for folder in above if not folder.exists())
+
+
 def _take_check(environment: LaunchEnvironment) -> LaunchEnvironment | None:
     """Takes ``--check``, or ``--check=N`` for N processes that torchrun is to start, off the command line."""
     sys.argv[1:], processes = take_flag(sys.argv[1:], "--check")
@@ -222,8 +281,7 @@ def _take_check(environment: LaunchEnvironment) -> LaunchEnvironment | None:
     if not processes:
         return environment
     if not processes.isdecimal() or processes == "0":
-        error = ConfigError("--check", processes, "not a number of processes", "Use --check, or --check=2 for two")
-        sys.exit(_print_config_error(error))
+        raise ConfigError("--check", processes, "not a number of processes", "Use --check, or --check=2 for two")
     return LaunchEnvironment(size=int(processes), planned=True)
 
 
@@ -239,7 +297,11 @@ def _refuse_command_line(cause: BaseException) -> int:
     if isinstance(cause, DistaccumError) and not isinstance(cause, ConfigError):  # a job on another machine failed
         _log.error("%s", cause)
         return 1
-    error = from_hydra(cause, sys.argv[1:])
+    return _refuse(from_hydra(cause, sys.argv[1:]))
+
+
+def _refuse(error: ConfigError) -> int:
+    """Says what is wrong with the command line, also in the status of a run directory that it names."""
     for argument in sys.argv:
         key, _, value = argument.partition("=")
         if key == "hydra.run.dir" and "${" not in value:
@@ -279,6 +341,8 @@ def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator
         except BaseException as error:
             run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
             _report(run_dir, environment.rank, error)
+            if job.tried and isinstance(error, _DIVERGED):
+                continue  # as on rank 0
             return _BAD_CONFIGURATION if isinstance(error, ConfigError) else 1
     raise AssertionError
 

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,32 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from distaccum.config.command_line import register_aliases
+from distaccum import program
+from distaccum.config.command_line import flags_as_settings, register_aliases
+from distaccum.config.composed import composed
 from distaccum.config.extras import install_command
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
+from distaccum.train.help import show
 
 
 def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
     """Calls ``run`` with the plain values of ``conf/NAME.yaml`` and the run directory; returns the exit code."""
+    program.start()
+    if name == "plan" and (topic := program.help_asked(sys.argv[1:])) is not None:
+        return show(name, topic)
     exit_code = 0
-    said, composing, composed = io.StringIO(), ExitStack(), False
-    sys.argv[1:] = register_aliases(sys.argv[1:])
+    try:
+        sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], partial(composed, name=name)))
+    except ConfigError as error:
+        return print_error(name, error)
+    said, composing, began = io.StringIO(), ExitStack(), False
 
     def task(node: DictConfig) -> None:
-        nonlocal exit_code, composed
+        nonlocal exit_code, began
         composing.close()
-        composed = True
+        began = True
         folder = Path(HydraConfig.get().runtime.output_dir)
         try:
             check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
@@ -44,10 +54,10 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
     try:
         hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(task)()
     except SystemExit as stop:
-        if composed or not stop.code:
+        if began or not stop.code:
             raise
         composing.close()
-        return print_error(name, from_hydra(stop.__context__ or stop, sys.argv[1:]))
+        return print_error(name, from_hydra(stop.__context__ or stop, sys.argv[1:], name))
     finally:
         composing.close()
     return exit_code

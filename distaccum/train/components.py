@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,17 +45,14 @@ from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.held_out_checks import check_held_out, check_results, evaluates
 from distaccum.train.metrics.flops import ModelFlops, Utilization
-from distaccum.train.metrics.loggers import JsonlLogger, Logger
+from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.peaks import peak_flops
 from distaccum.train.optimizer import build_optimizers
 from distaccum.train.padding import check_padding
 from distaccum.train.parameter_groups import GroupSize, group_sizes
-from distaccum.train.run_dir import RunDir
+from distaccum.train.profiling import check_profile
 from distaccum.train.schedules import Constant
 from distaccum.train.torch_schedule import TorchSchedule
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +79,7 @@ class TrainingComponents:
     schedule: Schedule
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
+    loggers: Sequence[Logger] = ()
     engine: EngineContext
     device: torch.device
     total_steps: int
@@ -144,6 +142,7 @@ def build_components(
     optimizers: Sequence[Optimizer] = (),
     callbacks: Sequence[Callback] = (),
     metrics: Mapping[str, EvaluationMetric] | None = None,
+    loggers: Sequence[Logger] = (),
     record: Mapping[str, Any] | None = None,
     planned: bool = False,
 ) -> TrainingComponents:
@@ -159,6 +158,7 @@ def build_components(
         optimizers: over the model's parameters; by default the configuration's.
         callbacks: called before those of the configuration.
         metrics: further results of an evaluation, by name.
+        loggers: of the records, beside those of the configuration.
         record: the configuration to keep in checkpoints; by default ``config``.
         planned: True where the processes are not launched yet.
 
@@ -219,6 +219,7 @@ def build_components(
     if config.init_from is not None:
         weights.check(model, Path(config.init_from))
     total_steps = _total_steps(config, plan)
+    check_profile(config.profile, device, total_steps)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=evaluates(data, config))
     check_results(data, config, everyone, loss=loss, metrics=metrics or {})
@@ -245,6 +246,7 @@ def build_components(
         schedule=_build_schedule(config.schedule, total_steps, peak) if total_steps else Constant(total_steps=0),
         callbacks=everyone,
         metrics=metrics or {},
+        loggers=loggers,
         engine=engine,
         device=device,
         total_steps=total_steps,
@@ -266,23 +268,6 @@ def _most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> i
 
 def _loading(data: DataSpec, config: RunConfig) -> WorkerOptions:
     return loading_options(data, num_workers=config.trainer.num_workers, options=asdict(config.trainer.loader))
-
-
-def build_loggers(
-    components: TrainingComponents, run_dir: RunDir, console: Console, *, wandb_id: str, about: Mapping[str, Any]
-) -> list[Logger]:
-    """The loggers of rank 0, each imported only where it is on; ``about`` is shown with the W&B run."""
-    metrics = components.config.metrics
-    loggers: list[Logger] = [JsonlLogger(run_dir.metrics)]
-    if metrics.console:
-        from distaccum.train.metrics.console import ConsoleLogger  # noqa: PLC0415
-
-        loggers.append(ConsoleLogger(components.total_steps, console))
-    if metrics.wandb.mode != "disabled":
-        from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
-
-        loggers.append(WandbLogger(run_dir.path, **asdict(metrics.wandb), run_id=wandb_id, config=about))
-    return loggers
 
 
 def build_utilization(components: TrainingComponents, world_size: int) -> Utilization | None:

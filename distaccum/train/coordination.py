@@ -32,11 +32,15 @@ _FIRST_WORD_S = 60.0  # of waiting in silence; then after twice as long, each ti
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: its number in a sweep, its directory, and its resolved configuration as plain values."""
+    """One run: its number in a sweep, its directory, and its resolved configuration as plain values.
+
+    ``tried``: a sweeper looks for the best of many runs, so that one whose gradients are NaN ends itself alone.
+    """
 
     number: int
     run_dir: str
     config: Mapping[str, Any]
+    tried: bool = False
 
 
 class JobRejectedError(DistaccumError):

@@ -105,6 +105,7 @@ class Evaluation:
         """
         engine, activity = self._engine, self._world.activity
         activity.phase, activity.done = Phase.EVALUATION, 0
+        activity.total = sum(one.rounds for one in self._sets.values())
         generators = RNGState.capture(engine.device)
         engine.sync_buffers()
         modes = [(module, module.training) for module in engine.unwrapped_model.modules()]  # some may be frozen

@@ -21,6 +21,7 @@ from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Scorer, score_names
 from distaccum.losses.normalize import SINGLE
 from distaccum.train.callbacks import Callback
+from distaccum.train.objective import check_of_records, names_of
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
@@ -91,7 +92,8 @@ def check_results(
         metrics: further results, by name.
 
     Raises:
-        ConfigError: ``checkpoint.best`` without evaluations; or that or a callback names no result of one set.
+        ConfigError: ``checkpoint.best`` or an objective without evaluations; or these or a callback name no result of
+            one set; or an objective is neither that nor a number of a record.
     """
     workers = evaluation_workers(data, config.trainer.num_workers, asdict(config.trainer.loader))
     best, names = config.checkpoint.best, cache(partial(_names, data, loss, metrics, workers))
@@ -99,6 +101,14 @@ def check_results(
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if best is not None:
         _check_result("checkpoint.best", best, best, data, names)
+    for objective in names_of(config.objective):
+        if not objective.startswith("eval_"):
+            check_of_records(objective)
+            continue
+        if not evaluates(data, config):
+            remedy = "Hold data out and set eval_every, or use a number of the records, as objective=loss"
+            raise ConfigError("objective", objective, "the run has no evaluation", remedy)
+        _check_result("objective", objective, objective, data, names)
     for callback in callbacks:
         if callback.watched_result is not None:
             shown = f"{type(callback).__name__}(metric={callback.watched_result!r})"

@@ -27,15 +27,15 @@ from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
+from distaccum.train.metrics.status import TRAINING
+from distaccum.train.profiling import Profiler
 from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
 from distaccum.train.time_limit import TimeLimit
 
-TRAINING = "training"
 
-
-def _tell_nobody(_: str) -> None:
+def _tell_nobody(*_: object) -> None:
     pass
 
 
@@ -71,7 +71,9 @@ class Loop:
         time_limit: says when the run has to save.
         logged: window and step of the last record of the run's own past.
         utilization: of the cards, on the rank that logs.
-        enter_phase: told what this rank does, for those who find it dead.
+        profiler: of some windows; None: no window is profiled.
+        enter_phase: told what this rank does, for those who find it dead, and for the live line.
+        tell_saved: told the step and the folder of each checkpoint that is there.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Loop:
         time_limit: TimeLimit,
         logged: Mapping[str, int] | None = None,
         utilization: Utilization | None = None,
+        profiler: Profiler | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
+        tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
         self._components = components
         self._accumulator = accumulator
@@ -97,7 +101,7 @@ class Loop:
         self._loggers = loggers
         self._logged = dict(logged or {})
         self._time_limit = time_limit
-        self._enter_phase = enter_phase
+        self._enter_phase, self._tell_saved = enter_phase, tell_saved
         self._world = accumulator.world
         # A run from another run's checkpoint has saved none itself.
         saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
@@ -116,6 +120,7 @@ class Loop:
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
+        self._profiler = profiler
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
@@ -124,6 +129,7 @@ class Loop:
         self._loss_scale = 0.0
         self._reason = ""
         self._preempted_by = ""
+        self._saves_best = False
         self._ended = False
         self.stop_reason = ""
         """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
@@ -143,6 +149,16 @@ class Loop:
         """Asks all ranks to save and leave before the next window; may be called by a signal's handler."""
         self._preempted_by = reason
         self._accumulator.stop()
+
+    @property
+    def known_progress(self) -> Progress:
+        """The progress as far as the host knows it; never waits."""
+        return self._tracker.known_progress
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for data so far; never waits."""
+        return self._meter.waited_s
 
     @property
     def at_end(self) -> bool:
@@ -167,6 +183,8 @@ class Loop:
             self._accumulator.model.train()
         self._meter.restart(self.progress)
         max_epochs = self._components.config.trainer.max_epochs
+        if self._profiler is not None:
+            self._profiler.begin()
         try:
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
                 for window in self._accumulator.windows(self._loader):
@@ -209,6 +227,16 @@ class Loop:
             self._accumulator.stop()
         if self._time_limit.is_near and not self._preempted_by:
             self.preempt("trainer.max_time is about to be over")
+        if self._profiler is not None and self._profiler.window_ended():
+            self._write_profile()
+
+    def _write_profile(self) -> None:
+        assert self._profiler is not None
+        self._tracker.resolve_last_step()
+        self._look_at_last(self._tracker.known_progress)
+        self._enter_phase("writing the profile")
+        self._profiler.write()
+        self._goes_on()
 
     def _is_due(self, step: int) -> bool:
         trainer, save_every = self._components.config.trainer, self._components.config.checkpoint.every
@@ -344,7 +372,9 @@ class Loop:
         for logger in self._loggers:
             logger.sync()
         evaluation = self._evaluation[1] if best and self._evaluation is not None else None
+        self._saves_best = best
         self._saver.save(self._logged, best=evaluation, again=again, waits=waits)
+        self._saves_best = False
         self._goes_on()
 
     def _settle(self, *, at_end: bool = False) -> None:
@@ -355,6 +385,9 @@ class Loop:
             self._goes_on()
 
     def _on_checkpoint(self, path: Path, progress: Progress) -> None:
+        for logger in self._loggers:
+            logger.checkpoint(path, step=progress.step, best=self._saves_best)
+        self._tell_saved(progress.step, path)
         run: Run = self if progress == self.progress else _Then(self, progress)
         self._call(lambda callback: callback.on_checkpoint(run, path))
 
@@ -369,11 +402,15 @@ class Loop:
         A preempted run makes the checkpoint alone: the process that continues it makes the rest, and there is no time.
         """
         self._look_at_last(self.progress)
+        profiled = self._profiler is not None and self._profiler.run_ends()
         self._accumulator.replicas.check()  # a checkpoint may not follow
         if self._ended or self._accumulator.stopping:
             self._take_reasons()
         if self.preempted:
             self._save_last()
+        if profiled:
+            self._write_profile()
+        if self.preempted:
             return {}
         is_due = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
         if self._unlogged is not None:
@@ -422,6 +459,9 @@ class Loop:
             self._save(best=best, waits=True)
         elif best and self._evaluation is not None:
             self._saver.mark_best(self._evaluation[1])
+            for logger in self._loggers:
+                path = self._store.root / f"step-{self._saver.saved_step}"
+                logger.checkpoint(path, step=self._saver.saved_step, best=True)
 
     def _write_status(self) -> None:
         if self._world.is_main:

@@ -320,3 +320,7 @@ def run(values: Values, folder: Path) -> int:
 def main() -> None:
     """Runs the command, and exits: with 2 where the settings are wrong."""
     sys.exit(command("plan", run))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,13 @@ import json
 import logging
 import random
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,25 +35,29 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
-from distaccum.train.components import TrainingComponents, build_loggers, build_utilization
+from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic
+from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
-from distaccum.train.metrics.loggers import Logger, rewind_jsonl
-from distaccum.train.metrics.wandb import require_key
+from distaccum.train.metrics.build import build_loggers, check_loggers
+from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
+from distaccum.train.metrics.wandb_environment import run_id
+from distaccum.train.model_summary import ModuleRow, summarize
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
-from distaccum.train.report import not_finite, print_header, print_summary
+from distaccum.train.profiling import Profiler
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.run_log import RunLog
+from distaccum.train.run_report import ReportAtEnd
+from distaccum.train.screen import Screen, open_screen
 from distaccum.train.shared_storage import check_shared
+from distaccum.train.summary import not_finite, print_header, print_summary
 from distaccum.train.time_limit import TimeLimit
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ def run(
         NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
         DataError: an epoch gives nothing to train on.
     """
-    with ExitStack() as owning:
+    with RunLog(environment.rank, hide=run_dir.hidden) as log, ExitStack() as owning:
         try:
             if environment.rank == 0:
                 run_dir.make()
@@ -113,6 +116,8 @@ def run(
             components = make_components()
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
+            if environment.rank == 0 and components.config.metrics.report:
+                owning.enter_context(ReportAtEnd(run_dir))
         except ConfigError as error:
             agree(str(error))
             raise
@@ -135,6 +140,7 @@ def run(
             signals=signals,
             open_group=open_group,
             beginning=beginning,
+            log=log,
         )
 
 
@@ -160,6 +166,7 @@ def _in_group(
     signals: StopSignals | None,
     open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]],
     beginning: str,
+    log: RunLog,
 ) -> RunResult:
     """Opens the group and trains. An error from here on is written by the rank that it happens on."""
     rank, trainer = environment.rank, components.config.trainer
@@ -174,11 +181,18 @@ def _in_group(
                 path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
                 run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
                 joined = True
+                log.open(run_dir.logs)
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
                     wanted = components.config.deterministic
-                    with watchdog(trainer, world, run_dir, caught), deterministic(wanted):
+                    with (
+                        watchdog(trainer, world, run_dir, caught),
+                        deterministic(wanted),
+                        open_screen(
+                            components.total_steps, world, caught, records=components.config.metrics.console
+                        ) as screen,
+                    ):
                         return train(
                             components,
                             saved,
@@ -186,7 +200,8 @@ def _in_group(
                             world,
                             signals=caught,
                             began=began,
-                            enter_phase=peers.enter_phase,
+                            enter_phase=screen.and_show(peers.enter_phase),
+                            screen=screen,
                             beginning=beginning,
                         )
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
@@ -208,7 +223,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     """
     if environment.rank != 0:
         return None
-    require_key(components.config.metrics.wandb.mode)
+    check_loggers(components.config.metrics)
     run_dir.make()
     refuse_if_held(run_dir.path)
     refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
@@ -237,20 +252,26 @@ def train(
     signals: StopSignals,
     began: float,
     enter_phase: Callable[[str], None],
+    screen: Screen,
     beginning: str,
 ) -> RunResult:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
-    ``enter_phase`` is told what this rank does; ``beginning`` is for the header of a run without a checkpoint.
+    ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
+    header of a run without a checkpoint.
     """
+    before = run_dir.status() if world.is_main else {}
     if world.is_main:
         run_dir.write_status(State.RUNNING, step=0)
     if components.config.checkpoint.saves:
         check_shared(run_dir.path, world)
+    screen.enter("starting" if saved is None else f"restoring {saved.folder}")
     restore = Restore(saved, components, world)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
+    depth = components.config.metrics.summary_depth if world.is_main else 0
+    modules = summarize(components.model, depth)  # an engine may take it apart
     accumulator = build_accumulator(components, world)
     config = components.config
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
@@ -265,33 +286,32 @@ def train(
         group_by_length=config.batch.group_by_length,
         seed=config.seed,
     )
-    wandb_id, note = restore.after_wrap(accumulator, wandb_id=token_hex(4))
+    wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
     generators = RNGState.capture(world.device)
-    console = _console() if world.is_main else None
+    console = screen.console
     with ExitStack() as closing:
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
         loggers: list[Logger] = []
         if console is not None:
-            run_dir.require_owned()
-            rewind_jsonl(
-                run_dir.metrics,
-                accumulator.progress.window,
-                logged=restore.logged,
-                before_writing=run_dir.require_owned,
+            loggers = _open_loggers(
+                components,
+                accumulator,
+                restore,
+                run_dir,
+                screen,
+                id=wandb_id,
+                before=before,
+                note=note or beginning,
+                modules=modules,
             )
-            engine = accumulator.engine
-            plan = components.plan.as_dict() | {
-                "total_steps": components.total_steps,
-                "engine": engine.describe(),
-                **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
-            }
-            run_dir.write_plan(plan)
-            about = {"config": components.record, "plan": plan, "git_commit": _git_commit()}
-            print_header(components, engine, run_dir, note or beginning, console)
-            run_dir.write_artifacts(engine.artifacts)
-            loggers = build_loggers(components, run_dir, console, wandb_id=wandb_id, about=about)
             for logger in loggers:
                 closing.push(partial(_close, logger))
+        profiler = None
+        if config.profile.steps is not None:
+            communicates = accumulator.engine.forward_communicates
+            folder = run_dir.path / "profile"
+            profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
+            closing.callback(profiler.close)
         max_time = config.trainer.max_time
         loop = Loop(
             components,
@@ -300,16 +320,19 @@ def train(
             run_dir=run_dir,
             store=_store(components, run_dir),
             enter_phase=enter_phase,
+            tell_saved=screen.saved,
             loggers=loggers,
             wandb_id=wandb_id,
             logged=restore.logged,
             utilization=utilization,
+            profiler=profiler,
             time_limit=TimeLimit(
                 None if max_time is None else seconds_of("trainer.max_time", max_time),
                 began=began,
                 parameters=components.parameters,
             ),
         )
+        screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
@@ -324,6 +347,57 @@ def train(
         )
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
+
+
+def _open_loggers(
+    components: TrainingComponents,
+    accumulator: Accumulator,
+    restore: Restore,
+    run_dir: RunDir,
+    screen: Screen,
+    *,
+    id: str,  # noqa: A002  the trackers' own word
+    before: Mapping[str, Any],
+    note: str,
+    modules: Sequence[ModuleRow],
+) -> list[Logger]:
+    """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers.
+
+    Args:
+        components: of the run.
+        accumulator: with the progress that the run begins with.
+        restore: says what was logged before.
+        run_dir: of the run.
+        screen: has the console.
+        id: of the run, for trackers.
+        before: the status that the process before left.
+        note: for the header.
+        modules: of the model, for the header.
+    """
+    config, engine, progress = components.config, accumulator.engine, accumulator.progress
+    assert screen.console is not None
+    run_dir.require_owned()
+    rewind_jsonl(run_dir.metrics, progress.window, logged=restore.logged, before_writing=run_dir.require_owned)
+    plan = components.plan.as_dict() | {
+        "total_steps": components.total_steps,
+        "engine": engine.describe(),
+        **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
+    }
+    run_dir.write_plan(plan)
+    commit = _git_commit()
+    note_environment(run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit)
+    info = RunInfo(
+        folder=run_dir.path,
+        id=id,
+        window=progress.window,
+        total_steps=components.total_steps,
+        config=components.record,
+        plan=plan,
+        git_commit=commit,
+    )
+    print_header(components, engine, run_dir, note, screen.console, modules=modules)
+    run_dir.write_artifacts(engine.artifacts)
+    return build_loggers(config.metrics, config.checkpoint, info, screen.logger, given=components.loggers)
 
 
 def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:
@@ -355,12 +429,6 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
 
 def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:
     return CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep)
-
-
-def _console() -> Console:
-    from rich.console import Console  # noqa: PLC0415  for rank 0 alone
-
-    return Console()
 
 
 def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None:

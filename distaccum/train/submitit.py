@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from distaccum.distributed.signals import ignore_user_signals
 from distaccum.errors import DistaccumError
+from distaccum.train.objective import objective_of
 from distaccum.train.run_dir import RunDir, State
 
 _PORTS = range(20000, 30000)
@@ -28,7 +29,8 @@ class SubmititJob:
         DistaccumError: torchrun failed; its output is in the job's log, the reason in ``status.json``.
     """
 
-    def __call__(self, _: object) -> None:
+    def __call__(self, node: Any) -> Any:
+        """Runs the job; returns its objective, None where it was stopped before its end."""
         hydra = HydraConfig.get()
         command = [*torchrun(os.environ), "-m", "distaccum.train", *_arguments(hydra)]
         sys.stdout.write(f"{' '.join(command)}\n")  # the job's log
@@ -42,6 +44,12 @@ class SubmititJob:
             requeue(asked[0], None)
         if exit_code:
             raise DistaccumError(f"{folder}: torchrun ended with {exit_code}; see its status.json, or the job's log")
+        run_dir = RunDir(Path(folder))
+        if run_dir.state() is not State.DONE:
+            return None
+        objective = node.get("objective")
+        names = objective if objective is None or isinstance(objective, str) else list(objective)
+        return objective_of(names, {}, run_dir.metrics)
 
 
 def _wait(process: subprocess.Popen[bytes], asked: Sequence[int]) -> int:

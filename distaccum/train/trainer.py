@@ -25,6 +25,7 @@ from distaccum.losses.base import Loss
 from distaccum.train.callbacks import Callback, named
 from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
+from distaccum.train.metrics.loggers import Logger
 from distaccum.train.run import run
 from distaccum.train.run_dir import RunDir
 
@@ -58,6 +59,7 @@ class Trainer:
             learning rates. By default that of ``config``.
         callbacks: called on every rank, before those of ``config``.
         metrics: further results of an evaluation by name, as torchmetrics has them; the loss needs ``predictions``.
+        loggers: called on rank 0, beside those of ``config``.
         run_dir: where everything is written; by default a new folder below ``runs/``.
         config: every other setting; its ``model``, ``data`` and ``loss`` are not used. Of nested plain values,
             ``RunConfig.from_dict`` makes one.
@@ -85,6 +87,7 @@ class Trainer:
         optimizer: Optimizer | Sequence[Optimizer] = (),
         callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, EvaluationMetric] | None = None,
+        loggers: Sequence[Logger] = (),
         run_dir: str | Path | None = None,
         config: RunConfig | None = None,
     ) -> None:
@@ -113,6 +116,10 @@ class Trainer:
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", type(callbacks).__name__, "is no list", "Give them as a list")
+        for logger in loggers:
+            if not isinstance(logger, Logger):
+                remedy = "Give objects of classes that inherit from distaccum.Logger"
+                raise ConfigError("loggers", type(logger).__name__, "is no Logger", remedy)
         spec = to_data_spec(data, self._environment.size)
         given = {
             "model": _describe(model),
@@ -126,10 +133,11 @@ class Trainer:
             model,
             loss,
             world_size=self._environment.size,
-            device=self._environment.device(config.trainer.backend),
+            device=self._environment.device(config.trainer.backend, key="trainer.backend"),
             optimizers=optimizers,
             callbacks=callbacks,
             metrics=metrics,
+            loggers=loggers,
             record=_record(config, given, [one for one in optimizers if isinstance(one, Optimizer)]),
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distaccum import program
 from distaccum.checkpoint import state
 from distaccum.checkpoint.files import listed, retried
 from distaccum.checkpoint.store import CheckpointStore, UnreadableError, verify
@@ -19,6 +20,13 @@ from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train.owner import tell
 from distaccum.train.run_dir import RunDir
 
+_EPILOG = """\
+examples:
+  distaccum verify runs/2026-11-23_10-00-00-a1b2
+  distaccum verify runs/NAME && echo whole
+
+exit codes: 0 all is whole; 1 some is damaged or cannot be read; 2 no run there
+"""
 _WIDTH = 24
 _UNREADABLE = "CANNOT BE READ"
 _BEGUN = "is being written or removed, or was when the run died"
@@ -120,8 +128,15 @@ def _status(file: Path) -> Iterator[Finding]:
 
 def main() -> None:
     """Runs ``distaccum-verify``."""
-    parser = argparse.ArgumentParser(prog="distaccum-verify", description="What a run directory holds, whole or not.")
+    program.start()
+    parser = argparse.ArgumentParser(
+        prog=program.name_of("verify"),
+        description="What a run directory holds, whole or not. Reads, and changes nothing.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="a run directory, as hydra.run.dir names it")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     given = parser.parse_args()
     if not RunDir(given.run).holds_results() and not (given.run / "status.json").exists():
         parser.exit(2, f"distaccum: {given.run} holds no run: give the folder that has checkpoints/ in it\n")

@@ -189,6 +189,7 @@ def test_torchrun_restarts_a_run_that_hangs(tmp_path: Path) -> None:
     "(process ... on ...). Mend that: resume from an older checkpoint if the data or weights of that step are the "
     "cause, lower batch.micro_size if memory is",
 )
+@pytest.mark.heavy
 def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(
     tmp_path: Path, says: Callable[[str], None]
 ) -> None:

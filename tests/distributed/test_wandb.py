@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import socket
 import struct
@@ -48,12 +50,22 @@ def _records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def _history(path: Path) -> tuple[list[dict[str, Any]], set[str], str]:
-    """Logged rows, configuration keys, and the run's id."""
-    rows, keys, run_id = [], set(), ""
+def _protos(path: Path) -> Iterator[wandb_internal_pb2.Record]:
     for content in _records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(content)
+        yield record
+
+
+def _config_of(run: Any) -> dict[str, Any]:
+    """The configuration of a run's record, as W&B keeps it."""
+    return {item.key: json.loads(item.value_json) for item in run.config.update}
+
+
+def _history(path: Path) -> tuple[list[dict[str, Any]], set[str], str]:
+    """Logged rows, configuration keys, and the run's id."""
+    rows, keys, run_id = [], set(), ""
+    for record in _protos(path):
         match record.WhichOneof("record_type"):
             case "history":
                 row = {
@@ -62,20 +74,73 @@ def _history(path: Path) -> tuple[list[dict[str, Any]], set[str], str]:
                 rows.append(row)
             case "run":
                 run_id = record.run.run_id
-                keys |= {item.key for item in record.run.config.update}
+                keys |= set(_config_of(record.run))
     return rows, keys, run_id
 
 
+def _summary(path: Path) -> dict[str, Any]:
+    """The last state of what W&B's table of runs shows."""
+    found: dict[str, Any] = {}
+    for record in _protos(path):
+        for item in record.summary.update if record.WhichOneof("record_type") == "summary" else ():
+            found["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return found
+
+
+# What a user's shell, or the environment of a job, says where the configuration is silent.
+VARIABLES = {
+    "WANDB_PROJECT": "project of the shell",
+    "WANDB_ENTITY": "team",
+    "WANDB_NAME": "not this one",
+    "WANDB_TAGS": "one,two",
+    "WANDB_RUN_GROUP": "group",
+    "WANDB_JOB_TYPE": "pretrain",
+    "WANDB_NOTES": "why it was run",
+}
+
+
 def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> None:
-    succeed(*SETTINGS, f"hydra.run.dir={tmp_path}", world=2)
+    asked = ["metrics.wandb.name=mine", "metrics.wandb.log_checkpoints=all", "checkpoint.best=eval_loss"]
+    succeed(*SETTINGS, *asked, "optim.lr=0.25", f"hydra.run.dir={tmp_path}", world=2, **VARIABLES)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, keys, run_id = _history(file)
     expected = metrics(tmp_path)
     assert len(expected) == 6
     assert [{key: row[key] for key in record} for row, record in zip(rows, expected, strict=True)] == expected
-    assert {"config", "plan", "git_commit"} <= keys
+    assert {"optim", "batch", "plan", "git_commit"} <= keys
     saved = json.loads((tmp_path / "checkpoints" / "step-6" / "state.json").read_text())
     assert saved["wandb_id"] == run_id
+    (run,) = (record.run for record in _protos(file) if record.WhichOneof("record_type") == "run")
+    assert _config_of(run)["optim"]["lr"] == 0.25  # W&B's table names it optim.lr
+    assert (run.project, run.entity, run.display_name) == (VARIABLES["WANDB_PROJECT"], "team", "mine")
+    assert (list(run.tags), run.run_group, run.job_type) == (["one", "two"], "group", "pretrain")
+    assert run.notes == VARIABLES["WANDB_NOTES"]
+    losses = [record["loss"] for record in expected]
+    evaluated = [record for record in expected if "eval_loss" in record]
+    summary = _summary(file)
+    assert summary["loss"] == {"min": min(losses), "last": losses[-1]}
+    assert summary["eval_accuracy"]["max"] == max(record["eval_accuracy"] for record in evaluated)
+    assert summary["eval_loss"]["min"] == min(record["eval_loss"] for record in evaluated)
+    assert summary["grad_norm"] == expected[-1]["grad_norm"]
+    _are_artifacts(file, tmp_path / "checkpoints", best=min(evaluated, key=lambda record: record["eval_loss"])["step"])
+
+
+def _are_artifacts(file: Path, checkpoints: Path, *, best: int) -> None:
+    """Asserts that the run has the checkpoints, file by file, under their names."""
+    found = {}
+    for record in _protos(file):
+        if record.WhichOneof("record_type") == "artifact":
+            aliases = set(record.artifact.aliases)
+            (step,) = (alias for alias in aliases if alias.startswith("step-"))
+            found[step] = aliases - {step, "latest"}
+            for content in record.artifact.manifest.contents:
+                own = (checkpoints / step / content.path).read_bytes()
+                assert content.digest == base64.b64encode(hashlib.md5(own).digest()).decode()  # noqa: S324  W&B's own
+                assert Path(content.local_path).read_bytes() == own
+            names = {content.path for content in record.artifact.manifest.contents}
+            assert names == {path.name for path in (checkpoints / step).iterdir()}
+    assert found.keys() == {path.name for path in checkpoints.glob("step-*")}
+    assert [step for step, aliases in found.items() if "best" in aliases][-1] == f"step-{best}"
 
 
 def _upload(run_dir: Path) -> list[dict[str, Any]]:
@@ -84,7 +149,7 @@ def _upload(run_dir: Path) -> list[dict[str, Any]]:
     subprocess.run(uploads, check=True, timeout=100, env=environment(PYTHONPATH=str(ROOT)))
     (file,) = run_dir.glob("wandb/offline-run-*-again/*.wandb")
     rows, keys, run_id = _history(file)
-    assert (run_id, "config" in keys) == ("again", True)
+    assert (run_id, {"optim", "plan"} <= keys) == ("again", True)
     return rows
 
 
@@ -293,11 +358,7 @@ def test_a_collapse_of_the_loss_scale_is_an_alert(tmp_path: Path) -> None:
     assert [record["loss_scale"] for record in records] == [2.0**40, *[2.0**39] * 10]
     assert not any(record["applied"] for record in records)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    alerts = []
-    for content in _records(file):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "alert":
-            alerts.append((record.alert.title, record.alert.level))
+    found = [record.alert for record in _protos(file) if record.WhichOneof("record_type") == "alert"]
+    alerts = [(alert.title, alert.level) for alert in found]
     assert alerts == [("the loss scale has collapsed", "WARN")]
     assert len(_history(file)[0]) == len(records)

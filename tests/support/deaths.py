@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import torch
 
 from distaccum.accumulation.step import Outcome
 from distaccum.train.callbacks import Callback, Run
+from distaccum.train.metrics.loggers import Logger, Record, RunInfo
 
 _STEP = int(os.environ.get("AT", "3"))
 
@@ -62,6 +64,24 @@ class KilledAnywhere(Callback):
     def on_update(self, run: Run, outcome: Outcome) -> None:
         if run.progress.step == int(os.environ.get("AT", "0")) and os.environ["RANK"] in os.environ["WHO"]:
             Timer(float(os.environ["LATER"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+class Notes(Logger):
+    """Writes what it is told into ``notes`` of the run directory, line by line."""
+
+    def begin(self, run: RunInfo) -> None:
+        self._file = (run.folder / "notes").open("a", buffering=1)
+        self._note("begin", run.window)
+
+    def log(self, record: Record) -> None:
+        self._note(record["window"])
+
+    def close(self, *, failed: bool) -> None:
+        self._note("close", failed)
+        self._file.close()
+
+    def _note(self, *what: object) -> None:
+        self._file.write(json.dumps(what) + "\n")
 
 
 def _kill_wandb(pid: int) -> None:

@@ -1,56 +1,89 @@
-"""The console: a progress bar on a terminal, lines elsewhere."""
+"""The console: a line for each record, which stays; on a terminal also what is saved, and a live line below."""
 
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from distaccum.train.lines import say
+from distaccum.train.live_line import LiveLine, takes_live_line
 from distaccum.train.metrics.loggers import Logger, Record
+
+if TYPE_CHECKING:
+    from distaccum.train.metrics.status import Status
 
 
 class ConsoleLogger(Logger):
-    """A live progress line on a terminal, plain lines elsewhere.
+    """One line a record; on a terminal lines wrap between words, and a live line below them moves all the time.
 
     Args:
         total_steps: updates of the whole run.
         console: where to print.
+        status: what the live line says; None for none.
     """
 
-    def __init__(self, total_steps: int, console: Console) -> None:
-        self._console, self._total = console, total_steps
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task("", total=total_steps)
-            self._progress.start()
+    def __init__(self, total_steps: int, console: Console, status: Status | None = None) -> None:
+        self._console, self._total, self._status = console, total_steps, status
+        self._live: LiveLine | None = None
+        if status is not None and console.is_interactive:
+            self._live = LiveLine(status.draw)
+            self._live.__enter__()
+
+    def enter_phase(self, doing: str) -> None:
+        """Shows in the live line what the run does from now on."""
+        if self._status is not None:
+            self._status.enter(doing)
+        if self._live is not None:
+            self._live.refresh()
 
     def log(self, record: Record) -> None:
-        """Prints or updates one line."""
+        """Prints the record; its evaluation in a line of its own where a line has an end."""
+        step = f"step {record['step']:>6}/{self._total}  "
         line = _of_window(record) if "loss" in record else "no update"
+        if self._status is not None and "loss" in record:
+            self._status.note_loss(record["loss"])
+        style = "" if record.get("applied", True) else "yellow"
         evaluated = "".join(
             f"  {name.removeprefix('eval_').replace('_', ' ')} "
             + (f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
             for name, value in record.items()
             if name.startswith("eval_")
         )
-        if evaluated:
-            line += f"  held-out:{evaluated}"
-        if self._progress is None:
-            self._console.print(f"step {record['step']:>6}/{self._total}  {line}", highlight=False, soft_wrap=True)
+        if evaluated and self._console.is_terminal:
+            say(self._console, step + line, style=style)
+            say(self._console, f"{step}held-out:{evaluated}")
         else:
-            self._progress.update(self._task, completed=record["step"], description=line)
+            say(self._console, step + line + (f"  held-out:{evaluated}" if evaluated else ""), style=style)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Prints, on a terminal, where a checkpoint is."""
+        if self._console.is_terminal:
+            say(self._console, f"step {step:>6}/{self._total}  saved: {path}")
 
     def alert(self, title: str, text: str) -> None:
         """Prints one line in red."""
-        self._console.print(f"{title}: {text}", style="bold red", highlight=False, soft_wrap=True)
+        say(self._console, f"{title}: {text}", style="bold red")
+
+    def leave(self) -> None:
+        """Gives the terminal back; from any thread, and more than once."""
+        if self._live is not None:
+            self._live.stop()
 
     def close(self, *, failed: bool) -> None:
-        """Leaves the last progress line standing."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Gives the terminal back."""
+        self.leave()
+
+
+def open_console() -> Console:
+    """Standard output; without a live line where it is no terminal, where that is dumb, and in continuous integration.
+
+    ``FORCE_COLOR`` colours what is printed to a file or a pipe, and makes no terminal of it.
+    """
+    return Console(force_interactive=takes_live_line(sys.stdout))
 
 
 def _of_window(record: Record) -> str:

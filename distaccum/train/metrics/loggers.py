@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,50 @@ _log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """A run as loggers are told of it before its first record."""
+
+    folder: Path
+    """The run directory; ``metrics.jsonl`` in it has the records of the processes before."""
+    id: str
+    """The same in every process of a run that is resumed."""
+    window: int
+    """The attempts so far: 0 for a run that begins. Every record that follows has a larger ``window``."""
+    total_steps: int
+    """Applied updates of the whole run."""
+    config: Mapping[str, Any]
+    """Every setting by the keys of ``conf/``, nested, without secrets."""
+    plan: Mapping[str, Any]
+    """What ``plan.json`` says."""
+    git_commit: str | None = None
+
+
 class Logger:
-    """Writes records, on rank 0. Inherit from it: what a logger leaves out does nothing."""
+    """Writes records, on rank 0. Inherit from it, and write :meth:`begin`, :meth:`log` and :meth:`close`.
+
+    Every method may be left out: it then does nothing. They are called by the training's own thread, which waits for
+    them. What one of them raises is told once as a warning, and the run goes on.
+    """
+
+    def begin(self, run: RunInfo) -> None:
+        """Called once, before the first record."""
 
     def log(self, record: Record) -> None:
-        """Writes one record; its own failures never end the training."""
+        """Takes one record: a line of ``metrics.jsonl``, numbers by name. ``window`` is in no two of a run."""
 
     def sync(self) -> None:
         """Called before a checkpoint is saved, which what was logged has to survive as well."""
 
     def alert(self, title: str, text: str) -> None:
         """Notifies the user of something that needs attention."""
+
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        """Called when the checkpoint of ``step`` is whole at ``path``, which may be removed after later ones.
+
+        ``best``: it is that of the best evaluation so far, by ``checkpoint.best``. A checkpoint that is found to be the
+        best after it was saved is told of again.
+        """
 
     def mark_preempted(self) -> None:
         """Marks a run that another process is to continue; called before :meth:`close`."""
@@ -79,6 +113,18 @@ class JsonlLogger(Logger):
             self.sync()
         finally:
             self._file.close()
+
+
+def records_of(path: Path, size: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, or of its first ``size`` bytes, without lines that are none."""
+    if size == 0 or not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if size is not None and file.tell() > size:
+                return
+            with suppress(ValueError, TypeError):  # cut short, or damaged
+                yield dict(json.loads(line))
 
 
 def _nothing() -> None:

@@ -32,6 +32,8 @@ class Meter:
     def __init__(self, world: World, progress: Progress, utilization: Utilization | None = None) -> None:
         self._world, self._utilization = world, utilization
         self._underflow: torch.Tensor | None = None
+        self.waited_s = 0.0
+        """Seconds that training has waited for data so far."""
         self.restart(progress)
 
     def restart(self, progress: Progress) -> None:
@@ -55,13 +57,15 @@ class Meter:
     def add(self, window: Window, outcome: Outcome) -> None:
         """Adds one window, when it is done."""
         self._ended = perf_counter()
-        self._waited += window.data_wait_s if window.device_wait_s is None else window.device_wait_s()
+        waited = window.data_wait_s if window.device_wait_s is None else window.device_wait_s()
+        self._waited += waited
+        self.waited_s += waited
         if outcome.step is not None and outcome.step.underflow is not None:
             self._underflow = outcome.step.underflow
 
     def record(self, window: Window, outcome: Outcome, progress: Progress, *, lr: float) -> Record:
         """The record of ``window``; ``progress`` includes it. A collective."""
-        memory, activity = _memory(self._world.device), self._world.activity
+        memory, activity = memory_of(self._world.device), self._world.activity
         before_this, activity.phase = activity.phase, Phase.RECORD
         sums = all_reduce_loss_sums(outcome, self._world, own=list(memory.values()))
         # The one host read of a logged step: all numbers at once.
@@ -104,7 +108,7 @@ class Meter:
         return record
 
 
-def _memory(device: torch.device) -> dict[str, int]:
+def memory_of(device: torch.device) -> dict[str, int]:
     """Of a GPU the most bytes since the peak was reset, of tensors and reserved, and all retries of its allocator.
 
     Of a CPU the bytes of this process that are in memory now; empty where the system does not say so.

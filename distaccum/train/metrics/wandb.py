@@ -16,24 +16,27 @@ import logging
 import os
 import queue
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING, Any
 
+from distaccum import program
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
-from distaccum.train.metrics.loggers import Logger, Record
+from distaccum.train.metrics.background import SUFFIX
+from distaccum.train.metrics.kept import KeptCheckpoints, files_of, is_wanted
+from distaccum.train.metrics.loggers import Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 _log = logging.getLogger(__name__)
 
-_THREAD = "wandb-logger"
+_THREAD = f"wandb{SUFFIX}"
 _CLOSE_TIMEOUT_S = 8.0
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
@@ -42,54 +45,70 @@ _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a d
 class WandbLogger(Logger):
     """Sends records to a W&B run. After a failure it warns once, and the rest of the run is not sent.
 
+    The keywords are those of :class:`WandbConfig`, with ``mode``, ``project`` and ``console`` decided.
+
     Args:
-        folder: the run directory, where W&B keeps its files; ``wandb sync`` uploads an offline run from there. What is
-            in ``metrics.jsonl`` by now is of the processes before.
-        mode: ``offline`` or ``online``.
-        project: W&B project.
-        name: display name; None for W&B's own.
-        tags: of the run.
-        run_id: the same id on a resume continues the same run.
-        config: shown with the run.
+        best: the result of an evaluation that names the best checkpoint, and ``min`` or ``max``.
     """
 
     def __init__(
         self,
-        folder: Path,
         *,
         mode: str,
         project: str,
+        entity: str | None,
         name: str | None,
-        tags: list[str],
-        run_id: str,
-        config: Mapping[str, Any],
+        group: str | None,
+        job_type: str | None,
+        notes: str | None,
+        tags: list[str] | None,
+        dir: str | None,  # noqa: A002  W&B's own word
+        console: str,
+        save_code: bool | None,
+        log_checkpoints: str,
+        best: tuple[str | None, str] = (None, "min"),
     ) -> None:
-        self._settings = {
-            "dir": str(folder),
+        self._given = {
             "mode": mode,
             "project": project,
+            "entity": entity,
             "name": name,
+            "group": group,
+            "job_type": job_type,
+            "notes": notes,
             "tags": tags,
-            "id": run_id,
-            "resume": "allow",
-            "config": dict(config),
-            "reinit": "create_new",
         }
-        self._metrics = folder / "metrics.jsonl"
-        self._before = self._metrics.stat().st_size if self._metrics.exists() else 0
+        self._dir, self._console, self._save_code = dir, console, save_code
+        self._log_checkpoints, self._best = log_checkpoints, best
         self._exit_code, self._preempted, self._sent = 0, False, 0
         self._ended = Event()
-        self._records: queue.SimpleQueue[Record | tuple[str, str] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Record | tuple[str, str] | _Checkpoint | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
+
+    def begin(self, run: RunInfo) -> None:
+        """Starts the thread; what is in ``metrics.jsonl`` by now is of the processes before."""
+        self._info, self._metrics = run, run.folder / "metrics.jsonl"
+        self._before = self._metrics.stat().st_size if self._metrics.exists() else 0
+        self._folder = Path(self._dir) if self._dir else run.folder
+        self._kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
         self._thread.start()
 
     def log(self, record: Record) -> None:
         """Hands the record over; returns at once."""
-        self._records.put(dict(record))
+        self._items.put(dict(record))
 
     def alert(self, title: str, text: str) -> None:
         """Sends an alert, which W&B passes on by mail or message; returns at once."""
-        self._records.put((title, text))
+        self._items.put((title, text))
+
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        """Hands over links of its files, which W&B uploads as an artifact; returns at once."""
+        if self._ended.is_set() or not is_wanted(self._log_checkpoints, best=best):
+            return
+        try:
+            self._items.put(_Checkpoint(self._kept.keep(path, step=step, best=best), step, best))
+        except OSError as error:
+            _warn(f"the checkpoint of step {step} cannot be kept for it ({error}); it stays in {path.parent}")
 
     def mark_preempted(self) -> None:
         """Marks the run as preempted, which W&B shows until the next process resumes it."""
@@ -98,7 +117,7 @@ class WandbLogger(Logger):
     def close(self, *, failed: bool) -> None:
         """Waits a few seconds for the records to be written."""
         self._exit_code = int(failed or self._preempted)  # W&B takes one that ends with 0 for finished
-        self._records.put(None)
+        self._items.put(None)
         before = -1
         while not self._ended.wait(_CLOSE_TIMEOUT_S) and before < self._sent:
             before = self._sent
@@ -107,36 +126,32 @@ class WandbLogger(Logger):
 
     @property
     def _remedy(self) -> str:
-        return f"metrics.jsonl has every record: distaccum-wandb-upload {self._settings['dir']} makes a W&B run of it"
+        return f"metrics.jsonl has every record: distaccum-wandb-upload {self._info.folder} makes a W&B run of it"
 
     def _work(self) -> None:
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._require_room()
-            import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
-
-            secret = redact(sys.argv) != sys.argv  # W&B's description of the process has the command line as it is
-            settings = wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S, x_disable_meta=secret)
-            with _quiet_handlers():
-                run = wandb.init(**self._settings, settings=settings)  # type: ignore[arg-type]
-            for handler in logging.getLogger("wandb").handlers:  # or a full disk prints a traceback a line
-                vars(handler)["handleError"] = _ignore
-            run.define_metric("step")
-            run.define_metric("*", step_metric="step")
+            run = self._open()
+            sender = Sender(run, self._best)
             # The next step; 0 offline. Before the first record one of the two knows it, by W&B's version.
-            has_until, has_room = max(run.step, getattr(run, "starting_step", 0)), True
-            for record in _read(self._metrics, self._before):
-                self._send(run, record, has_until)
-            self._supersede(Path(run.dir).parent)
-            while (item := self._records.get()) is not None:
-                if isinstance(item, tuple):
+            has_until = max(run.step, getattr(run, "starting_step", 0))
+            self._catch_up(run, sender, has_until)
+            has_room = True
+            while (item := self._items.get()) is not None:
+                if isinstance(item, _Checkpoint):
+                    self._make_artifact(run, item)
+                elif isinstance(item, tuple):
                     run.alert(*item, level="WARN")
                 else:
-                    self._send(run, item, has_until)
+                    self._send(sender, item, has_until)
                 if has_room and not self._has_room():
                     has_room = self._warn_of_disk()
             if self._preempted:
                 run.mark_preempting()
             run.finish(exit_code=self._exit_code)
+            if self._given["mode"] == "online":
+                self._kept.drop()
             if has_room and not self._has_room():
                 self._warn_of_disk()
         except Exception as error:  # whatever fails in there is no reason to lose a training run
@@ -145,16 +160,60 @@ class WandbLogger(Logger):
             Event().wait()  # W&B's exit handlers would fail too, at length: see is_left_behind
         self._ended.set()
 
-    def _send(self, run: Run, record: Record, has_until: int) -> None:
-        window = record.get("window", has_until)
-        if window >= has_until:
-            run.log(dict(record), step=window)
+    def _open(self) -> Run:
+        import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
+
+        info = self._info
+        console: Any = self._console  # W&B's own check names the choices
+        secret = redact(sys.argv) != sys.argv  # W&B's description of the process has the command line as it is
+        settings = wandb.Settings(silent=True, console=console, init_timeout=_INIT_TIMEOUT_S, x_disable_meta=secret)
+        with _quiet_handlers():
+            run = wandb.init(
+                **self._given,  # type: ignore[arg-type]
+                dir=str(self._folder),
+                id=info.id,
+                config=shown(info.config, info.plan, info.git_commit),
+                resume="allow",
+                reinit="create_new",
+                settings=settings,
+            )
+        for handler in logging.getLogger("wandb").handlers:  # or a full disk prints a traceback a line
+            vars(handler)["handleError"] = _ignore
+        if self._save_code or (self._save_code is None and run.settings.save_code):
+            run.log_code(str(Path.cwd()), exclude_fn=_is_no_code)
+        return run
+
+    def _catch_up(self, run: Run, sender: Sender, has_until: int) -> None:
+        """Sends what W&B has not got of the processes before."""
+        if has_until > self._info.window + 1 and not self._before:
+            text = f"the run {run.id} has {has_until} steps already, and takes none of this run's up to there"
+            _warn(f"{text}; {self._remedy}")
+        for record in records_of(self._metrics, self._before):
+            self._send(sender, record, has_until)
+        for kept, step, best in self._kept.all(until=self._info.window):
+            self._make_artifact(run, _Checkpoint(kept, step, best))
+        self._supersede(Path(run.dir).parent)
+
+    def _send(self, sender: Sender, record: Record, has_until: int) -> None:
+        if record.get("window", has_until) >= has_until:
+            sender.send(record)
+        self._sent += 1
+
+    def _make_artifact(self, run: Run, item: _Checkpoint) -> None:
+        """Makes an artifact of the linked files: W&B reads them where they are."""
+        import wandb  # noqa: PLC0415
+
+        artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model", metadata={"step": item.step})
+        for file, name in files_of(item.kept):
+            artifact.add_file(str(file), name=name, policy="immutable", skip_cache=True)
+        aliases = ["latest", f"step-{item.step}", *(["best"] if item.best else [])]
+        run.log_artifact(artifact, aliases=aliases)
         self._sent += 1
 
     def _supersede(self, current: Path) -> None:
         """Puts earlier offline folders of this run aside: the present one has their records."""
         aside = current.parent / "superseded"
-        for folder in current.parent.glob(f"offline-run-*-{self._settings['id']}*"):
+        for folder in current.parent.glob(f"offline-run-*-{self._info.id}"):
             if folder.resolve() != current.resolve():
                 with suppress(OSError):  # a full disk: they stay
                     aside.mkdir(exist_ok=True)
@@ -162,31 +221,69 @@ class WandbLogger(Logger):
 
     def _has_room(self) -> bool:
         """Whether its disk can take more: W&B itself loses in silence what does not fit."""
-        folder = Path(str(self._settings["dir"]))
-        own = folder / "wandb"  # it may be a disk of its own
-        found = os.statvfs(own if own.is_dir() else folder)
+        own = self._folder / "wandb"  # it may be a disk of its own
+        found = os.statvfs(own if own.is_dir() else self._folder)
         return found.f_bavail * found.f_frsize >= _ROOM
 
     def _require_room(self) -> None:
         """Before W&B begins, which would print a traceback for each line of its log, and keep nothing."""
         if not self._has_room():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._settings["dir"]))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
 
     def _warn_of_disk(self) -> bool:
         _warn(f"the disk of its folder is full, and W&B does not say what it loses; {self._remedy}")
         return False
 
 
-def _read(path: Path, size: int) -> Iterator[dict[str, Any]]:
-    """The records in the first bytes of ``metrics.jsonl``, without lines that are none."""
-    if not size:
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if file.tell() > size:
-                return
-            with suppress(ValueError, TypeError):  # cut short, or damaged
-                yield dict(json.loads(line))
+@dataclass(frozen=True)
+class _Checkpoint:
+    kept: Path
+    step: int
+    best: bool
+
+
+class Sender:
+    """Sends records, and says of each name which of its values W&B's table of runs shows.
+
+    Args:
+        run: of W&B.
+        best: see :class:`WandbLogger`.
+    """
+
+    def __init__(self, run: Run, best: tuple[str | None, str]) -> None:
+        self._run, self._best = run, best
+        self._defined: set[str] = set()
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    def send(self, record: Record) -> None:
+        """Logs one record as the step ``window``."""
+        for name in record.keys() - self._defined:
+            self._defined.add(name)
+            if (best := best_of(name, *self._best)) is not None:
+                self._run.define_metric(name, step_metric="step", summary=f"{best},last")
+        self._run.log(dict(record), step=record.get("window"))
+
+
+def best_of(name: str, named: str | None = None, mode: str = "min") -> str | None:
+    """Whether a result's ``min`` or ``max`` is its best; None where it has none. ``named`` has its ``mode`` stated."""
+    if name == named:
+        return mode
+    last = name.rpartition("_")[2]
+    if last in ("loss", "perplexity") or name.startswith("loss_") or name.endswith("bits_per_byte"):
+        return None if name == "loss_scale" else "min"
+    return "max" if last in ("accuracy", "acc", "f1", "auroc", "precision", "recall") else None
+
+
+def shown(config: Mapping[str, Any], plan: Mapping[str, Any], git_commit: str | None) -> dict[str, Any]:
+    """A run's configuration as W&B is given it: nested, since W&B's table and filters name a setting ``optim.lr``."""
+    return {**config, "plan": dict(plan), "git_commit": git_commit}
+
+
+def _is_no_code(path: str, root: str = "") -> bool:
+    """Whether a Python file is installed, hidden, or a run's own."""
+    parts = Path(path).relative_to(root).parts if root and Path(path).is_relative_to(root) else Path(path).parts
+    return any(part.startswith(".") or part in ("site-packages", "node_modules", "wandb", "runs") for part in parts)
 
 
 def _ignore(_: logging.LogRecord) -> None:
@@ -228,11 +325,6 @@ def require_key(mode: str) -> None:
         raise ConfigError("metrics.wandb.mode", mode, f"but {problem}", remedy)
 
 
-def is_left_behind() -> bool:
-    """Whether W&B hung or failed: its exit handlers would then keep the process from ending, or print tracebacks."""
-    return any(thread.name == _THREAD for thread in enumerate_threads())
-
-
 def _warn(message: str) -> None:
     _log.warning("Weights & Biases: %s", message)
 
@@ -256,21 +348,21 @@ def upload(run_dir: Path, *, mode: str = "online", run_id: str | None = None) ->
     path = run_dir / "metrics.jsonl"
     size, config = path.stat().st_size, _saved_config(run_dir)
     about = config.get("metrics", {}).get("wandb", {})
+    checkpoint = config.get("checkpoint", {})
+    texts = {key: about.get(key) for key in ("entity", "name", "job_type", "notes", "tags", "group")}
     number = 0
     with wandb.init(
         dir=str(run_dir),
         mode="offline" if mode == "offline" else "online",
         id=run_id,
-        project=about.get("project", "distaccum"),
-        name=about.get("name"),
-        tags=about.get("tags"),
-        config={"config": config},
+        project=about.get("project") or os.environ.get("WANDB_PROJECT") or "distaccum",
+        **texts,
+        config=shown(config, _plan(run_dir), None),
         settings=wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S, x_disable_meta=True),
     ) as run:
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        for record in _read(path, size):
-            run.log(record, step=record.get("window"))
+        sender = Sender(run, (checkpoint.get("best"), checkpoint.get("best_mode", "min")))
+        for record in records_of(path, size):
+            sender.send(record)
             number += 1
     return number
 
@@ -285,12 +377,37 @@ def _saved_config(run_dir: Path) -> dict[str, Any]:
     return saved
 
 
+_EPILOG = """\
+examples:
+  distaccum wandb-upload runs/NAME
+  distaccum wandb-upload runs/NAME --offline       then: wandb sync
+
+exit codes: 0 done; 1 it could not be made, and why
+"""
+
+
+def _plan(run_dir: Path) -> dict[str, Any]:
+    """Of the last process; empty where there is none."""
+    try:
+        plan: dict[str, Any] = json.loads((run_dir / "plan.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return plan
+
+
 def main() -> None:
     """``distaccum-wandb-upload RUN``: exit code 0, or 1 and one line on stderr."""
-    parser = ArgumentParser(prog="distaccum-wandb-upload", description="Makes a W&B run of a run's metrics.jsonl.")
+    program.start()
+    parser = ArgumentParser(
+        prog=program.name_of("wandb-upload"),
+        description="Makes a W&B run of a run's metrics.jsonl, each record once.",
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--id", help="of the new W&B run (default: a new one)")
     parser.add_argument("--offline", action="store_true", help="into a folder that `wandb sync` uploads")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     given = parser.parse_args()
     try:
         number = upload(given.run, mode="offline" if given.offline else "online", run_id=given.id)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 
-from distaccum.config.command_line import register_aliases, take_flag
+from distaccum.config.command_line import flags_as_settings, register_aliases, take_flag
+from distaccum.config.composed import Composed
+from distaccum.config.composed import composed as composed_of
 from distaccum.config.precision import ALIASES
 from distaccum.config.schema import conf_dir
+from distaccum.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,90 @@ from distaccum.config.schema import conf_dir
 )
 def test_a_flag_is_taken_off_the_command_line(arguments: list[str], others: list[str], value: str | None) -> None:
     assert take_flag(arguments, "--check") == (others, value)
+
+
+@cache
+def _composed(choices: tuple[str, ...]) -> Composed | None:
+    return composed_of(choices)
+
+
+def _compose(arguments: Sequence[str]) -> Composed | None:
+    """Each choice of groups is composed once for all tests here: it takes a third of a second."""
+    return _composed(tuple(word for word in arguments if word.startswith(("model=", "data=", "optim=", "modle."))))
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (["--optim.lr=0.01", "--seed=1"], ["optim.lr=0.01", "seed=1"]),  # as W&B's agent has ${args}
+        (["--optim.lr", "0.01", "--seed=1"], ["optim.lr=0.01", "seed=1"]),
+        (["--optim.clip_value", "-1"], ["optim.clip_value=-1"]),
+        (["--seed=3", "--model=cnn"], ["seed=3", "model=cnn"]),
+        (["model=cnn", "--model.channels=4"], ["model=cnn", "model.channels=4"]),
+        (["--experiment=gpt2-124m-openwebtext"], ["experiment=gpt2-124m-openwebtext"]),  # not --experimental-rerun
+        (["--deterministic", "--seed=1"], ["deterministic=true", "seed=1"]),
+        (["--deterministic", "false"], ["deterministic=false"]),
+        (["--optim.optimizer.betas=[0.9,0.99]"], ["optim.optimizer.betas=[0.9,0.99]"]),
+        (["-m", "--optim.lr=1,2"], ["-m", "optim.lr=1,2"]),
+        (["--cfg", "job", "--trainer=default"], ["--cfg", "job", "trainer=default"]),
+        (["--multi", "seed=1", "-cjob", "--check=2"], ["--multi", "seed=1", "-cjob", "--check=2"]),  # Hydra's, and ours
+    ],
+)
+def test_a_flag_that_names_a_setting_is_that_setting(given: list[str], settings: list[str]) -> None:
+    assert flags_as_settings(given, _compose, own=("--check",)) == settings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--optim.lrr=1"], "--optim.lrr=1: no such setting; did you mean optim.lr"),
+        (["--chek"], "--chek: no such flag or setting; did you mean --check"),
+        (["--modle=cnn"], "--modle=cnn: no such flag or setting; did you mean --model"),
+        (["-x"], "-x: no such flag or setting. `--help` says"),
+        (["--optim.lr"], "--optim.lr: has no value. Write --optim.lr=VALUE"),
+        (["--optim.lr", "seed=1"], "--optim.lr: has no value"),
+        (["--model.n_head=4", "model=cnn"], "--model.n_head=4: a setting of model=gpt or "),
+        (["--engine.stage=3"], "--engine.stage=3: a setting of engine=deepspeed, not of engine=ddp"),
+    ],
+)
+def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        flags_as_settings(given, _compose, own=("--check",))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "message"),
+    [
+        (["model=cnn"], "model.n_head", "model.n_head=4: a setting of model=gpt or "),
+        (["model=cnn"], "model.chanels", "no such setting; did you mean channels?"),
+        ([], "model.channels", "model.channels=4: a setting of model=cnn, not of model=gpt. Use model=cnn"),
+        pytest.param(
+            ["optim=sgd"],
+            "optim.optimizer.momentun",
+            "no such setting; did you mean momentum?",
+            marks=pytest.mark.slow,
+        ),
+        ([], "optim.optimizer.amsgrad", "but torch.optim.AdamW takes it. Add it with +optim.optimizer.amsgrad=4"),
+        pytest.param(["data=text"], "data.pth", "no such setting; did you mean path?", marks=pytest.mark.slow),
+        (["modle.channels=3", "model=none"], "trainer.max_step", "did you mean trainer.max_steps"),
+        (["model='cnn','gpt'"], "model.n_head", "not of model=cnn"),  # the first of a sweep
+    ],
+)
+def test_suggestions_are_of_the_groups_that_are_chosen(given: list[str], key: str, message: str) -> None:
+    there = _compose(given)
+    assert there is not None
+    assert message in str(there.unknown(key, 4))
+
+
+@pytest.mark.slow
+def test_groups_in_a_folder_of_ones_own_are_known(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: torch.nn.Linear\nin_features: 4\nout_features: 3\n")
+    there = composed_of(["--config-dir", str(tmp_path), "model=mine"])
+    assert there is not None
+    assert "model.in_features" in there
+    assert "did you mean out_features or" in str(there.unknown("model.out_feature", 1))
 
 
 @pytest.fixture

@@ -24,6 +24,25 @@ def test_settings_are_typed_and_frozen() -> None:
         config.batch.global_size = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro_size"),
+    [
+        ({}, 8),
+        ({"global_size": 4}, 4),
+        ({"global_size": 64}, 8),
+        ({"global_size": None, "tokens": 100}, 8),
+        ({"global_size": 4, "micro_size": "auto"}, 4),
+        ({"global_size": 4, "micro_size": 3}, 3),
+        ({"global_size": 4, "micro_size": 8}, 8),  # what is stated is refused by the plan, not changed
+        ({"micro_size": "16"}, 16),  # as an environment variable gives it
+    ],
+)
+def test_a_micro_batch_that_is_not_stated_is_never_more_than_the_global_batch(
+    batch: dict[str, object], micro_size: int
+) -> None:
+    assert RunConfig.from_dict({"batch": batch}).batch.micro_size == micro_size
+
+
 def test_an_engine_and_a_precision_may_be_given_by_name() -> None:
     config = RunConfig.from_dict({"engine": "ddp", "precision": "16-mixed"})
     assert (config.engine.name, config.precision.name) == ("ddp", "fp16")
@@ -62,6 +81,8 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"batch": {"global_size": "many"}}, "batch.global_size", "many"),
         ({"optim": {"clip_norm": -1}}, "optim.clip_norm", -1),
         ({"batch": {"tokens": "many"}}, "batch.tokens", "many"),
+        ({"batch": {"micro_size": "many"}}, "batch.micro_size", "many"),
+        ({"batch": {"micro_size": None}}, "batch.micro_size", None),
         ({"batch": {"group_by_length": "long"}}, "batch.group_by_length", "long"),
         ({"trainer": {"prefetch": 1}}, "trainer.prefetch", 1),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),

@@ -20,7 +20,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.plan import plan as forecast
-from distaccum.train.report import _loading
+from distaccum.train.summary import _loading
 
 KIB, MIB = 2**10, 2**20
 SAMPLE = 64 * KIB  # bytes: 8192 inputs of 4, and as many labels of 4
@@ -78,7 +78,7 @@ def test_prefetching_goes_down_first(stated: str | None, workers: int, factor: i
     [
         ("1000MB", 0, None),
         ("1MiB", 0, None),
-        ("1023.5KiB", 0, "no positive size with its unit"),
+        ("1023.5KiB", 0, "a rank's window takes 1.0 MiB (4 micro-batches of 0.2 MiB). Raise it, use more ranks"),
         ("1.04MB", 0, "a rank's window takes 1.0 MiB (4 micro-batches of 0.2 MiB). Raise it, use more ranks"),
         ("1.25MiB", 1, None),
         ("1.25MiB", 2, "and 2 loading processes at least 0.5 MiB more. Raise it, or lower trainer.num_workers to 1"),
@@ -118,6 +118,8 @@ def test_a_size_has_a_unit(value: object) -> None:
 def test_sizes() -> None:
     assert bytes_of("", "1.5GiB") == 1.5 * 2**30
     assert bytes_of("", "64 MB") == 64e6
+    assert bytes_of("", "1KiB") == 1024
+    assert bytes_of("", "1.5 KB") == 1500
 
 
 def test_the_plan_tells_the_bytes_of_a_window() -> None:

@@ -117,5 +117,6 @@ def test_the_trainer_takes_it_from_its_configuration(gloo_world: World, tmp_path
         return Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=RunConfig.from_dict(values), run_dir=tmp_path)
 
     assert trainer("gloo").fit()["eval_loss"] > 0
-    with pytest.raises(ConfigError, match="backend=nccl: NCCL carries tensors of GPUs alone"):
+    said = r"^trainer\.backend=nccl: NCCL carries tensors of GPUs alone, and here is none\. Use trainer\.backend=auto"
+    with pytest.raises(ConfigError, match=said):
         trainer("nccl")

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from distaccum.config.instantiate import build
+from distaccum.config.schema import conf_dir
 from distaccum.train.cli import main
 
 
-def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> int:
+def _check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str, run_dir: str = "") -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HYDRA_FULL_ERROR", os.environ.get("HYDRA_FULL_ERROR", "0"))
     root = logging.getLogger()  # to which Hydra adds a handler of the stdout that pytest closes
     monkeypatch.setattr(root, "handlers", [*root.handlers])
     monkeypatch.setattr(root, "level", root.level)
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, run_dir or f"hydra.run.dir={tmp_path / 'run'}"])
     with pytest.raises(SystemExit) as caught:
         main()
     assert isinstance(caught.value.code, int)
@@ -31,6 +35,16 @@ def test_the_check_knows_the_number_of_processes(
 ) -> None:
     halves = ("engine=fsdp2", "engine.replicas=2")
     assert _check(monkeypatch, tmp_path, *halves, "--check=2") == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    files = {
+        name: OmegaConf.load(conf_dir() / name / file) for name, file in (("model", "gpt.yaml"), ("data", "docs.yaml"))
+    }
+    model = OmegaConf.to_container(OmegaConf.create(files), resolve=True)["model"]  # type: ignore[index,call-overload]
+    size = sum(parameter.numel() for parameter in build("model", model).parameters())  # type: ignore[arg-type]
+    head = f"check passed: GPT with {size:,} parameters; fsdp2, fp32; global batch 32 samples = 2 ranks x"
+    assert printed.startswith(head)
+    assert printed.endswith(" x 2 micro-steps of at most 8; 300 updates; nothing was started\n")
     assert _check(monkeypatch, tmp_path, *halves, "--check=3") == 2
     assert "engine.replicas=2: does not divide 3 processes" in capsys.readouterr().err
     assert _check(monkeypatch, tmp_path, "--check=many") == 2
@@ -61,6 +75,33 @@ def test_a_setting_of_another_engine_is_refused_by_name(
 ) -> None:
     assert _check(monkeypatch, tmp_path, *arguments, "--check=2") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_check_leaves_no_folder_whether_it_passes_or_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kept").mkdir()
+    new, kept = f"hydra.run.dir={tmp_path}/new/one", f"hydra.run.dir={tmp_path}/kept/one"
+    assert _check(monkeypatch, tmp_path, "--check", "batch.global_size=4", run_dir=kept) == 0
+    assert "1 ranks x 1 micro-steps of at most 4;" in capsys.readouterr().out
+    assert _check(monkeypatch, tmp_path, "--check", "batch.global_size=4", "batch.micro_size=8", run_dir=new) == 2
+    assert "batch.micro_size=8: larger than batch.global_size=4" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+
+
+@pytest.mark.slow
+def test_a_flag_of_a_sweeps_agent_is_a_setting_and_another_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _check(monkeypatch, tmp_path, "--trainer.max_steps=7", "--precision", "32", "--check") == 0
+    assert "; 7 updates; nothing" in capsys.readouterr().out
+    assert _check(monkeypatch, tmp_path, "--trainer.max_stepps=7") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "distaccum: configuration error: --trainer.max_stepps=7: no such setting; did you mean trainer.max"
+    )
+    assert said.count("\n") == 1
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "config_error"
 
 
 @pytest.mark.parametrize("logging", ["hydra/job_logging", "hydra/hydra_logging"])

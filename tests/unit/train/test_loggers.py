@@ -3,14 +3,18 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from distaccum.train.metrics.console import ConsoleLogger
+from distaccum.distributed.world import World
+from distaccum.train.metrics.console import ConsoleLogger, open_console
 from distaccum.train.metrics.loggers import JsonlLogger, rewind_jsonl
+from distaccum.train.metrics.status import Status
+from tests.support.terminal import on_terminal
 
 RECORD = {
     "step": 3,
@@ -86,6 +90,71 @@ def test_a_live_line_on_a_terminal() -> None:
     logger.close(failed=False)
     assert "3/10" in out.getvalue()
     assert "loss 0.3000" in out.getvalue()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_on_a_terminal_are_whole_at_its_width(columns: int) -> None:
+    long = {f"eval_{name}": 1.0 for name in ("loss", "accuracy", "words_per_line", "recall_at_ten", "perplexity")}
+    skipped = RECORD | {"applied": False, "skipped": 3, "loss_scale": 65536.0, "underflow_share": 0.5, "mfu": 0.4}
+    words = {}
+    for terminal in (True, False):
+        out = io.StringIO()
+        logger = ConsoleLogger(10, Console(file=out, force_terminal=terminal, width=columns, no_color=True))
+        logger.log(RECORD | long)
+        logger.log(skipped)
+        logger.alert("the loss scale has collapsed", "it has fallen to its minimum " + "and [so] on " * 20)
+        logger.close(failed=False)
+        words[terminal] = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert all(len(line) <= columns for line in words[True].splitlines())
+    assert "\nstep      3/10  held-out:  bits per byte 2.2500  loss 1.0000" in words[True]
+    assert len(words[False].splitlines()) == 3
+    again = words[True].replace("\nstep      3/10  held-out:", "  held-out:").split()
+    assert again == words[False].split()  # every word in one piece, and none is lost
+
+
+def test_a_checkpoint_is_told_on_a_terminal_alone() -> None:
+    for terminal, expected in ((True, "step      4/10  saved: /a/b\n"), (False, "")):
+        out = io.StringIO()
+        ConsoleLogger(10, Console(file=out, force_terminal=terminal, width=80)).saved(4, Path("/a/b"))
+        assert out.getvalue() == expected
+
+
+def test_a_path_is_in_one_piece_also_where_it_is_wider_than_the_terminal() -> None:
+    out, path = io.StringIO(), "/" + "x" * 100
+    ConsoleLogger(10, Console(file=out, force_terminal=True, width=80)).saved(4, Path(path))
+    assert out.getvalue().splitlines() == ["step      4/10  saved:", f"  {path}"]
+
+
+def test_where_there_is_no_terminal_there_are_no_control_characters(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    logger = ConsoleLogger(10, open_console(), Status(10, gloo_world))
+    print("printed", end="\r")
+    logger.enter_phase("evaluating after step 3")
+    logger.log(RECORD)
+    logger.close(failed=False)
+    said = capsys.readouterr().out
+    assert said.startswith("printed\rstep      3/10  loss 0.3000")
+    assert "\x1b" not in said
+
+
+def test_on_a_terminal_the_live_line_follows_the_run_and_leaves(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with on_terminal(80) as screen:
+        logger = ConsoleLogger(10, open_console(), Status(10, gloo_world))
+        logger.log(RECORD)
+        logger.enter_phase("saving step 3")
+        rows = screen.rows
+        assert rows[-1].startswith("step 0/10  saving step 3  loss 0.3000")
+        assert rows[0].startswith("step      3/10  loss 0.3000")
+        logger.close(failed=False)
+        assert screen.rows == rows[:-1]
 
 
 def test_a_line_says_what_became_of_the_loss_scale() -> None:

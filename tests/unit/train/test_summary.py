@@ -17,8 +17,8 @@ from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.components import build_components
-from distaccum.train.report import not_finite, print_header
 from distaccum.train.run_dir import RunDir
+from distaccum.train.summary import not_finite, print_header
 from distaccum.train.trainer import Trainer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,26 @@ from distaccum.engines.base import Engine
 from distaccum.errors import shorten
 from distaccum.precision.selection import describe
 from distaccum.train.components import TrainingComponents
+from distaccum.train.lines import say
+from distaccum.train.model_summary import ModuleRow, table
 from distaccum.train.run_dir import RunDir, State
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+_MARGIN = 11  # columns of the header's names
 
-def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir, note: str, console: Console) -> None:
-    """Prints model, data, engine, precision and the batch plan."""
+
+def print_header(
+    components: TrainingComponents,
+    engine: Engine,
+    run_dir: RunDir,
+    note: str,
+    console: Console,
+    *,
+    modules: Sequence[ModuleRow] = (),
+) -> None:
+    """Prints model, data, engine, precision and the batch plan; of the model the modules as well."""
     plan, config = components.plan, components.config
     lines = {
         "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
@@ -43,7 +55,9 @@ def print_header(components: TrainingComponents, engine: Engine, run_dir: RunDir
     if components.data.lengths is not None and not isinstance(plan, StreamPlan):
         lines["pad"] = _padding(components.data, components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
-        console.print(f"{name:<11}{line}", highlight=False, soft_wrap=True)
+        say(console, f"{name:<{_MARGIN}}{line}", indent=_MARGIN)
+        for row in table(modules) if name == "model" else ():
+            say(console, f"{'':<{_MARGIN}}{row}", indent=_MARGIN + 2)
 
 
 def _loading(components: TrainingComponents) -> dict[str, str]:
@@ -101,7 +115,7 @@ def print_summary(
         elif not progress.step:
             saved = "nothing to save yet; the same command with resume=auto begins"
         where = f"{progress.step} of {components.total_steps} updates"
-        console.print(f"preempted ({stop_reason}): {where}; {saved}", highlight=False, soft_wrap=True)
+        say(console, f"preempted ({stop_reason}): {where}; {saved}")
         return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
     whole = components.config.trainer.eval_samples is None
@@ -109,11 +123,11 @@ def print_summary(
     done = f"{progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped"
     if components.evaluates_alone:
         done = f"evaluated the weights after {progress.step} updates"
-    console.print(f"done: {done}; {run_dir.path}", soft_wrap=True)
+    say(console, f"done: {done}; {run_dir.path}")
     if stop_reason:
-        console.print(f"stopped early: {stop_reason}", highlight=False, soft_wrap=True)
+        say(console, f"stopped early: {stop_reason}")
     if not_finite(evaluation):
-        console.print(not_finite(evaluation), style="bold red", highlight=False, soft_wrap=True)
+        say(console, not_finite(evaluation), style="bold red")
     if rows:
         console.print("held-out")
     width = max(14, *map(len, rows)) + 2 if rows else 0

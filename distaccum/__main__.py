@@ -1,0 +1,8 @@
+"""``python -m distaccum NAME ...`` and ``torchrun ... -m distaccum train``: the command ``distaccum``."""
+
+from __future__ import annotations
+
+from distaccum.commands.main import main
+
+if __name__ == "__main__":
+    main()

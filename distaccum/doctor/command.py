@@ -1,0 +1,181 @@
+"""The command ``distaccum doctor``: its arguments, who looks at what, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distaccum.doctor.facts import Look
+from distaccum.doctor.here import ALL_S, BETWEEN, TITLES, here, import_all
+from distaccum.doctor.table import Examination, Section, show
+from distaccum.errors import ConfigError, near_misses
+
+if TYPE_CHECKING:
+    from distaccum.distributed.environment import LaunchEnvironment
+    from distaccum.doctor.meeting import Meeting
+
+_EPILOG = """\
+examples:
+  distaccum-doctor
+      this machine
+  distaccum-doctor --folder /scratch/$USER/runs
+      with the disk that runs will go to
+  torchrun --standalone --nproc-per-node=8 -m distaccum.doctor
+      and what its ranks do together
+  srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
+      --rdzv-endpoint=$FIRST_NODE:29400 -m distaccum.doctor
+      the nodes of a Slurm job
+  distaccum-doctor --json --only host,disk
+      for a program
+
+exit codes: 0 nothing is wrong; 1 something is; 2 bad arguments
+"""
+_PROGRAM = "distaccum-doctor"
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Runs the command, with the arguments of this process; ends with its exit code."""
+    try:
+        code = _main(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 1
+    sys.exit(code)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options = _parsed(arguments)
+    import_all()
+    ranks, trouble = _launched()
+    if ranks is None or ranks.size == 1:
+        return _report(options, {socket.gethostname(): _here(options, None)}, trouble, {socket.gethostname(): [0]})
+    from distaccum.doctor.meeting import AbsentError, Meeting  # noqa: PLC0415  torch may be what is wrong
+
+    try:
+        meeting = Meeting.open(ranks)
+    except AbsentError as error:
+        if ranks.rank:
+            return _give_up(ranks, str(error))
+        mend = "nc -zv $MASTER_ADDR $MASTER_PORT    # from the nodes of the missing ranks; and look at what they print"
+        trouble.find(f"the ranks have not met: {error}", mend)
+        return _report(options, {socket.gethostname(): _here(options, ranks)}, trouble, {socket.gethostname(): [0]})
+    return _with_others(meeting, options)
+
+
+def _with_others(meeting: Meeting, options: argparse.Namespace) -> int:
+    """Every rank tells; rank 0 shows."""
+    from distaccum.doctor.agreement import About, nodes  # noqa: PLC0415
+    from distaccum.doctor.meeting import agree_on_a_name, gather  # noqa: PLC0415
+    from distaccum.doctor.together import absent, ask, take_part  # noqa: PLC0415
+
+    ranks = meeting.ranks
+    found = _here(options, ranks) if ranks.local_rank == 0 else {}
+    looks = {name: one.to_json() for name, one in found.items()}
+    about = About.here(ranks.rank, ranks.local_rank)
+    everyone = gather(meeting, "found", {"about": about.to_json(), "looks": looks}, ALL_S)
+    name = agree_on_a_name(meeting, ALL_S)
+    if not name:
+        return _give_up(ranks, "rank 0 is gone")
+    if ranks.rank:
+        if BETWEEN in options.only:
+            take_part(meeting, name, options.folder)
+        return 0
+    between = absent(everyone)
+    known = [About.from_json(one["about"]) for one in everyone.values() if one is not None]
+    places = nodes(known)
+    by_node = {
+        place: {part: Look.from_json(one) for part, one in everyone[members[0]]["looks"].items()}
+        for place, members in places.items()
+    }
+    if BETWEEN in options.only:
+        together = ask(
+            meeting, name, options.folder, known, {place: of.get("network") for place, of in by_node.items()}
+        )
+        between = Look(together.facts, between.findings + together.findings)
+    return _report(options, by_node, between, places)
+
+
+def _launched() -> tuple[LaunchEnvironment | None, Look]:
+    """What the launcher says; what is wrong with it is a finding, and this process then looks alone."""
+    trouble = Look()
+    try:
+        from distaccum.distributed.environment import LaunchEnvironment  # noqa: PLC0415  torch may be what is wrong
+    except ImportError:
+        return None, trouble  # the probe of the software says why
+    try:
+        return LaunchEnvironment.from_environment(), trouble
+    except ConfigError as error:
+        trouble.find(str(error), "unset RANK WORLD_SIZE    # or start with torchrun")
+        return None, trouble
+
+
+def _here(options: argparse.Namespace, ranks: LaunchEnvironment | None) -> dict[str, Look]:
+    local, size = (1, 1) if ranks is None else (ranks.local_size, ranks.size)
+    return here(options.only, options.folder, local_ranks=local, nodes=-(-size // local))
+
+
+def _give_up(ranks: LaunchEnvironment, why: str) -> int:
+    print(f"{_PROGRAM}: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
+    return 1
+
+
+def _report(
+    options: argparse.Namespace,
+    by_node: Mapping[str, Mapping[str, Look]],
+    between: Look,
+    places: Mapping[str, Sequence[int]],
+) -> int:
+    """Shows what was found; 1 where something is wrong."""
+    sections = [
+        Section(title=TITLES[part], looks={place: of[part] for place, of in by_node.items() if part in of})
+        for part in TITLES
+        if part in options.only and part != BETWEEN
+    ]
+    sections.append(Section(title=TITLES[BETWEEN], looks={"": between}))
+    examination = Examination(nodes=places, sections=[one for one in sections if one.looks])
+    if options.json:
+        json.dump(examination.to_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        show(examination)
+    return int(not examination.right)
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will go (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    help_text = f"look at these alone: {', '.join(TITLES)}"
+    parser.add_argument("--only", type=_parts, default=list(TITLES), metavar="PART[,PART]", help=help_text)
+    quiet = os.environ.get("RANK", "0") != "0"  # one rank says it for all
+    with redirect_stdout(StringIO() if quiet else sys.stdout), redirect_stderr(StringIO() if quiet else sys.stderr):
+        return parser.parse_args(arguments)
+
+
+def _parts(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise argparse.ArgumentTypeError(f"no part; there are {', '.join(TITLES)}")
+    for name in names:
+        if name not in TITLES:
+            known = f"{near_misses(name, TITLES)}; there are {', '.join(TITLES)}"
+            raise argparse.ArgumentTypeError(f"{name}: no such part{known}")
+    return names

@@ -1,0 +1,114 @@
+"""What every command does as a program: its version, its name, and pipes that nobody reads.
+
+A file of its own beside ``errors``, so that each command begins alike, however it is started: as ``distaccum NAME``, by
+its own script ``distaccum-NAME``, or with ``python -m``. Loads neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import distaccum
+
+_WIDEST = 120
+
+
+def start(given: Sequence[str] | None = None) -> None:
+    """Begins a command: pipes are quiet, and ``--version`` among ``given`` (by default all arguments) is answered.
+
+    Called again, it does nothing more. Ends the process with 0 where the version was asked for.
+    """
+    quiet_pipes()
+    if "--version" in (sys.argv[1:] if given is None else given):
+        say(f"{version()}\n")
+        sys.exit(0)
+
+
+def help_asked(given: Sequence[str]) -> str | None:
+    """What help is asked for: the KEY of ``--help KEY`` or ``--help=KEY``, empty for all of it; None for none."""
+    for i, argument in enumerate(given):
+        flag, _, key = argument.partition("=")
+        if flag in ("--help", "-h"):
+            following = given[i + 1] if i + 1 < len(given) else ""
+            return key or (following if not following.startswith("-") and "=" not in following else "")
+    return None
+
+
+def say(text: str) -> None:
+    """Writes to stdout on rank 0 alone, where torchrun has started several processes."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(text)
+
+
+def complain(text: str) -> None:
+    """Writes to stderr on rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(text)
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """A paragraph that fits the terminal (80 columns where there is none, 120 at most), its further lines indented."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False) + "\n"
+
+
+def version() -> str:
+    """distaccum's version, torch's and Python's in one line; torch is not imported for it."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "missing"
+    return f"distaccum {distaccum.__version__}, torch {torch}, Python {platform.python_version()}"
+
+
+def name_of(command: str) -> str:
+    """How the user has called the command: ``distaccum NAME``, or ``distaccum-NAME`` where the script has that name."""
+    script = f"distaccum-{command}"
+    return script if Path(sys.argv[0]).name == script else f"distaccum {command}"
+
+
+def quiet_pipes() -> None:
+    """From when the reader of stdout or stderr is gone (``| head -1``), what is written to it goes nowhere.
+
+    The command itself goes on: its files are written, its exit code says how it went, and a run trains to its end. A
+    stream that was closed from the beginning (``>&-``) is nowhere, too.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(_Unread(os.open(os.devnull, os.O_WRONLY), "w")))
+        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.flush()
+            setattr(sys, name, _quiet(stream))
+
+
+def _quiet(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    raw = _Unread(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # python -u has none
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+class _Unread(io.FileIO):
+    """A descriptor that becomes one of the null device once its reader is gone, for child processes as well."""
+
+    def write(self, data: object, /) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return memoryview(data).nbytes  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""``distaccum-report RUN [RUN ...]``: one HTML file of a run, or of several laid over each other.
+
+Exit codes: 0 written, 1 it cannot be written, 2 a folder is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+
+from distaccum.errors import ConfigError
+from distaccum.report.page import page
+from distaccum.report.png import pictures
+from distaccum.report.read import read_runs
+
+NAME = "report.html"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="distaccum-report", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, its hydra.run.dir")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"default: RUN/{NAME}; of several runs {NAME} here"
+    )
+    parser.add_argument("--png", action="store_true", help="a picture of each chart beside it (extra: plot)")
+    arguments = parser.parse_args()
+    try:
+        runs = read_runs(arguments.runs)
+        output = arguments.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
+        drawn = pictures(runs, output) if arguments.png else {}
+        write(output, page(runs).encode())
+        for path, content in drawn.items():
+            write(path, content)
+    except ConfigError as error:
+        sys.stderr.write(f"distaccum-report: configuration error: {error}\n")
+        sys.exit(2)
+    except OSError as error:
+        sys.stderr.write(f"distaccum-report: {error.filename or output} cannot be written: {error.strerror}\n")
+        sys.exit(1)
+    sys.stdout.writelines(f"{path}\n" for path in (output, *drawn))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file as a whole: who looks at it meanwhile sees the one before.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The loggers of a run, from their settings; each is imported only where it is on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from distaccum.config.extras import install_command
+from distaccum.config.instantiate import build, check
+from distaccum.config.schema import CheckpointConfig, MetricsConfig, MLflowConfig
+from distaccum.errors import ConfigError
+from distaccum.train.metrics.background import InThread
+from distaccum.train.metrics.kept import KeptCheckpoints
+from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo
+from distaccum.train.metrics.tolerant import Tolerant
+from distaccum.train.metrics.wandb_environment import resolved
+
+if TYPE_CHECKING:
+    pass
+
+_MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
+
+
+def check_loggers(metrics: MetricsConfig) -> None:
+    """Refuses what cannot be built, before there is a process group.
+
+    Raises:
+        ConfigError: a package is missing, a key of W&B, or a ``_target_``.
+    """
+    if (mode := resolved(metrics.wandb).mode) == "online":
+        from distaccum.train.metrics.wandb import require_key  # noqa: PLC0415
+
+        require_key(mode)
+    for name, wanted in (("tensorboard", metrics.tensorboard.enabled), ("mlflow", metrics.mlflow.enabled)):
+        if wanted and find_spec(name) is None:
+            key = f"metrics.{name}.enabled"
+            raise ConfigError(key, True, f"{name} is not installed", f"Run {install_command(name)}")
+    for name, node in metrics.loggers.items():
+        key = f"metrics.loggers.{name}"
+        target = check(key, node)
+        if inspect.isclass(target) and not issubclass(target, Logger):
+            raise ConfigError(f"{key}._target_", node["_target_"], "is no Logger", "Inherit from distaccum.Logger")
+
+
+def build_loggers(
+    metrics: MetricsConfig,
+    checkpoint: CheckpointConfig,
+    run: RunInfo,
+    console: Logger | None,
+    *,
+    given: Sequence[Logger] = (),
+) -> list[Logger]:
+    """The loggers of rank 0, begun: ``metrics.jsonl`` first, then what the settings turn on, then those ``given``.
+
+    ``console`` is the console's, which stands already; None without one. All but the first two raise nothing.
+    """
+    loggers: list[Logger] = [JsonlLogger(run.folder / "metrics.jsonl")]
+    others: list[Logger] = []
+    if console is not None:
+        others.append(console)
+    wandb = resolved(metrics.wandb)
+    if wandb.mode != "disabled":
+        from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
+
+        others.append(WandbLogger(**asdict(wandb), best=(checkpoint.best, checkpoint.best_mode)))
+    if metrics.tensorboard.enabled:
+        from distaccum.train.metrics.tensorboard import TensorBoardLogger  # noqa: PLC0415
+
+        others.append(Tolerant("tensorboard", TensorBoardLogger))
+    if metrics.mlflow.enabled:
+        others.append(_mlflow(metrics.mlflow, run))
+    for name, node in metrics.loggers.items():
+        others.append(Tolerant(name, partial(build, f"metrics.loggers.{name}", node)))
+    others += [Tolerant(type(logger).__name__, partial(_itself, logger)) for logger in given]
+    for logger in others:
+        logger.begin(run)
+    return [*loggers, *others]
+
+
+def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
+    from distaccum.train.metrics.mlflow import MLflowLogger  # noqa: PLC0415
+
+    make = partial(
+        MLflowLogger,
+        tracking_uri=settings.tracking_uri,
+        experiment=settings.experiment,
+        run_name=settings.run_name,
+        tags=settings.tags,
+    )
+    thread = InThread(
+        "mlflow",
+        Tolerant("mlflow", make),
+        timeout_s=_MLFLOW_TIMEOUT_S,
+        remedy="metrics.jsonl has every record, and resume=auto sends what MLflow lacks",
+        kept=KeptCheckpoints(run.folder / "mlflow-checkpoints"),
+        log_checkpoints=settings.log_checkpoints,
+    )
+    return Tolerant("mlflow", partial(_itself, thread))  # a checkpoint may be on a file system without links
+
+
+def _itself(logger: Logger) -> Logger:
+    return logger

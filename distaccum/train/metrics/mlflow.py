@@ -1,0 +1,163 @@
+"""MLflow: a run is found again by a tag, so that a resumed run continues it with each step once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distaccum.train.metrics.loggers import Logger, Record, RunInfo, records_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+_Item = TypeVar("_Item")
+_ID = "distaccum.run_id"
+_KEY, _VALUE = 250, 5000  # characters that MLflow takes of a name and a value
+_PARAMS, _METRICS = 100, 1000  # of one request
+_NOT_IN_KEYS = re.compile(r"[^\w\-. :/]")
+
+
+class MLflowLogger(Logger):
+    """Sends records to an MLflow run, and ends it as the training ended.
+
+    A process that resumes a run sends what the run has not got of the records before, and none that it has: MLflow
+    removes nothing, so windows that are repeated stay as they were first sent.
+
+    Args:
+        tracking_uri: of the store or server; None for MLflow's own choice (``MLFLOW_TRACKING_URI``).
+        experiment: its name; None for ``MLFLOW_EXPERIMENT_NAME``, or else ``distaccum``.
+        run_name: None for the name of the run directory.
+        tags: of the run.
+    """
+
+    def __init__(
+        self, *, tracking_uri: str | None, experiment: str | None, run_name: str | None, tags: Mapping[str, str]
+    ) -> None:
+        self._uri, self._experiment, self._name, self._tags = tracking_uri, experiment, run_name, dict(tags)
+        self._preempted, self._run = False, ""
+        self._has: set[int] = set()  # windows
+        self._uploaded: set[int] = set()  # steps of checkpoints
+
+    def begin(self, run: RunInfo) -> None:
+        """Opens the run, or creates it, and sends what it lacks."""
+        from mlflow import MlflowClient  # noqa: PLC0415  seconds of imports
+
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table it makes
+        self._client: MlflowClient = MlflowClient(self._uri)
+        self._run = self._find(run) or self._create(run)
+        self._client.update_run(self._run, status="RUNNING")
+        self._log_params(run)
+        self._has = {point.step for point in self._client.get_metric_history(self._run, "window")}
+        before = (record for record in records_of(run.folder / "metrics.jsonl") if record["window"] <= run.window)
+        for metrics in _chunks([m for record in before for m in self._metrics_of(record)], _METRICS):
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def log(self, record: Record) -> None:
+        """Sends the record as one request."""
+        if metrics := self._metrics_of(record):
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def alert(self, title: str, text: str) -> None:
+        """Makes it a tag of the run."""
+        self._client.set_tag(self._run, "distaccum.alert", f"{title}: {text}"[:_VALUE])
+
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        """Sends the files to ``checkpoints/step-N`` of the run's artifacts; the tag ``best_checkpoint`` names one."""
+        place = f"checkpoints/step-{step}"
+        if step not in self._uploaded:
+            self._client.log_artifacts(self._run, str(path), place)
+            self._uploaded.add(step)
+        if best:
+            self._client.set_tag(self._run, "best_checkpoint", place)
+
+    def mark_preempted(self) -> None:
+        """The run then ends as ``KILLED``."""
+        self._preempted = True
+
+    def close(self, *, failed: bool) -> None:
+        """Ends the run as ``FINISHED``, ``FAILED`` or, where another process is to continue it, ``KILLED``."""
+        status = "FAILED" if failed else "KILLED" if self._preempted else "FINISHED"
+        if self._run:
+            self._client.set_terminated(self._run, status)
+
+    def _find(self, run: RunInfo) -> str:
+        """The run of this name's id in the experiment; empty if there is none."""
+        given = os.environ.get("MLFLOW_RUN_ID")
+        if given:
+            return str(self._client.get_run(given).info.run_id)
+        found = self._client.search_runs([self._experiment_id()], f"tags.`{_ID}` = '{run.id}'", max_results=1)
+        return str(found[0].info.run_id) if found else ""
+
+    def _create(self, run: RunInfo) -> str:
+        tags = {**self._tags, _ID: run.id, "mlflow.source.type": "LOCAL", "run_directory": str(run.folder)}
+        if run.git_commit:
+            tags["mlflow.source.git.commit"] = run.git_commit
+        name = self._name or run.folder.name
+        return str(self._client.create_run(self._experiment_id(), tags=tags, run_name=name).info.run_id)
+
+    def _experiment_id(self) -> str:
+        name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if not name and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            return given
+        name = name or "distaccum"
+        if (found := self._client.get_experiment_by_name(name)) is None:
+            from mlflow.exceptions import MlflowException  # noqa: PLC0415
+
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:  # another run has made it meanwhile
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _log_params(self, run: RunInfo) -> None:
+        """Settings, which MLflow lets nobody change: what a resumed run has changed is a tag ``resumed.KEY``."""
+        from mlflow.entities import Param, RunTag  # noqa: PLC0415
+
+        known = self._client.get_run(self._run).data.params
+        given = dict(flat({**run.config, "plan": run.plan, "git_commit": run.git_commit}))
+        new = [Param(key, value) for key, value in given.items() if key not in known]
+        changed = [RunTag(f"resumed.{key}"[:_KEY], v) for key, v in given.items() if known.get(key, v) != v]
+        for params in _chunks(new, _PARAMS):
+            self._client.log_batch(self._run, params=params)
+        for tags in _chunks(changed, _PARAMS):
+            self._client.log_batch(self._run, tags=tags)
+
+    def _metrics_of(self, record: Mapping[str, Any]) -> list[Metric]:
+        """The numbers of a record; none where the run has them."""
+        from mlflow.entities import Metric  # noqa: PLC0415
+
+        window, now = int(record["window"]), int(1000 * time.time())
+        if window in self._has:
+            return []
+        numbers = {_key(name): value for name, value in record.items() if isinstance(value, int | float)}
+        numbers["window"] = numbers.pop("window")  # the last to arrive: who finds it finds the others
+        return [Metric(name, float(value), now, window) for name, value in numbers.items()]
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as ``optim.lr`` and a text, cut to what MLflow takes; lists are JSON."""
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield _key(name), text[:_VALUE]
+
+
+def _key(name: str) -> str:
+    return _NOT_IN_KEYS.sub("_", name)[:_KEY]
+
+
+def _chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
+    for first in range(0, len(items), size):
+        yield list(items[first : first + size])

@@ -1,0 +1,187 @@
+"""What a run's live line says: where it is, what it does, how fast, and when it will be done.
+
+All of it is known to the host without asking the device: a thread reads what the loop notes anyway, and the loop calls
+nothing for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from distaccum.accumulation.progress import Progress
+from distaccum.distributed.activity import Phase
+from distaccum.distributed.world import World
+from distaccum.train.metrics.flops import Utilization
+from distaccum.train.metrics.meter import memory_of
+
+TRAINING = "training"
+_RECENT_S = 30.0  # over which rates are taken
+_LONG_S = 2.0  # after which it is told for how long something else than training has been going on
+_BAR = (8, 30)  # columns
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The run at one moment; ``trained_s`` and ``paused_s`` are seconds of training, and of anything else."""
+
+    progress: Progress
+    trained_s: float
+    paused_s: float
+    waited_s: float
+
+
+class Status:
+    """The live line's text.
+
+    Args:
+        total_steps: updates of the whole run.
+        world: this rank.
+        clock: gives seconds.
+    """
+
+    def __init__(self, total_steps: int, world: World, *, clock: Callable[[], float] = monotonic) -> None:
+        self._total, self._world, self._clock = total_steps, world, clock
+        self._progress: Callable[[], Progress] = Progress
+        self._begun = Progress()
+        self._waited: Callable[[], float] = float
+        self._utilization: Utilization | None = None
+        self._loss: float | None = None
+        self._doing, self._since = "starting", clock()
+        self._drawn, self._trained_s, self._paused_s = self._since, 0.0, 0.0
+        self._seen: deque[_Seen] = deque()
+        self._first: _Seen | None = None
+
+    def follow(
+        self, progress: Callable[[], Progress], waited: Callable[[], float], utilization: Utilization | None
+    ) -> None:
+        """Says where to look: the progress that is known, the seconds that training has waited for data, MFU."""
+        self._progress, self._waited, self._utilization = progress, waited, utilization
+        self._begun = progress()
+
+    def enter(self, doing: str) -> None:
+        """Notes what the run does from now on: ``training``, or anything else, in words."""
+        self._doing, self._since = doing, self._clock()
+
+    def note_loss(self, loss: float) -> None:
+        """Notes the loss of a record, which stays until the next one."""
+        self._loss = loss
+
+    def draw(self, columns: int) -> str:
+        """The text, in so many columns; of what does not fit the least important is left out."""
+        progress = self._look()
+        doing = self._in_words()
+        place = f"step {progress.step:,}/{self._total:,}" if self._total else ""  # no update to make: an evaluation
+        text = "  ".join(filter(None, (place, doing)))
+        left = columns - len(text)
+        fields = []
+        for field in self._fields(progress):
+            if len(field) + 2 <= left:
+                fields.append(field)
+                left -= len(field) + 2
+        bar = ""
+        if not doing and left >= _BAR[0] + 2 and self._total:
+            bar = "  " + _bar(progress.step / self._total, min(_BAR[1], left - 2))
+        return "  ".join([text + bar, *fields])
+
+    def _look(self) -> Progress:
+        """Moves the clocks, and notes the progress where it has moved."""
+        progress, now = self._progress(), self._clock()
+        if self._doing == TRAINING:
+            self._trained_s += now - self._drawn
+        elif self._first is not None:
+            self._paused_s += now - self._drawn
+        self._drawn = now
+        last = self._seen[-1].progress if self._seen else self._begun
+        if progress.window < last.window or progress.step < last.step:  # rolled back
+            self._seen.clear()
+            self._first = None
+        elif progress.window > last.window:
+            seen = _Seen(progress, self._trained_s, self._paused_s, self._waited())
+            # The first window that ends begins the rates: it has compiled kernels and started loading.
+            self._first = self._first or seen
+            self._seen.append(seen)
+            while seen.trained_s - self._seen[0].trained_s > _RECENT_S and self._seen[1] is not seen:
+                self._seen.popleft()
+        return progress
+
+    def _in_words(self) -> str:
+        if self._doing == TRAINING:
+            return ""
+        activity, took = self._world.activity, self._clock() - self._since
+        words = self._doing.removesuffix(f" after step {self._progress().step}")
+        if activity.phase is Phase.EVALUATION and activity.total:
+            words += f": {min(activity.done, activity.total):,}/{activity.total:,} batches"
+        elif took >= _LONG_S:
+            words += f" ({took:.0f} s)"
+        return words
+
+    def _fields(self, progress: Progress) -> list[str]:
+        """What there is to say, the most important first."""
+        found = []
+        recent = self._rates()
+        if recent is not None:
+            seconds, steps, samples, tokens, waited = recent
+            if (left := self._left_s(progress, seconds, steps)) is not None:
+                found.append(f"ETA {clock_of(left)}")
+        if self._loss is not None:
+            found.append(f"loss {self._loss:.4f}")
+        if recent is not None:
+            unit, number = ("samples", samples) if samples == tokens else ("tokens", tokens)
+            found.append(f"{number / seconds:,.0f} {unit}/s")
+            utilized = {} if self._utilization is None else self._utilization.metrics(samples / seconds)
+            if "mfu" in utilized:
+                found.append(f"MFU {utilized['mfu']:.1%}")
+            elif "tflops_per_rank" in utilized:
+                found.append(f"{utilized['tflops_per_rank']:.3g} TFLOP/s")
+            found.append(f"data wait {min(1.0, waited / seconds):.0%}")
+        memory = memory_of(self._world.device).get("memory_bytes")
+        if memory is not None:
+            found.append(f"{'GPU' if self._world.device.type == 'cuda' else 'RSS'} {size_of(memory)}")
+        return found
+
+    def _rates(self) -> tuple[float, int, float, float, float] | None:
+        """Seconds, updates, samples, tokens and seconds of waiting of the last windows; None before the second."""
+        if not self._seen:
+            return None
+        first, last = self._seen[0], self._seen[-1]
+        seconds = last.trained_s - first.trained_s
+        if seconds <= 0:
+            return None
+        before, after = first.progress, last.progress
+        samples, tokens = after.samples - before.samples, after.tokens - before.tokens
+        return seconds, after.step - before.step, samples, tokens, last.waited_s - first.waited_s
+
+    def _left_s(self, progress: Progress, seconds: float, steps: int) -> float | None:
+        """Of training, at the speed of the last windows, and of the evaluations and saves in between."""
+        assert self._first is not None
+        done = progress.step - self._first.progress.step
+        if steps <= 0 or done <= 0:
+            return None
+        paused = (self._paused_s - self._first.paused_s) / done
+        return max(0, self._total - progress.step) * (seconds / steps + paused)
+
+
+def clock_of(seconds: float) -> str:
+    """``0:09``, ``12:34``, ``1:02:03``, ``2d 03:04``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def size_of(count: float) -> str:
+    """Bytes with a unit, as ``512 B``, ``1.5 MiB``, ``93.1 GiB``."""
+    power = min(len(_UNITS) - 1, int(math.log2(max(1.0, count))) // 10)
+    return f"{count / 1024**power:.1f} {_UNITS[power]}" if power else f"{count:.0f} B"
+
+
+def _bar(share: float, columns: int) -> str:
+    full = round(min(1.0, share) * columns)
+    return "━" * full + "─" * (columns - full)

@@ -1,0 +1,121 @@
+"""What a run returns to a sweeper: its last ``eval_loss``, or the numbers that ``objective`` names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from distaccum.errors import ConfigError, DistaccumError, near_misses, shorten
+
+DEFAULT = "eval_loss"
+
+
+class NoObjectiveError(DistaccumError):
+    """A run has ended without the number that a sweeper is to be given."""
+
+
+# The numbers of a window's record, or patterns of them; what an evaluation gives begins with eval_.
+OF_RECORDS = (
+    "step",
+    "window",
+    "epoch",
+    "loss",
+    "loss_*",
+    "grad_norm",
+    "grad_norm_zscore",
+    "lr",
+    "loss_scale",
+    "applied",
+    "skipped",
+    "nonfinite",
+    "underflow_share",
+    "samples",
+    "tokens",
+    "samples_per_s",
+    "tokens_per_s",
+    "step_time_s",
+    "data_wait_s",
+    "memory_bytes",
+    "memory_reserved_bytes",
+    "memory_retries",
+    "tflops_per_rank",
+    "mfu",
+    "recompiles",
+    "slowest_rank",
+    "slowest_over_median",
+    "spikes",
+    "rollbacks",
+)
+
+
+def names_of(objective: Any) -> list[str]:
+    """The names of an objective, which is a name, several, or None."""
+    if objective is None:
+        return []
+    return [objective] if isinstance(objective, str) else list(objective)
+
+
+def check_of_records(name: str) -> None:
+    """Refuses what is neither a record's number nor an evaluation's.
+
+    Raises:
+        ConfigError: it names what may be meant.
+    """
+    if not any(fnmatchcase(name, known) for known in OF_RECORDS):
+        hint = near_misses(name, [known for known in OF_RECORDS if not known.endswith("*")])
+        remedy = "Use eval_loss, another result of the evaluation, or a number of metrics.jsonl, as loss"
+        raise ConfigError("objective", name, f"no record and no evaluation has it{hint}", remedy)
+
+
+def objective_of(
+    objective: str | Sequence[str] | None, evaluation: Mapping[str, float], records: Path
+) -> float | list[float] | None:
+    """The numbers of a run that has ended: its last evaluation's, else those of the last record that has them.
+
+    Args:
+        objective: one name, several, or None for the evaluation's loss.
+        evaluation: the last one; empty where it is not known.
+        records: ``metrics.jsonl``.
+
+    Returns:
+        A number, or as many as names; None where none is named, and there is no evaluation.
+
+    Raises:
+        NoObjectiveError: nothing has a number of that name; it lists those that there are.
+    """
+    found = _last(records) | dict(evaluation)
+    if objective is None:
+        return found.get(DEFAULT)
+    for name in names_of(objective):
+        if name not in found:
+            there = f"there are {shorten(sorted(found), most=len(found))}" if found else "there is no record"
+            raise NoObjectiveError(f"objective={name}: the run has ended without such a number; {there}")
+    values = [found[name] for name in names_of(objective)]
+    return values[0] if isinstance(objective, str) else values
+
+
+def require_finite(value: float | list[float] | None, objective: Any) -> float | list[float]:
+    """The value, which a sweeper compares with others.
+
+    Raises:
+        NoObjectiveError: a part of it is NaN or infinite.
+    """
+    values = value if isinstance(value, list) else [value]
+    for name, one in zip(names_of(objective), values, strict=True):
+        if one is None or not math.isfinite(one):
+            raise NoObjectiveError(f"objective={name}: the run has ended with {one}, which nothing compares with")
+    assert value is not None
+    return value
+
+
+def _last(records: Path) -> dict[str, float]:
+    """The last number of each name."""
+    found: dict[str, float] = {}
+    for line in records.read_text().splitlines() if records.exists() else ():
+        numbers = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}
+        found |= {name: float(value) for name, value in numbers.items()}
+    return found

@@ -1,0 +1,116 @@
+"""What a rank shows while it trains: rank 0 header, records and live line; the others keep out of that line's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from distaccum.accumulation.progress import Progress
+from distaccum.distributed.random import RNGState
+from distaccum.distributed.signals import StopSignals
+from distaccum.distributed.world import World
+from distaccum.train.live_line import erasing_streams
+from distaccum.train.metrics.flops import Utilization
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from distaccum.train.metrics.console import ConsoleLogger
+    from distaccum.train.metrics.status import Status
+
+
+class _Training(Protocol):
+    """What the live line reads of a loop, while that runs."""
+
+    @property
+    def known_progress(self) -> Progress: ...
+
+    @property
+    def waited_s(self) -> float: ...
+
+
+class Screen:
+    """The console of rank 0, and what stands there; nothing at all on the other ranks.
+
+    Args:
+        console: for what is printed; None on other ranks.
+        logger: prints records; None where ``metrics.console`` is false.
+        status: what the live line says; None without a logger.
+    """
+
+    def __init__(self, console: Console | None, logger: ConsoleLogger | None, status: Status | None) -> None:
+        self.console, self.logger, self._status = console, logger, status
+
+    def and_show(self, enter_phase: Callable[[str], None]) -> Callable[[str], None]:
+        """``enter_phase`` that is shown in the live line, too."""
+        if self.logger is None:
+            return enter_phase
+        show = self.logger.enter_phase
+
+        def both(phase: str) -> None:
+            enter_phase(phase)
+            show(phase)
+
+        return both
+
+    def enter(self, doing: str) -> None:
+        """Shows in the live line what the run does from now on."""
+        if self.logger is not None:
+            self.logger.enter_phase(doing)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Tells of a checkpoint that is there."""
+        if self.logger is not None:
+            self.logger.saved(step, path)
+
+    def follow(self, loop: _Training, utilization: Utilization | None) -> None:
+        """Lets the live line move with the loop."""
+        if self._status is not None:
+            self._status.follow(lambda: loop.known_progress, lambda: loop.waited_s, utilization)
+
+    def leave(self) -> None:
+        """Gives the terminal back; from any thread, and more than once."""
+        if self.logger is not None:
+            self.logger.leave()
+
+
+@contextmanager
+def open_screen(total_steps: int, world: World, signals: StopSignals, *, records: bool) -> Iterator[Screen]:
+    """The screen of this rank for the length of the block; a second Ctrl-C leaves the terminal in order.
+
+    Args:
+        total_steps: updates of the whole run.
+        world: this rank.
+        signals: may end the process.
+        records: whether records are shown at all.
+    """
+    if not world.is_main:
+        with erasing_streams() if records else nullcontext():
+            yield Screen(None, None, None)
+        return
+    generators = RNGState.capture(world.device)
+    from distaccum.train.metrics.console import ConsoleLogger, open_console  # noqa: PLC0415  for rank 0 alone
+    from distaccum.train.metrics.status import Status  # noqa: PLC0415
+
+    generators.restore()  # modules that are imported may draw
+    console = open_console()
+    if not records:
+        yield Screen(console, None, None)
+        return
+    status = Status(total_steps, world)
+    screen = Screen(console, ConsoleLogger(total_steps, console, status), status)
+    last_words = signals.last_words
+
+    def leave_with(reason: str) -> None:
+        screen.leave()
+        if last_words is not None:
+            last_words(reason)
+
+    signals.last_words = leave_with
+    try:
+        yield screen
+    finally:
+        signals.last_words = last_words
+        screen.leave()

@@ -1,0 +1,97 @@
+"""The tables of settings in docs/reference.md, made of the dataclasses' docstrings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+from distaccum.config.describe import Setting, settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
+BEGIN, END = "<!-- settings: made by python -m launch.docs -->", "<!-- settings end -->"
+MORE = {  # where a setting's page says more
+    "batch.pad_rows": "data.md#one-shape",
+    "checkpoint.background": "checkpoints.md#in-the-background",
+    "compile": "performance.md#compiled-forwards",
+    "compile.graphs": "performance.md#cuda-graphs",
+    "data": "data.md",
+    "deterministic": "precision.md#the-same-bits-again",
+    "engine": "engines.md",
+    "loss": "data.md#losses-in-chunks",
+    "model": "data.md#the-gpt",
+    "optim.groups": "trainer.md#parameter-groups",
+    "precision": "precision.md",
+    "precision.scaler.initial_scale_power": "precision.md#the-loss-scaler",
+    "resume": "checkpoints.md#resuming",
+    "resume_allow": "checkpoints.md#resuming",
+    "schedule": "trainer.md#schedules",
+    "metrics.loggers": "trackers.md#a-tracker-of-your-own",
+    "metrics.mlflow.enabled": "trackers.md",
+    "metrics.report": "report.md",
+    "metrics.tensorboard.enabled": "trackers.md",
+    "metrics.wandb.mode": "trackers.md",
+    "objective": "sweeps.md#the-objective",
+    "profile.steps": "profiling.md",
+    "trainer.backend": "engines.md#over-gloo",
+    "trainer.eval_samples": "trainer.md#evaluation-and-metrics",
+    "trainer.hang_timeout": "cluster.md#ranks-that-stop",
+    "trainer.max_steps": "trainer.md#evaluating-alone",
+    "trainer.num_workers": "data.md#loading",
+    "trainer.on_spike": "trainer.md#spikes",
+    "trainer.verify": "verification.md",
+}
+_WORDS = {
+    "list[str]": "list of texts",
+    "list[int]": "list of whole numbers",
+    "str": "text",
+    "int": "whole number",
+    "float": "number",
+    "bool": "true | false",
+}
+
+
+def tables() -> str:
+    """All settings in Markdown: a heading and a table for the run itself and for each of its parts."""
+    parts = groupby(settings(), lambda one: one.key.split(".")[0])
+    named: dict[str, list[Setting]] = {}
+    for part, those in parts:
+        found = list(those)
+        alone = len(found) == 1
+        named.setdefault("The run" if alone else part, []).extend(found)
+    return "\n\n".join(_table(part, those) for part, those in named.items())
+
+
+def _table(part: str, those: Iterable[Setting]) -> str:
+    heading = part if part == "The run" else f"`{part}`"
+    rows = "\n".join(_rows(those))
+    return f"### {heading}\n\n| key | type | default | meaning |\n|---|---|---|---|\n{rows}"
+
+
+def _rows(those: Iterable[Setting]) -> Iterator[str]:
+    for one in those:
+        more = MORE.get(one.key)
+        link = f" [More]({more})" if more else ""
+        owners = f"With {_listed([f'`{name}`' for name in one.engines])}: " if one.engines else ""
+        default = f"`{one.default}`" if one.default else ""
+        yield f"| `{one.key}` | {_type(one)} | {default} | {owners}{one.meaning}{link} |"
+
+
+def _type(one: Setting) -> str:
+    if one.group:
+        return "one of the [groups](#groups)"
+    kinds = [_WORDS.get(kind, kind) for kind in one.type.split(" | ")]
+    words = {*one.choices, "null", "true", "false"}
+    return _listed([f"`{kind}`" if kind in words else kind for kind in " | ".join(kinds).split(" | ")])
+
+
+def _listed(parts: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables between its two marks."""
+    marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    assert len(marked.findall(page)) == 1, f"{PAGE.name} has the lines {BEGIN} and {END} once"
+    return marked.sub(lambda _: f"{BEGIN}\n\n{tables()}\n\n{END}", page)

@@ -1,0 +1,55 @@
+"""Makes docs/images/report.png, of two short runs and headless Chromium: ``python -m tests.support.report_picture``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from distaccum.report.page import page
+from distaccum.report.read import read_runs
+from tests.support.commands import ROOT, TINY, TRAIN, environment
+
+PICTURE = ROOT / "docs" / "images" / "report.png"
+_SIZE = "1400,1150"
+_SETTINGS = (
+    *TINY,
+    "model.n_embd=64",
+    "metrics=jsonl",
+    "metrics.console=false",
+    "trainer.log_every=2",
+    "trainer.eval_every=20",
+    "trainer.eval_samples=256",
+    "checkpoint.every=100",
+    "resume_allow=[trainer]",
+)
+
+
+def _train(folder: Path, *settings: str) -> None:
+    command = [sys.executable, str(TRAIN), *_SETTINGS, *settings, f"hydra.run.dir={folder}"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True)
+
+
+def main() -> None:
+    """Trains both runs, the second one in two processes, and photographs their report."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("chromium is missing")
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        runs = [folder / "lr-0.003", folder / "lr-0.03"]
+        _train(runs[0], "optim.lr=0.003", "trainer.max_steps=300")
+        _train(runs[1], "optim.lr=0.03", "trainer.max_steps=160", "resume=auto")
+        _train(runs[1], "optim.lr=0.03", "trainer.max_steps=300", "resume=auto")
+        report = folder / "report.html"
+        report.write_text(page(read_runs(runs)), encoding="utf-8")
+        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={_SIZE}"]
+        command = [browser, *arguments, f"--user-data-dir={folder / 'profile'}", f"--screenshot={PICTURE}"]
+        subprocess.run([*command, report.as_uri()], env=dict(os.environ), check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The command ``distaccum``: its table, its help, its version, and pipes whose reader is gone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import distaccum
+from distaccum import program
+from distaccum.commands.main import main
+from distaccum.commands.table import TABLE, Command, commands
+from tests.support.commands import ROOT, environment
+
+SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["distaccum", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def _fresh(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, text=True, cwd=ROOT, env=environment(), **options)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("command", [one for one in TABLE if one.is_there()], ids=lambda one: one.name)
+def test_each_subcommand_is_the_function_of_its_script(command: Command) -> None:
+    assert SCRIPTS[f"distaccum-{command.name}"] == command.target
+    module, _, function = command.target.partition(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert command.example.startswith(f"distaccum {command.name}")
+
+
+def test_each_script_is_a_subcommand() -> None:
+    assert {f"distaccum-{name}" for name in commands()} | {"distaccum"} == SCRIPTS.keys()
+
+
+def test_a_command_whose_module_is_missing_is_not_listed() -> None:
+    assert not Command("gone", "distaccum.no_such_room.command:main", "", "").is_there()
+    assert not Command("gone", "distaccum.no_such_file:main", "", "").is_there()
+
+
+def test_help_and_version_load_neither_torch_nor_hydra() -> None:
+    script = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
+        "from distaccum.commands.main import main\nmain()\n"
+    )
+    for flag in ("--help", "--version"):
+        process = _fresh("-c", script, flag, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        printed, loaded = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert printed
+        names = set(loaded.split())
+        assert "distaccum.commands.table" in names
+        assert not names & {"torch", "numpy", "hydra", "omegaconf", "rich", "wandb"}
+        assert len(names) < 300  # 160 as it is written
+
+
+def test_the_version_is_that_of_the_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = f"distaccum {distaccum.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    for arguments in (["--version"], ["verify", "--version"], ["export", "--version"], ["audit", "--version"]):
+        assert _call(monkeypatch, *arguments) == 0
+        assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _call(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr().out
+    for name in commands():
+        assert re.search(rf"^  {name} +\w", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["verify", "export", "audit", "wandb-upload"])
+def test_help_of_a_command_has_usage_and_examples(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for arguments in ([command, "--help"], ["help", command]):
+        assert _call(monkeypatch, *arguments) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[0].startswith(f"usage: distaccum {command} ")
+    assert f"\n  distaccum {command} " in shown[0].partition("examples:")[2]
+    assert "exit codes: 0" in shown[0]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_wider_than_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in ([], ["verify", "-h"], ["export", "-h"], ["audit", "-h"], ["wandb-upload", "-h"]):
+        assert _call(monkeypatch, *arguments) == 0
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= columns
+        assert printed.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trian", "trian: no such command; did you mean train? Use one of train, plan,"),
+        ("nonsense", "nonsense: no such command. Use one of train, plan,"),
+        ("model=cnn", "model=cnn: no command. Settings and flags follow one, as in: distaccum train model=cnn"),
+        ("--check", "--check: no command. Settings and flags follow one, as in: distaccum train --check"),
+    ],
+)
+def test_what_is_no_command_is_refused_in_one_line(
+    word: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _call(monkeypatch, word) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"distaccum: {message}")
+    assert said.err.count("\n") == 1
+    assert not said.out
+
+
+def test_only_rank_0_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert _call(monkeypatch, "--help") == 0
+    assert _call(monkeypatch, "trian") == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+def test_an_old_script_keeps_its_name_in_the_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bin/distaccum-verify", "--help"])
+    with pytest.raises(SystemExit):
+        commands()["verify"].load()()
+    assert capsys.readouterr().out.startswith("usage: distaccum-verify ")
+
+
+def _writes(lines: int, file: Path) -> list[str]:
+    script = (
+        "import sys\nfrom distaccum import program\nprogram.quiet_pipes()\n"
+        f"for i in range({lines}):\n    print('line', i)\n    print('also', i, file=sys.stderr)\n"
+        f"open({str(file)!r}, 'w').write('written')\n"
+    )
+    return ["-c", script]
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_reader_that_leaves_stops_the_printing_and_nothing_else(tmp_path: Path, unbuffered: Sequence[str]) -> None:
+    """64 KiB is what a pipe takes unread: much more is written here."""
+    process = _fresh(
+        *unbuffered, *_writes(20_000, tmp_path / "file"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert os.read(process.stdout.fileno(), 4) == b"line"
+    process.stdout.close()  # as head does
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "file").read_text() == "written"
+
+
+def test_what_is_read_is_whole(tmp_path: Path) -> None:
+    process = _fresh(*_writes(3, tmp_path / "file"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.communicate(timeout=60) == ("line 0\nline 1\nline 2\n", "also 0\nalso 1\nalso 2\n")
+
+
+def test_a_stream_that_is_closed_is_nowhere(tmp_path: Path) -> None:
+    words = [sys.executable, *_writes(3, tmp_path / "file")]
+    shell = ["bash", "-c", '"$@" >&- 2>&-', "bash", *words]
+    assert subprocess.run(shell, env=environment(), cwd=ROOT, check=False).returncode == 0
+    assert (tmp_path / "file").read_text() == "written"
+
+
+def test_the_text_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, program.wrapped("word " * 60, 4).splitlines())) <= 60

@@ -1,0 +1,44 @@
+"""The pictures show what the arithmetic says: read back from the SVG, compared with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from launch.docs.pictures import PICTURES, held
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _texts(name: str) -> list[str]:
+    root = ElementTree.fromstring(PICTURES[name]())  # noqa: S314  made by this program
+    return [str(one.text) for one in root.iter(f"{SVG}text")]
+
+
+def test_the_timeline_has_each_sample_once_and_micro_batches_of_three_at_most() -> None:
+    boxes = [[int(n) for n in text.split(", ")] for text in _texts("timeline.svg") if re.fullmatch(r"[\d, ]+", text)]
+    assert sorted(n for box in boxes for n in box) == list(range(29))
+    assert max(map(len, boxes)) == 3
+    assert [len(box) for box in boxes if box[0] < 26] == [3, 3, 3, 3, 1, 3, 3, 3, 3, 1]  # 26 = 6 + 7 + 6 + 7
+    assert _texts("timeline.svg").count("reduction") == 2
+    assert _texts("timeline.svg").count("nothing: zeros") == 1  # 3 samples on 4 ranks
+
+
+def test_ranks_hold_what_the_zero_paper_says() -> None:
+    """Figure 1's arithmetic in fp32 with Adam: 4 + 4 + 8 bytes, of which a stage divides the last, two or all by 8."""
+    totals = {name: sum(parts.values()) for name, parts in held().items()}
+    assert totals["ddp"] == 4 + 4 + 8
+    assert totals["zero1"] == 4 + 4 + 8 / 8
+    assert totals["fsdp2"] == 4 / 8 + 4 + 8 / 8  # whole gradients until the boundary
+    assert totals["fsdp2, sync=every"] == (4 + 4 + 8) / 8
+    assert totals["deepspeed, stage 1"] == 4 + 4 / 8 + 4 + 8 / 8  # fp32 weights that it steps, next to the model's
+    shown = [float(text) for text in _texts("holdings.svg") if re.fullmatch(r"[\d.]+", text)]
+    assert [total for total in shown if total in totals.values()] == pytest.approx(list(totals.values()))
+
+
+def test_the_life_of_a_checkpoint_has_its_stations() -> None:
+    assert {"copied", "written", "sealed", "published", "verified", "kept", "best", "pruned", "passed over"} <= set(
+        _texts("checkpoint.svg")
+    )

@@ -1,0 +1,338 @@
+"""Trackers in one process: what each is told, what it writes, and that none of their failures is the run's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from distaccum import DataSpec, Logger, RunConfig, RunInfo, Trainer
+from distaccum.config.schema import MetricsConfig, WandbConfig
+from distaccum.distributed.world import World
+from distaccum.errors import ConfigError
+from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.metrics.build import check_loggers
+from distaccum.train.metrics.kept import KeptCheckpoints
+from distaccum.train.metrics.loggers import rewind_jsonl
+from distaccum.train.metrics.mlflow import MLflowLogger, flat
+from distaccum.train.metrics.tensorboard import TensorBoardLogger
+from distaccum.train.metrics.wandb import best_of
+from distaccum.train.metrics.wandb_environment import resolved, run_id
+from tests.support.commands import ROOT
+
+
+def _record(window: int, **more: Any) -> dict[str, Any]:
+    return {"step": window - 1, "window": window, "loss": 1 / window, "applied": window > 1, **more}
+
+
+def _info(folder: Path, window: int = 0) -> RunInfo:
+    config = {"optim": {"lr": 0.1, "optimizer": {"betas": [0.9, 0.95]}}, "init_from": None, "weird[key]": "x" * 9000}
+    return RunInfo(folder=folder, id="run1", window=window, total_steps=8, config=config, plan={"unit": "samples"})
+
+
+def _write(folder: Path, records: list[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# ------------------------------------------------------------------------------------- loggers of one's own
+
+
+class Collects(Logger):
+    """Everything that it is told."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.records, self.calls = name, [], []
+        COLLECTED.append(self)
+
+    def begin(self, run: RunInfo) -> None:
+        self.run = run
+        self.calls.append("begin")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        assert (path / "manifest.json").is_file()
+        self.calls.append(f"checkpoint {step}{' best' if best else ''}")
+
+    def close(self, *, failed: bool) -> None:
+        self.calls.append(f"close {failed}")
+
+
+COLLECTED: list[Collects] = []
+
+
+class Breaks(Logger):
+    """Every record is too much for it."""
+
+    def log(self, record: dict[str, Any]) -> None:  # type: ignore[override]
+        record.clear()  # of a copy
+        raise OSError("http://me:secret@host refuses")
+
+
+class CannotBegin(Breaks):
+    """Nothing is there to begin with."""
+
+    def begin(self, run: RunInfo) -> None:
+        raise RuntimeError("no server")
+
+
+def _train(run_dir: Path, given: list[Logger], **metrics: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 4)
+    samples: Any = [(row, row[:3].argmax()) for row in x]
+    values = {
+        "batch": {"global_size": 8, "micro_size": 3},
+        "trainer": {"max_steps": 4, "log_every": 1, "eval_every": 2},
+        "checkpoint": {"every": 3, "best": "eval_loss", "background": False},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}, **metrics},
+    }
+    data = DataSpec(train=samples, eval_dataset=samples[:8], description="")
+    config = RunConfig.from_dict(values)
+    Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=config, loggers=given, run_dir=run_dir).fit()
+
+
+def test_loggers_of_ones_own_have_every_record_and_end_no_run(
+    gloo_world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    COLLECTED.clear()
+    mine = Collects()
+    nodes = {"named": {"_target_": f"{__name__}.Collects", "name": "of the configuration"}}
+    _train(tmp_path, [mine, Breaks(), CannotBegin()], loggers=nodes)
+    expected = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in expected] == [1, 2, 3, 4]
+    assert [logger.records for logger in COLLECTED] == [expected, expected]
+    assert COLLECTED[1].name == "of the configuration"
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert (best["metric"], mine.calls) == (
+        "eval_loss",
+        ["begin", "checkpoint 2 best", "checkpoint 3", "checkpoint 4 best", "close False"],
+    )
+    assert (mine.run.folder, mine.run.window, mine.run.total_steps) == (tmp_path, 0, 4)
+    assert mine.run.config["batch"]["global_size"] == 8
+    assert mine.run.plan == json.loads((tmp_path / "plan.json").read_text())
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("logger ")]
+    goes_on = "and metrics.jsonl has every record"
+    assert said == [
+        f"logger CannotBegin: RuntimeError: no server (in begin); the run goes on without it, {goes_on}",
+        f"logger Breaks: OSError: http://<redacted>@host refuses (in log); the run goes on, {goes_on}",
+        "logger Breaks: 4 of its calls failed; metrics.jsonl has every record",
+    ]
+
+
+def test_the_logger_of_the_page_works(gloo_world: World, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trackers.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)  # noqa: S102  the page's own
+    _train(tmp_path, [names["Csv"]()])
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = [line.split(",") for line in (tmp_path / "losses.csv").read_text().splitlines()]
+    assert [(int(step), float(loss)) for step, loss in written] == [(one["step"], one["loss"]) for one in records]
+
+
+@pytest.mark.parametrize(
+    ("node", "problem"),
+    [
+        ({"_target_": "no.such.Thing"}, "cannot be imported"),
+        ({"_target_": f"{__name__}.Collects", "nam": "x"}, "no such argument; did you mean name"),
+        ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is no Logger"),
+    ],
+)
+def test_a_logger_that_cannot_be_built_is_refused(node: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"metrics\.loggers\.mine.*{problem}"):
+        check_loggers(MetricsConfig(wandb=WandbConfig(mode="offline"), loggers={"mine": node}))
+
+
+def test_what_is_no_logger_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"loggers=list.*is no Logger"):
+        Trainer(nn.Linear(1, 1), CrossEntropy(), [], loggers=[[]])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"metrics\.loggers\.mine.*names no class"):
+        RunConfig.from_dict({"metrics": {"loggers": {"mine": "print"}}})
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
+def test_checkpoints_to_log_have_to_be_made() -> None:
+    for tracker in ("wandb", "mlflow"):
+        wanted = {"metrics": {tracker: {"log_checkpoints": "best"}}}
+        with pytest.raises(ConfigError, match=r"log_checkpoints=best: and checkpoint\.best names no result"):
+            RunConfig.from_dict(wanted)
+        with pytest.raises(ConfigError, match=r"log_checkpoints=best: and checkpoint\.every=0 saves none"):
+            RunConfig.from_dict({**wanted, "checkpoint": {"every": 0}})
+
+
+def test_wandbs_variables_count_where_the_configuration_is_silent() -> None:
+    silent, stated = WandbConfig(), WandbConfig(mode="disabled", project="mine", dir="here", console="wrap")
+    given = {"WANDB_MODE": "online", "WANDB_PROJECT": "theirs", "WANDB_DIR": "there", "WANDB_CONSOLE": "auto"}
+
+    def decided(settings: WandbConfig, environment: dict[str, str]) -> tuple[str | None, ...]:
+        found = resolved(settings, environment)
+        return found.mode, found.project, found.dir, found.console
+
+    assert decided(silent, {}) == ("offline", "distaccum", None, "off")
+    assert decided(silent, given) == ("online", "theirs", "there", "auto")
+    assert decided(stated, given) == ("disabled", "mine", "here", "wrap")
+    assert decided(silent, {"WANDB_MODE": "dryrun"})[0] == "offline"
+    assert decided(silent, {"WANDB_MODE": ""})[0] == "offline"
+    assert decided(silent, {"WANDB_SWEEP_ID": "s"})[0] == "online"  # its agent waits for the run
+    assert decided(silent, {"WANDB_SWEEP_ID": "s", "WANDB_MODE": "offline"})[0] == "offline"
+    with pytest.raises(ConfigError, match=r"WANDB_MODE=on: no such mode\. Use one of offline, online, disabled"):
+        resolved(silent, {"WANDB_MODE": "on"})
+    assert run_id({"WANDB_RUN_ID": "agents"}) == "agents"
+    assert run_id({}) != run_id({})
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        ("loss", "min"),
+        ("loss_first", "min"),
+        ("eval_loss", "min"),
+        ("eval_news_loss", "min"),
+        ("eval_bits_per_byte", "min"),
+        ("eval_news_accuracy", "max"),
+        ("eval_f1", "max"),
+        ("loss_scale", None),
+        ("lr", None),
+        ("eval_mine", "max"),
+    ],
+)
+def test_the_best_value_of_a_result_is_known_by_its_name(name: str, best: str | None) -> None:
+    assert best_of(name, "eval_mine", "max") == best
+
+
+# ---------------------------------------------------------------------------------------------- TensorBoard
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """By tag each step and value, read by TensorBoard itself."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    records = [_record(window) for window in range(1, 5)]
+    records[1] |= {"loss": math.nan, "eval_loss": 0.25, "eval_news_loss": 3, "note": "no number"}
+    first = TensorBoardLogger()
+    first.begin(_info(tmp_path))
+    for record in [*records, _record(5, loss=99.0), _record(6, loss=99.0)]:
+        first.log(record)  # and it dies: nothing is closed
+    _write(tmp_path, [*records, _record(5, loss=99.0)])
+    rewind_jsonl(tmp_path / "metrics.jsonl", 4)
+    second = TensorBoardLogger()
+    second.begin(_info(tmp_path, 4))
+    second.log(_record(5))
+    second.close(failed=False)
+    found = _scalars(tmp_path / "tensorboard")
+    assert found.keys() == {f"train/{name}" for name in records[0]} | {"eval/loss", "eval/news_loss"}
+    assert found["eval/loss"] == [(2, 0.25)]
+    assert found["eval/news_loss"] == [(2, 3.0)]
+    expected = [float(np.float32(record["loss"])) for record in [*records, _record(5)]]
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5]
+    assert np.array_equal([value for _, value in found["train/loss"]], expected, equal_nan=True)
+    assert found["train/applied"] == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)]
+    texts = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    shown = texts.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"lr": 0.1' in shown
+
+
+def test_tensorboard_that_is_turned_on_later_has_what_was_before(tmp_path: Path) -> None:
+    _write(tmp_path, [_record(1), _record(2)])
+    logger = TensorBoardLogger()
+    logger.begin(_info(tmp_path, 2))
+    logger.log(_record(3))
+    logger.close(failed=False)
+    assert [step for step, _ in _scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3]
+
+
+# --------------------------------------------------------------------------------------------------- MLflow
+
+
+def test_settings_are_flat_and_cut_for_mlflow(tmp_path: Path) -> None:
+    found = dict(flat(_info(tmp_path).config))
+    assert found.pop("weird_key_") == "x" * 5000
+    assert found == {"optim.lr": "0.1", "optim.optimizer.betas": "[0.9, 0.95]", "init_from": "null"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
+def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient  # noqa: PLC0415  seconds of imports
+
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts of a local database
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+    def logger() -> MLflowLogger:
+        return MLflowLogger(tracking_uri=uri, experiment="speech", run_name=None, tags={"team": "a"})
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = logger()
+    first.begin(_info(folder))
+    sent = [_record(1), _record(3, loss=math.nan), _record(5, loss=99.0)]  # 2 and 4 it could not send
+    for record in sent:
+        first.log(record)  # and it dies
+    expected = [_record(1), _record(2, loss=math.inf), _record(3, loss=math.nan), _record(4)]
+    _write(folder, expected)
+    second = logger()
+    second.begin(_info(folder, 4))
+    second.log(_record(5))  # repeated: MLflow takes nothing back
+    second.log(_record(6, eval_loss=0.5))
+    checkpoint = folder / "step-6"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    second.checkpoint(checkpoint, step=6, best=True)
+    second.alert("title", "text")
+    second.mark_preempted()
+    second.close(failed=False)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("speech")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "KILLED"
+    assert run.info.run_name == "run"
+    assert run.data.params["optim.lr"] == "0.1"
+    assert run.data.params["plan.unit"] == "samples"
+    wanted = {"team": "a", "distaccum.run_id": "run1", "distaccum.alert": "title: text"}
+    assert wanted.items() <= run.data.tags.items()
+    assert run.data.tags["best_checkpoint"] == "checkpoints/step-6"
+
+    def history(name: str) -> list[tuple[int, float]]:
+        return sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
+
+    assert [step for step, _ in history("window")] == [1, 2, 3, 4, 5, 6]
+    steps, values = zip(*history("loss"), strict=True)
+    assert steps == (1, 2, 3, 4, 5, 6)
+    largest = float(np.finfo(np.float64).max)  # a database has no infinity
+    assert np.array_equal(values, [1.0, largest, math.nan, 0.25, 99.0, 1 / 6], equal_nan=True)
+    assert history("applied") == [(1, 0.0), *((window, 1.0) for window in range(2, 7))]
+    assert history("eval_loss") == [(6, 0.5)]
+    kept = Path(client.download_artifacts(run.info.run_id, "checkpoints/step-6/model.safetensors"))
+    assert kept.read_bytes() == b"weights"
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
+    kept = KeptCheckpoints(tmp_path / "kept")
+    assert not list(kept.all(9))
+    for step in (2, 10, 4):
+        own = tmp_path / f"step-{step}"
+        (own / "engine").mkdir(parents=True)
+        (own / "engine" / "part").write_text(f"weights {step}")
+        place = kept.keep(own, step=step, best=step == 4)
+        assert (place / "engine" / "part").stat().st_nlink == 2  # and no copy
+        (own / "engine" / "part").unlink()
+    assert [(path.name, step, best) for path, step, best in kept.all(9)] == [("step-2", 2, False), ("step-4", 4, True)]
+    assert (tmp_path / "kept" / "step-4" / "engine" / "part").read_text() == "weights 4"
