@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distaccum import program
 from distaccum.doctor.facts import Look
 from distaccum.doctor.here import ALL_S, BETWEEN, TITLES, here, import_all, own_name
 from distaccum.doctor.table import Examination, Section, show
@@ -25,36 +26,32 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  distaccum-doctor
+  distaccum doctor
       this machine
-  distaccum-doctor --folder /scratch/$USER/runs
+  distaccum doctor --folder /scratch/$USER/runs
       with the disk that runs will go to
   torchrun --standalone --nproc-per-node=8 -m distaccum.doctor
       and what its ranks do together
   srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
       --rdzv-endpoint=$FIRST_NODE:29400 -m distaccum.doctor
       the nodes of a Slurm job
-  distaccum-doctor --json --only host,disk
+  distaccum doctor --json --only host,disk
       for a program
 
 exit codes: 0 nothing is wrong; 1 something is; 2 bad arguments
 """
-_PROGRAM = "distaccum-doctor"
 _INTERRUPTED = 130
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Runs the command, with the arguments of this process; ends with its exit code."""
+    program.start()
     before = {number: signal.signal(number, signal.default_int_handler) for number in _STOPS}
     try:
         code = _main(sys.argv[1:])
-        sys.stdout.flush()
     except KeyboardInterrupt:  # by torchrun's and Slurm's signals, too: what was written is removed first
         code = _INTERRUPTED
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -144,7 +141,7 @@ def _here(options: argparse.Namespace, local_ranks: int = 1, nodes: int = 1) -> 
 
 
 def _give_up(ranks: LaunchEnvironment, why: str) -> int:
-    print(f"{_PROGRAM}: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
+    print(f"distaccum doctor: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
     return 1
 
 
@@ -172,7 +169,7 @@ def _report(
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=sys.argv[0] if sys.argv[0].startswith("distaccum ") else _PROGRAM,
+        prog=program.name_of("doctor"),
         description="What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
