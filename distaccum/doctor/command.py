@@ -179,6 +179,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     help_text = f"look at these alone: {', '.join(TITLES)}"
     parser.add_argument("--only", type=_parts, default=list(TITLES), metavar="PART[,PART]", help=help_text)
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     quiet = os.environ.get("RANK", "0") != "0"  # one rank says it for all
     with redirect_stdout(StringIO() if quiet else sys.stdout), redirect_stderr(StringIO() if quiet else sys.stderr):
         return parser.parse_args(arguments)
