@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
+from distaccum import program
 from distaccum.errors import ConfigError
 from distaccum.report.page import page
 from distaccum.report.png import pictures
@@ -20,29 +21,46 @@ from distaccum.report.read import read_runs
 NAME = "report.html"
 
 
+_EPILOG = """\
+examples:
+  distaccum report runs/NAME
+  distaccum report runs/first runs/second -o compared.html
+  distaccum report runs/sweep/*/ --png
+
+exit codes: 0 written; 1 a file cannot be read or written; 2 a folder is no run
+"""
+
+
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="distaccum-report", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, its hydra.run.dir")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"default: RUN/{NAME}; of several runs {NAME} here"
+    """Runs ``distaccum-report``."""
+    program.start()
+    name = program.name_of("report")
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description="One HTML file of a run, or of several laid over each other, that a browser opens from disk.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--png", action="store_true", help="a picture of each chart beside it (extra: plot)")
-    arguments = parser.parse_args()
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, as hydra.run.dir names it")
+    output_help = f"default: RUN/{NAME}; of several runs ./{NAME}"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
+    parser.add_argument("--png", action="store_true", help="each chart as a picture beside it, too (extra: plot)")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
+    given = parser.parse_args()
     try:
-        runs = read_runs(arguments.runs)
-        output = arguments.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
-        drawn = pictures(runs, output) if arguments.png else {}
+        runs = read_runs(given.runs)
+        output = given.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
+        drawn = pictures(runs, output) if given.png else {}
         write(output, page(runs).encode())
         for path, content in drawn.items():
             write(path, content)
     except ConfigError as error:
-        sys.stderr.write(f"distaccum-report: configuration error: {error}\n")
+        program.complain(f"{name}: configuration error: {error}\n")
         sys.exit(2)
     except OSError as error:
-        sys.stderr.write(f"distaccum-report: {error.filename}: {error.strerror}\n")
+        program.complain(f"{name}: {error.filename}: {error.strerror}\n")
         sys.exit(1)
-    sys.stdout.writelines(f"{path}\n" for path in (output, *drawn))
+    program.say("".join(f"{path}\n" for path in (output, *drawn)))
 
 
 def write(path: Path, content: bytes) -> None:
