@@ -119,8 +119,8 @@ ELSEWHERE = {
     "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
-    "distaccum report runs/NAME": "unit/report/test_report.py::test_the_command_writes_beside_the_run",
-    "distaccum report runs/first runs/second -o compared.html": (
+    "distaccum-report runs/NAME": "unit/report/test_report.py::test_the_command_writes_beside_the_run",
+    "distaccum-report runs/first runs/second -o compared.html": (
         "unit/report/test_report.py::test_the_command_writes_beside_the_run"
     ),
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
