@@ -29,7 +29,7 @@ ORDER = (
 )
 BESIDE = {
     "forecast": {"errors", "config", "data"},
-    "report": {"errors", "config"},
+    "report": {"errors", "program", "config"},
     "testing": {"errors", "distributed"},
 }
 # Rooms beside the order, by who may import them: the command distaccum-plan and what an all-reduce sends; a run's end.
