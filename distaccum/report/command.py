@@ -1,6 +1,6 @@
 """``distaccum-report RUN [RUN ...]``: one HTML file of a run, or of several laid over each other.
 
-Exit codes: 0 written, 1 it cannot be written, 2 a folder is no run.
+Exit codes: 0 written, 1 a file cannot be read or written, 2 a folder is no run.
 """
 
 from __future__ import annotations
@@ -12,22 +12,37 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
+from distaccum import program
 from distaccum.errors import ConfigError
 from distaccum.report.page import page
 from distaccum.report.png import pictures
 from distaccum.report.read import read_runs
 
 NAME = "report.html"
+_EPILOG = """\
+examples:
+  distaccum report runs/NAME
+  distaccum report runs/one runs/two -o both.html --png
+
+exit codes: 0 written; 1 it cannot be written; 2 a folder is no run
+"""
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="distaccum-report", description=(__doc__ or "").partition("\n")[0])
+    program.start()
+    parser = argparse.ArgumentParser(
+        prog=program.name_of("report"),
+        description="One HTML file of a run, or of several laid over each other.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, its hydra.run.dir")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"default: RUN/{NAME}; of several runs {NAME} here"
     )
     parser.add_argument("--png", action="store_true", help="a picture of each chart beside it (extra: plot)")
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     arguments = parser.parse_args()
     try:
         runs = read_runs(arguments.runs)
@@ -40,7 +55,7 @@ def main() -> None:
         sys.stderr.write(f"distaccum-report: configuration error: {error}\n")
         sys.exit(2)
     except OSError as error:
-        sys.stderr.write(f"distaccum-report: {error.filename or output} cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"distaccum-report: {error.filename}: {error.strerror}\n")
         sys.exit(1)
     sys.stdout.writelines(f"{path}\n" for path in (output, *drawn))
 
