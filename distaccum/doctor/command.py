@@ -40,7 +40,6 @@ examples:
 
 exit codes: 0 nothing is wrong; 1 something is; 2 bad arguments
 """
-_PROGRAM = "distaccum-doctor"
 _INTERRUPTED = 130
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -51,12 +50,8 @@ def main() -> None:
     before = {number: signal.signal(number, signal.default_int_handler) for number in _STOPS}
     try:
         code = _main(sys.argv[1:])
-        sys.stdout.flush()
     except KeyboardInterrupt:  # by torchrun's and Slurm's signals, too: what was written is removed first
         code = _INTERRUPTED
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -146,7 +141,7 @@ def _here(options: argparse.Namespace, local_ranks: int = 1, nodes: int = 1) -> 
 
 
 def _give_up(ranks: LaunchEnvironment, why: str) -> int:
-    print(f"{_PROGRAM}: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
+    print(f"distaccum doctor: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
     return 1
 
 

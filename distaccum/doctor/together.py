@@ -111,7 +111,7 @@ def _shared(meeting: Meeting, name: str, folder: Path) -> Look:
         return found
     found.tell(row, f"{listed(blind)} did not see rank 0's file in {folder} within {_SEEN_S:.0f} s", blind)
     what = f"{listed(blind)} cannot see what rank 0 writes in {folder}, and every rank writes a part of a checkpoint"
-    found.find(what, "distaccum-doctor --folder /scratch/$USER/runs    # one that all nodes share; then hydra.run.dir")
+    found.find(what, "distaccum doctor --folder /scratch/$USER/runs    # one that all nodes share; then hydra.run.dir")
     return found
 
 

@@ -162,7 +162,7 @@ def test_two_hosts_are_measured_beside_their_link(tmp_path: Path) -> None:
     assert len(told["nodes"]) == 2
     facts = _facts(told)
     rates = [fact["value"]["bus_bits_per_s"] for name, fact in facts.items() if name.startswith("all-reduce of")]
-    assert 50e6 < max(rates) < 110e6  # a burst of 64 KiB may leave at once
+    assert 50e6 < rates[-1] < 110e6  # of the largest; of a smaller one much may leave at once
     assert facts["nominal"]["value"] == 10e9
     (note,) = [one["what"] for one in told["findings"] if not one["wrong"] and "between the nodes" in one["what"]]
     assert "virtual: its rate is the driver's word" in note

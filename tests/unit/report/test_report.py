@@ -258,7 +258,7 @@ def test_what_differs_from_the_defaults(tmp_path: Path) -> None:
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["distaccum-report", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["distaccum", *map(str, arguments)])
     try:
         command.main()
     except SystemExit as end:
@@ -293,7 +293,7 @@ def test_a_folder_that_is_no_run_is_named(
     ):
         assert _main(monkeypatch, good, asked) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"distaccum-report: configuration error: RUN={asked}: ")
+        assert error.startswith(f"distaccum report: configuration error: RUN={asked}: ")
         assert said in error
         assert error.count("\n") == 1
 
