@@ -1,6 +1,6 @@
 """``distaccum-report RUN [RUN ...]``: one HTML file of a run, or of several laid over each other.
 
-Exit codes: 0 written, 1 it cannot be written, 2 a folder is no run.
+Exit codes: 0 written, 1 a file cannot be read or written, 2 a folder is no run.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ NAME = "report.html"
 _EPILOG = """\
 examples:
   distaccum report runs/NAME
-  distaccum report runs/one runs/two -o both.html --png
+  distaccum report runs/first runs/second -o compared.html
+  distaccum report runs/sweep/*/ --png
 
-exit codes: 0 written; 1 it cannot be written; 2 a folder is no run
+exit codes: 0 written; 1 a file cannot be read or written; 2 a folder is no run
 """
 
 
 def main() -> None:
-    """The command line."""
+    """Runs ``distaccum-report``."""
     program.start()
+    name = program.name_of("report")
     parser = argparse.ArgumentParser(
-        prog=program.name_of("report"),
-        description="One HTML file of a run, or of several laid over each other.",
+        prog=name,
+        description="One HTML file of a run, or of several laid over each other, that a browser opens from disk.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, its hydra.run.dir")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"default: RUN/{NAME}; of several runs {NAME} here"
-    )
-    parser.add_argument("--png", action="store_true", help="a picture of each chart beside it (extra: plot)")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, as hydra.run.dir names it")
+    output_help = f"default: RUN/{NAME}; of several runs ./{NAME}"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
+    parser.add_argument("--png", action="store_true", help="each chart as a picture beside it, too (extra: plot)")
     parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     try:
-        runs = read_runs(arguments.runs)
-        output = arguments.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
-        drawn = pictures(runs, output) if arguments.png else {}
+        runs = read_runs(given.runs)
+        output = given.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))
+        drawn = pictures(runs, output) if given.png else {}
         write(output, page(runs).encode())
         for path, content in drawn.items():
             write(path, content)
     except ConfigError as error:
-        sys.stderr.write(f"distaccum-report: configuration error: {error}\n")
+        program.complain(f"{name}: configuration error: {error}\n")
         sys.exit(2)
     except OSError as error:
-        sys.stderr.write(f"distaccum-report: {error.filename or output} cannot be written: {error.strerror}\n")
+        program.complain(f"{name}: {error.filename}: {error.strerror}\n")
         sys.exit(1)
-    sys.stdout.writelines(f"{path}\n" for path in (output, *drawn))
+    program.say("".join(f"{path}\n" for path in (output, *drawn)))
 
 
 def write(path: Path, content: bytes) -> None:

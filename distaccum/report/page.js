@@ -4,7 +4,7 @@
   const { axes, runs, charts } = JSON.parse(document.getElementById("data").textContent);
   const AXES = { step: "updates", samples: "samples", tokens: "tokens", hours: "hours" };
   const DASHES = ["", "6 3", "2 3", "9 3 2 3", "1 4"];
-  const HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 12, BOTTOM = 30;
+  const HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 12, BOTTOM = 34;
   const state = { axis: "step", log: false, smooth: 0, marks: true, off: new Set(), range: null };
 
   const SVG = "http://www.w3.org/2000/svg";
@@ -79,7 +79,7 @@
   }
   const seriesOf = (chart) => runs.flatMap((run, number) => state.off.has(number) ? [] : chart.lines
     .map((line, i) => ({ run, number, line, dash: DASHES[i % DASHES.length] }))
-    .filter(({ line }) => run.y[line.metric])
+    .filter(({ line }) => Object.hasOwn(run.y, line.metric))
     .map((one) => ({ ...one, xs: run.x[state.axis], ys: run.y[one.line.metric], odd: run.bad[one.line.metric] || [] })));
 
   function extent(values) {
@@ -178,7 +178,8 @@
       svg.append(draw("path", { d: `M${x} ${bottom}v4`, class: "axis" }),
         draw("text", { x: Math.min(x, right - 8), y: bottom + 16, "text-anchor": "middle" }, place(value)));
     }
-    svg.append(draw("path", { d: `M${LEFT} ${bottom}H${right}`, class: "axis" }));
+    svg.append(draw("path", { d: `M${LEFT} ${bottom}H${right}`, class: "axis" }),
+      draw("text", { x: right, y: bottom + 28, "text-anchor": "end" }, state.axis === "hours" ? "time of training" : AXES[state.axis]));
     const inner = draw("g", { "clip-path": `url(#${clip})` });
     svg.append(inner);
     if (state.marks) drawMarks(inner, X, width, spanOfX);

@@ -44,7 +44,7 @@ def page(runs: Sequence[Run]) -> str:
         f"<footer>{_notes(runs, drawn)}</footer>",
         f'<script type="application/json" id="data">{_embedded(_data(runs, whole, drawn))}</script>',
     ]
-    return (
+    text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{allowed}">\n'
@@ -52,6 +52,7 @@ def page(runs: Sequence[Run]) -> str:
         + "\n".join(filter(None, body))
         + f"\n<script>{script}</script>\n</body>\n</html>\n"
     )
+    return text.encode(errors="replace").decode()  # names of files may hold what no text does
 
 
 def _digest(script: str) -> str:
@@ -198,7 +199,7 @@ def _all_settings(run: Run) -> str:
 def _groups(run: Run) -> str:
     groups = run.plan.get("optimizer_groups")
     rows = [
-        [_text(one.get("optimizer")), _text(one.get("states")), f"{one.get('parameters', 0):,}"]
+        [_text(one.get("optimizer")), _text(one.get("states")), _text(written(one.get("parameters"), "count"))]
         for one in (groups if isinstance(groups, list) else ())
         if isinstance(one, dict)
     ]

@@ -17,9 +17,11 @@ from distaccum.errors import ConfigError, shorten
 Record = Mapping[str, Any]
 Node = dict[str, Any]
 
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # any other error hides what is there
 _OF_A_RUN = ("metrics.jsonl", "status.json", "plan.json", ".hydra/config.yaml")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+# The level is the first of these words in a line: those of a message come after it.
+_LOUD = re.compile(r"(?:(?!\b(?:DEBUG|INFO)\b).){0,60}?\b(?:WARNING|ERROR|CRITICAL)\b")
 _LOG_BYTES = 256 * 1024  # of each log, its end
 _MOST_LOGS, _MOST_LINES = 16, 200
 # PyYAML's C parser where it was built with one: a tenth of the time.
@@ -85,6 +87,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
     Raises:
         ConfigError: a folder is no run, or is named twice.
+        OSError: a file that is there cannot be read.
     """
     folders = [path.resolve() for path in paths]
     for asked, folder in zip(paths, folders, strict=True):
@@ -95,7 +98,11 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """The run of a folder."""
+    """The run of a folder.
+
+    Raises:
+        OSError: a file that is there cannot be read.
+    """
     environment = _json(folder / "environment.json")
     config = environment.get("config")
     if not isinstance(config, dict):  # of a run before there was this file
@@ -131,7 +138,7 @@ def _require_run(asked: Path, folder: Path) -> None:
     runs = sorted(one.name for one in folder.iterdir() if any((one / name).is_file() for name in _OF_A_RUN))
     problem = "is no run: it has neither metrics.jsonl nor status.json"
     if runs:
-        raise ConfigError("RUN", asked, f"{problem}, but holds runs: {shorten(runs)}", f"Name these: {asked}/*")
+        raise ConfigError("RUN", asked, f"{problem}, but holds runs: {shorten(runs)}", f"Name these: {asked}/*/")
     raise ConfigError("RUN", asked, problem, "Name the folder of a run: its hydra.run.dir")
 
 
@@ -161,14 +168,14 @@ def _records(path: Path) -> tuple[list[Record], int]:
 def _lines(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().splitlines(keepends=True)
-    except OSError:
+    except _ABSENT:
         return []
 
 
 def _json(path: Path) -> Node:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (*_ABSENT, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -176,7 +183,7 @@ def _json(path: Path) -> Node:
 def _yaml(path: Path, kind: type) -> Any:
     try:
         found = yaml.load(path.read_bytes(), Loader=YAML)  # noqa: S506  a safe loader, in C or not
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (*_ABSENT, ValueError, RecursionError, yaml.YAMLError):
         return None
     return found if isinstance(found, kind) else None
 
@@ -202,7 +209,7 @@ def _resolved(config: Node) -> Node:
 def _kept(folder: Path) -> Iterator[int]:
     try:
         names = [path.name for path in folder.iterdir()]
-    except OSError:
+    except _ABSENT:
         return
     for name in names:
         if found := re.fullmatch(r"step-(\d+)", name):
@@ -212,23 +219,20 @@ def _kept(folder: Path) -> Iterator[int]:
 def _log(folder: Path, secrets: set[str]) -> Log:
     try:
         names = {int(m[1]): path for path in folder.iterdir() if (m := re.fullmatch(r"rank-(\d+)\.log", path.name))}
-    except OSError:
+    except _ABSENT:
         return Log()
     loud: list[tuple[int, str]] = []
     ends: dict[int, str] = {}
     for rank in sorted(names)[:_MOST_LOGS]:
         text = redact_text(_end_of(names[rank]), secrets)
         lines = text.splitlines()
-        loud += [(rank, line) for line in lines if _LOUD.search(line)]
+        loud += [(rank, line) for line in lines if _LOUD.match(line)]
         ends[rank] = "\n".join(lines[-60:])
     return Log(loud=tuple(loud[-_MOST_LINES:]), ends=ends, ranks=len(names))
 
 
 def _end_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _LOG_BYTES))
+        return file.read().decode(errors="replace")

@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs" / "bring-your-loop.md").read_text()
 PROGRAMS = ROOT / "launch" / "examples" / "migrate"
 NAMES = ("from_ddp", "from_accelerate", "from_lightning", "from_transformers", "from_deepspeed")
 AT_ONCE = {"from_deepspeed": 2}  # processes, where one needs a launcher
+LONG = ("from_transformers", "from_deepspeed")  # tens of seconds of imports
 RAGGED = ("--ragged",)
 EXACT = 1e-6
 
@@ -60,7 +61,7 @@ def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name in AT_ONCE else pytest.mark.slow) for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.heavy if name in LONG else pytest.mark.slow) for name in NAMES]
 )
 def test_where_the_program_is_right_the_changed_one_trains_to_its_weights(name: str, tmp_path: Path) -> None:
     world = AT_ONCE.get(name, 1)
@@ -116,7 +117,7 @@ def _theirs(heading: str) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 def test_the_tables_name_what_the_other_frameworks_have() -> None:
     from accelerate import Accelerator  # noqa: PLC0415  seconds each

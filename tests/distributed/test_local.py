@@ -52,7 +52,8 @@ def test_a_run_that_is_asked_to_leave_saves(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=100)
+    said, _ = process.communicate(timeout=100)
+    assert "check passed" not in said  # nobody asked for it
     found = status(tmp_path)
     assert found["state"] == "preempted"
     assert (tmp_path / "checkpoints" / f"step-{found['step']}").is_dir()

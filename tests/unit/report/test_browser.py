@@ -100,7 +100,8 @@ def _runs(folder: Path) -> list[Path]:
             "eval_web_samples": 8,
         }
     second = [record(step, loss=2.0) for step in range(1, 41)]
-    made = [a_run(folder / "a", first), a_run(folder / "b", second)]
+    config = {"optim": {"clip_norm": 1.0}, "seed": 3}
+    made = [a_run(folder / "a", first, config=config), a_run(folder / "b", second), a_run(folder / "empty")]
     (made[0] / "checkpoints" / "step-50").mkdir(parents=True)
     (made[0] / "history.json").write_text(json.dumps({"rolled_back": [{"to_step": 80, "after_window": 90}]}))
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -123,6 +124,26 @@ def test_what_is_damaged_is_left_out_and_counted(tmp_path: Path) -> None:
     assert "has no status.json" in found.text
 
 
+def test_odd_values_stop_no_report(tmp_path: Path) -> None:
+    """A name and a setting that are no text, numbers beyond floats, and things of other kinds than a run writes."""
+    name = os.fsdecode(b"run-\xff")
+    records = [
+        record(1, huge=10**400, text="x", list=[1], nothing=None, epoch=True, constructor=1.0),
+        record(2, window="w"),
+    ]
+    folder = a_run(tmp_path / name, records, config={"optim": 3, "checkpoint": [], "engine": "ddp"})
+    (folder / "plan.json").write_text('{"optimizer_groups": [{"parameters": "many"}, 7], "world_size": "\\ud800"}')
+    (folder / "environment.json").write_text('{"config": 7, "starts": [3, {"before": 4}, {"before": {"state": []}}]}')
+    (folder / "history.json").write_text('{"rolled_back": [7, {"to_step": "x"}]}')
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-0.log").write_bytes(b"2026 INFO mine: ERROR rate 0\n2026 ERROR mine: \xff\n")
+    found = _page(folder, a_run(tmp_path / "empty"))
+    assert found.data["runs"][0]["y"]["constructor"] == [1.0, None]
+    assert "many" in found.text
+    assert "[rank 0] 2026 ERROR mine" in found.text
+    assert "[rank 0] 2026 INFO" not in found.text
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [
@@ -237,7 +258,7 @@ def test_what_differs_from_the_defaults(tmp_path: Path) -> None:
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["distaccum-report", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["distaccum", *map(str, arguments)])
     try:
         command.main()
     except SystemExit as end:
@@ -255,7 +276,7 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
     assert _main(monkeypatch, "a", "b") == 0
     assert Page((tmp_path / "report.html").read_text()).data["runs"][1]["name"] == "b"
     assert _main(monkeypatch, second, "-o", tmp_path / "gone" / "x.html") == 1
-    assert "gone/x.html cannot be written: No such file" in capsys.readouterr().err
+    assert "gone/x.html: No such file" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "report.html"]
 
 
@@ -268,11 +289,11 @@ def test_a_folder_that_is_no_run_is_named(
     for asked, said in (
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path / "empty", "is no run: it has neither metrics.jsonl nor status.json"),
-        (tmp_path / "sweep", f"but holds runs: 0. Name these: {tmp_path / 'sweep'}/*"),
+        (tmp_path / "sweep", f"but holds runs: 0. Name these: {tmp_path / 'sweep'}/*/"),
     ):
         assert _main(monkeypatch, good, asked) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"distaccum-report: configuration error: RUN={asked}: ")
+        assert error.startswith(f"distaccum report: configuration error: RUN={asked}: ")
         assert said in error
         assert error.count("\n") == 1
 

@@ -69,7 +69,7 @@ def test_a_question_stands_alone_until_it_is_answered() -> None:
             assert screen.rows == ["above", "continue?"]
             assert screen.said.endswith("continue? ")  # the cursor stands where the answer is typed
             screen.echo("yes\r\n")
-            print("it goes on")
+            sys.stdout.write("it goes on\n")
             assert screen.rows == ["above", "continue? yes", "it goes on", ROW]
             print(".", end="", flush=True)
             print(".", end="", flush=True)
