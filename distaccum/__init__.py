@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distaccum.config.schema import MetricsConfig as MetricsConfig
     from distaccum.config.schema import MLflowConfig as MLflowConfig
     from distaccum.config.schema import OptimConfig as OptimConfig
+    from distaccum.config.schema import ProfileConfig as ProfileConfig
     from distaccum.config.schema import RunConfig as RunConfig
     from distaccum.config.schema import TensorBoardConfig as TensorBoardConfig
     from distaccum.config.schema import TrainerConfig as TrainerConfig
@@ -84,6 +85,7 @@ _HOMES = {
     "OptimConfig": "distaccum.config.schema",
     "PadCollator": "distaccum.data.collate",
     "PrecisionConfig": "distaccum.config.precision",
+    "ProfileConfig": "distaccum.config.schema",
     "RunConfig": "distaccum.config.schema",
     "RunInfo": "distaccum.train.metrics.loggers",
     "ScalerConfig": "distaccum.config.precision",

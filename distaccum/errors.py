@@ -30,7 +30,8 @@ class ConfigError(DistaccumError, ValueError):
     def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
         self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
         shown = key if value is None else f"{key}={value}"
-        super().__init__(" ".join(f"{shown}: {problem}. {remedy}".split()))  # one line, whatever a library said
+        said = problem if problem.endswith("?") else f"{problem}."
+        super().__init__(" ".join(f"{shown}: {said} {remedy}".split()))  # one line, whatever a library said
 
 
 class CheckpointError(DistaccumError, RuntimeError):

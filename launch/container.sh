@@ -53,7 +53,7 @@ if [ "$NNODES" -gt 1 ]; then
         --rdzv-conf="is_host=$is_host,join_timeout=$JOIN_SECONDS,read_timeout=$JOIN_SECONDS")
 fi
 # torchrun turns every failure into its own exit code and report, so mistakes are found before it starts.
-[ $check = no ] || python "$train" "$@" --check="$((NNODES * NPROC))"
+[ $check = no ] || python "$train" "$@" --check="$((NNODES * NPROC))" > /dev/null
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 unset MASTER_ADDR MASTER_PORT # torchrun gives the workers their own

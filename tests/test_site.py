@@ -45,7 +45,9 @@ def test_links_out_of_docs_lead_to_pages_of_the_site_or_are_text() -> None:
     )
     site = "[a](engines.md#x) [b](contributing.md#tests) c [d](https://e.org) ![e](images/f.svg)"
     assert of_the_site(page, DOCS) == site
-    assert of_the_site("[a](docs/engines.md) [b](README.md)", ROOT) == "[a](engines.md) [b](index.md)"
+    assert (
+        of_the_site("[a](docs/engines.md) [b](README.md) [c](README.md#x)", ROOT) == "[a](engines.md) [b](index.md) c"
+    )
 
 
 def test_restructured_text_in_docstrings_becomes_markdown() -> None:
@@ -74,6 +76,18 @@ def test_restructured_text_in_docstrings_becomes_markdown() -> None:
     assert markdown_of(dedent(docstring)) == dedent(shown)
 
 
+def _tables_blocks_and_items(markdown: str) -> tuple[int, int, int]:
+    """How many tables, blocks of code and items of lists a page has where Markdown is read as code hosts do."""
+    fence = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+    indented = re.compile(r"^\n(?: {4}.*\n)+", re.MULTILINE)
+    text, fenced = fence.subn("", markdown)
+    tables, items = (
+        re.findall(r"^\|[-| :]+\|$", text, re.MULTILINE),
+        re.findall(r"^ *(?:[-*]|\d+\.) ", text, re.MULTILINE),
+    )
+    return len(tables), fenced + (0 if items else len(indented.findall(text))), len(items)
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "--site-dir", str(tmp_path)]
@@ -89,6 +103,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
             assert "//" not in file or source.startswith("data:"), f"{path.name} loads {source} from a network"
             where = tmp_path / file[1:] if file.startswith("/") else path.parent / file
             assert source.startswith("data:") or where.is_file(), f"{path.name}: {source}"
+
+    for page in sorted(DOCS.glob("*.md")):
+        if page.name != "api.md":  # which is filled
+            article = (tmp_path / f"{page.stem}.html").read_text().split("<article")[1].split("</article>")[0]
+            shown = (article.count("<table"), article.count("<pre"), len(re.findall(r"<li\b", article)))
+            assert shown == _tables_blocks_and_items(page.read_text()), f"{page.name} is no Markdown for the site"
 
     api = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "api.html").read_text()))
     for said in ("global_batch_size", "samples per optimizer step over all ranks", "ConfigError", "Raises:"):

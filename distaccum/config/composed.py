@@ -55,7 +55,7 @@ class Composed:
         chosen = self.choices.get(group)
         others = [name for name in _choices_with(group, rest) if name != chosen] if rest and chosen else []
         if others and rest not in self._below(group):
-            problem = f"a setting of {group}={' or '.join(others)}, not of {group}={chosen}"
+            problem = f"a setting of {group}={shorten(others, 1)}, not of {group}={chosen}"
             return ConfigError(key, value, problem, f"Use {group}={others[0]}, or leave it out")
         parent, _, last = key.rpartition(".")
         around = OmegaConf.select(self.node, parent) if parent else None

@@ -44,6 +44,7 @@ class Setting:
             of a group the names in ``conf/``. Empty where there are none.
         group: whether the key chooses a file of ``conf/KEY/``.
         engines: those that have the setting, of ``engine.*``; empty: all.
+        files: of ``arguments()``: the group's choices that have it.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     group: bool = False
     engines: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 @cache
@@ -93,7 +95,7 @@ def _of(schema: type, prefix: str) -> Iterator[Setting]:
         elif get_origin(hint) is not dict:
             kind = kind or _annotated(hint)
             default = written(getattr(values, one.name))
-            yield Setting(key=key, type=kind, default=default, meaning=meaning, choices=_words(kind))
+            yield Setting(key=key, type=kind, default=default, meaning=meaning, choices=words(kind))
 
 
 def _of_engines() -> Iterator[Setting]:
@@ -129,13 +131,24 @@ def meanings(schema: type) -> dict[str, tuple[str, str]]:
     """What a dataclass's docstring, and those of its bases, say of its fields: ``{name: (type or "", meaning)}``."""
     found: dict[str, tuple[str, str]] = {}
     for kind in reversed(schema.__mro__):
-        _, _, args = (inspect.cleandoc(kind.__dict__.get("__doc__") or "")).partition("\nArgs:\n")
-        section = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
-        for entry in re.split(r"^ {4}(?=\S)", section, flags=re.MULTILINE)[1:]:
-            said = re.fullmatch(r"(\w+)(?: \((.*?)\))?: (.*)", " ".join(entry.split()))
-            if said is None:
-                raise LookupError(f"{kind.__name__}: {entry.strip()!r} is not of the form name (type): meaning")
-            found[said[1]] = (said[2] or "", said[3].replace("``", "`"))
+        found |= documented(inspect.cleandoc(kind.__dict__.get("__doc__") or ""), kind.__name__)
+    return found
+
+
+def documented(docstring: str, owner: str) -> dict[str, tuple[str, str]]:
+    """What a docstring says under ``Args:``, ``name: meaning`` or ``name (type): meaning``.
+
+    Raises:
+        LookupError: an entry of another form.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    _, _, args = docstring.partition("\nArgs:\n")
+    section = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
+    for entry in re.split(r"^ {4}(?=\S)", section, flags=re.MULTILINE)[1:]:
+        said = re.fullmatch(r"(\w+)(?: \((.*?)\))?: (.*)", " ".join(entry.split()))
+        if said is None:
+            raise LookupError(f"{owner}: {entry.strip()!r} is not of the form name (type): meaning")
+        found[said[1]] = (said[2] or "", said[3].replace("``", "`"))
     return found
 
 
@@ -150,7 +163,7 @@ def _annotated(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
-def _words(kind: str) -> tuple[str, ...]:
+def words(kind: str) -> tuple[str, ...]:
     """The words to type among a type's alternatives."""
     given = [one for one in kind.split(" | ") if re.fullmatch(r"[\w-]+", one) and one not in (*KINDS, "null")]
     return tuple(word for one in given for word in (("true", "false") if one == "bool" else (one,)))

@@ -104,7 +104,7 @@ def judge_rate(found: Look, links: Mapping[str, Mapping[str, Any] | None], *, no
     rows = [fact.value for fact in found.facts if isinstance(fact.value, dict) and "bus_bits_per_s" in fact.value]
     if not rows:
         return
-    best = max(row["bus_bits_per_s"] for row in rows)
+    best = max(rows, key=lambda row: row["bytes"])["bus_bits_per_s"]  # of smaller ones much may leave at once
     if nodes == 1:
         found.tell("nominal", "none: the ranks share one machine", 0)
         return

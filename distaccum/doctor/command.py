@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distaccum import program
 from distaccum.doctor.facts import Look
-from distaccum.doctor.here import ALL_S, BETWEEN, TITLES, here, import_all
+from distaccum.doctor.here import ALL_S, BETWEEN, TITLES, here, import_all, own_name
 from distaccum.doctor.table import Examination, Section, show
 from distaccum.errors import ConfigError, near_misses
 
@@ -24,34 +26,35 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  distaccum-doctor
+  distaccum doctor
       this machine
-  distaccum-doctor --folder /scratch/$USER/runs
+  distaccum doctor --folder /scratch/$USER/runs
       with the disk that runs will go to
   torchrun --standalone --nproc-per-node=8 -m distaccum.doctor
       and what its ranks do together
   srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
       --rdzv-endpoint=$FIRST_NODE:29400 -m distaccum.doctor
       the nodes of a Slurm job
-  distaccum-doctor --json --only host,disk
+  distaccum doctor --json --only host,disk
       for a program
 
 exit codes: 0 nothing is wrong; 1 something is; 2 bad arguments
 """
-_PROGRAM = "distaccum-doctor"
 _INTERRUPTED = 130
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Runs the command, with the arguments of this process; ends with its exit code."""
+    program.start()
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _STOPS}
     try:
         code = _main(sys.argv[1:])
-        sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # by torchrun's and Slurm's signals, too: what was written is removed first
         code = _INTERRUPTED
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.exit(code)
 
 
@@ -60,7 +63,7 @@ def _main(arguments: Sequence[str]) -> int:
     import_all()
     ranks, trouble = _launched()
     if ranks is None or ranks.size == 1:
-        return _report(options, {socket.gethostname(): _here(options, None)}, trouble, {socket.gethostname(): [0]})
+        return _report(options, {socket.gethostname(): _here(options)}, trouble, {socket.gethostname(): [0]})
     from distaccum.doctor.meeting import AbsentError, Meeting  # noqa: PLC0415  torch may be what is wrong
 
     try:
@@ -70,39 +73,42 @@ def _main(arguments: Sequence[str]) -> int:
             return _give_up(ranks, str(error))
         mend = "nc -zv $MASTER_ADDR $MASTER_PORT    # from the nodes of the missing ranks; and look at what they print"
         trouble.find(f"the ranks have not met: {error}", mend)
-        return _report(options, {socket.gethostname(): _here(options, ranks)}, trouble, {socket.gethostname(): [0]})
+        return _report(
+            options, {socket.gethostname(): _here(options, ranks.local_size)}, trouble, {socket.gethostname(): [0]}
+        )
     return _with_others(meeting, options)
 
 
 def _with_others(meeting: Meeting, options: argparse.Namespace) -> int:
-    """Every rank tells; rank 0 shows."""
+    """Every rank says where it is, the first one of each machine looks at it, and rank 0 shows everything."""
     from distaccum.doctor.agreement import About, nodes  # noqa: PLC0415
-    from distaccum.doctor.meeting import agree_on_a_name, gather  # noqa: PLC0415
+    from distaccum.doctor.meeting import MEET_S, agree, gather  # noqa: PLC0415
     from distaccum.doctor.together import absent, ask, take_part  # noqa: PLC0415
 
     ranks = meeting.ranks
-    found = _here(options, ranks) if ranks.local_rank == 0 else {}
-    looks = {name: one.to_json() for name, one in found.items()}
-    about = About.here(ranks.rank, ranks.local_rank)
-    everyone = gather(meeting, "found", {"about": about.to_json(), "looks": looks}, ALL_S)
-    name = agree_on_a_name(meeting, ALL_S)
-    if not name:
+    told = gather(meeting, "about", About.here(ranks.rank, ranks.local_rank).to_json(), MEET_S)
+    known = [About.from_json(one) for one in told.values() if one is not None]
+    places: dict[str, list[int]] | None = agree(meeting, "places", nodes(known) if known else None, 2 * MEET_S)
+    if places is None:
+        return _give_up(ranks, "rank 0 is gone")
+    mine = next((members for members in places.values() if ranks.rank in members), [])
+    found = _here(options, len(mine), len(places)) if ranks.rank in mine[:1] else {}
+    looks = gather(meeting, "looks", {name: one.to_json() for name, one in found.items()}, ALL_S)
+    name: str | None = agree(meeting, "name", own_name(), 2 * ALL_S)
+    if name is None:
         return _give_up(ranks, "rank 0 is gone")
     if ranks.rank:
         if BETWEEN in options.only:
             take_part(meeting, name, options.folder)
         return 0
-    between = absent(everyone)
-    known = [About.from_json(one["about"]) for one in everyone.values() if one is not None]
-    places = nodes(known)
+    between = absent({rank: told[rank] and looks[rank] for rank in told})
     by_node = {
-        place: {part: Look.from_json(one) for part, one in everyone[members[0]]["looks"].items()}
+        place: {part: Look.from_json(one) for part, one in (looks[members[0]] or {}).items()}
         for place, members in places.items()
     }
     if BETWEEN in options.only:
-        together = ask(
-            meeting, name, options.folder, known, {place: of.get("network") for place, of in by_node.items()}
-        )
+        networks = {place: of.get("network") for place, of in by_node.items()}
+        together = ask(meeting, name, options.folder, known, networks)
         between = Look(together.facts, between.findings + together.findings)
     return _report(options, by_node, between, places)
 
@@ -121,13 +127,21 @@ def _launched() -> tuple[LaunchEnvironment | None, Look]:
         return None, trouble
 
 
-def _here(options: argparse.Namespace, ranks: LaunchEnvironment | None) -> dict[str, Look]:
-    local, size = (1, 1) if ranks is None else (ranks.local_size, ranks.size)
-    return here(options.only, options.folder, local_ranks=local, nodes=-(-size // local))
+def _here(options: argparse.Namespace, local_ranks: int = 1, nodes: int = 1) -> dict[str, Look]:
+    patient = sys.stderr.isatty()
+    if patient:
+        sys.stderr.write(f"looking at {', '.join(options.only)} ...")
+        sys.stderr.flush()
+    try:
+        return here(options.only, options.folder, local_ranks=local_ranks, nodes=nodes)
+    finally:
+        if patient:
+            sys.stderr.write("\r\x1b[K")  # the table takes its place
+            sys.stderr.flush()
 
 
 def _give_up(ranks: LaunchEnvironment, why: str) -> int:
-    print(f"{_PROGRAM}: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
+    print(f"distaccum doctor: rank {ranks.rank}: {why}", file=sys.stderr)  # noqa: T201
     return 1
 
 
@@ -155,7 +169,7 @@ def _report(
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
+        prog=program.name_of("doctor"),
         description="What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -165,6 +179,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     help_text = f"look at these alone: {', '.join(TITLES)}"
     parser.add_argument("--only", type=_parts, default=list(TITLES), metavar="PART[,PART]", help=help_text)
+    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     quiet = os.environ.get("RANK", "0") != "0"  # one rank says it for all
     with redirect_stdout(StringIO() if quiet else sys.stdout), redirect_stderr(StringIO() if quiet else sys.stderr):
         return parser.parse_args(arguments)

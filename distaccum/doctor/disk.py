@@ -207,7 +207,7 @@ def _refused(found: Look, there: Path, error: OSError) -> None:
 
 
 def _elsewhere() -> str:
-    return "distaccum-train hydra.run.dir=/scratch/$USER/runs/NAME"
+    return "distaccum train hydra.run.dir=/scratch/$USER/runs/NAME"
 
 
 def shared_mark(folder: Path, name: str) -> Look:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from distaccum.doctor.facts import Look, size
+from distaccum.doctor.here import COUNT
 
 _MIB = 2**20
 _FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.free")
@@ -33,7 +34,6 @@ _APPS = ("gpu_uuid", "pid", "process_name", "used_memory")
 _THROTTLED = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot for the hardware", 0x80: "power brake"}
 # Of memory that others hold; a driver's own context takes some hundred MiB.
 _OTHERS = 2**30
-COUNT = "GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def _torch(found: Look, listed: list[Gpu]) -> set[str]:
     import torch  # noqa: PLC0415  it may be what is wrong
 
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found.tell(COUNT, f"{seen} seen by torch" + (f", {len(listed)} by the driver" if listed else ""), seen)
+    found.tell(COUNT, f"{seen} by torch" + (f", {len(listed)} by the driver" if listed else ""), seen)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         found.tell("CUDA_VISIBLE_DEVICES", hidden or "'' (none)", hidden)

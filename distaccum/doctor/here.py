@@ -12,7 +12,7 @@ from typing import Any
 from distaccum.doctor.facts import Look
 from distaccum.doctor.limits import Probe, look, start
 
-BETWEEN = "ranks"
+BETWEEN, COUNT = "ranks", "GPUs seen"
 TITLES = {
     "software": "Software",
     "kernels": "DeepSpeed",
@@ -74,7 +74,8 @@ def here(chosen: Sequence[str], folder: Path, *, local_ranks: int, nodes: int) -
     try:
         if wanted & {"gpus", "host", "network"}:
             found["gpus"] = look(_probe("gpus", call("gpus", "gpus")))
-        gpus = "gpus" in found and bool(found["gpus"].value("GPUs"))
+        count = found["gpus"].value(COUNT) if "gpus" in found else 0
+        gpus = isinstance(count, int) and count > 0
         quick = {
             "host": call("host", "host", local_ranks=local_ranks, cpu_trains=not gpus),
             "network": call("network", "network", several_nodes=nodes > 1, gpus=gpus),

@@ -13,8 +13,10 @@ from pathlib import Path
 from time import time
 from urllib.parse import urlsplit
 
+from distaccum.config.durations import seconds_of
 from distaccum.config.secrets import redact
 from distaccum.doctor.facts import Look
+from distaccum.errors import ConfigError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _RESTARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
@@ -55,36 +57,42 @@ def _slurm(found: Look, environment: Mapping[str, str]) -> None:
     number = environment.get("SLURM_JOB_ID")
     if not number:
         return
-    nodes, tasks = environment.get("SLURM_JOB_NUM_NODES", "1"), environment.get("SLURM_NTASKS", "1")
+    told = {name: environment.get(f"SLURM_{name}", "") for name in ("JOB_NUM_NODES", "NTASKS", "CPUS_ON_NODE")}
+    nodes, tasks, cores = (int(one) if one.isdecimal() else None for one in told.values())
     names = environment.get("SLURM_JOB_NODELIST", "")
-    text = (
-        f"job {number}, {nodes} nodes ({names}), {tasks} tasks, {environment.get('SLURM_CPUS_ON_NODE', '?')} cores here"
-    )
-    found.tell("Slurm", text, {"job": number, "nodes": int(nodes), "names": names, "tasks": int(tasks)})
-    with suppress(ValueError, KeyError):
-        left = int(environment["SLURM_JOB_END_TIME"]) - time()
+    counted = ((nodes, f"nodes ({names})"), (tasks, "tasks"), (cores, "cores on this node"))
+    text = ", ".join([f"job {number}", *(f"{count} {what}" for count, what in counted if count is not None)])
+    found.tell("Slurm", text, {"job": number, "nodes": nodes, "names": names, "tasks": tasks, "cores": cores})
+    left = _time_left(number, environment)
+    if left is not None:
         found.tell("time left", f"{left / 60:.0f} min", round(left))
         if left < _SHORT_S:
-            what = f"Slurm ends this job in {left:.0f} s"
-            found.find(
-                what, f"sudo scontrol update jobid={number} timelimit=+60    # or submit a longer one", wrong=False
-            )
-    script = _scontrol("write", "batch_script", number, "-")
+            mend = f"sudo scontrol update jobid={number} timelimit=+60    # or submit a longer one"
+            found.find(f"Slurm ends this job in {left:.0f} s", mend, wrong=False)
+    script = _answer("scontrol", "write", "batch_script", number, "-")
     if script is None:
         return
-    told = _SIGNAL.search(script)
-    lead = int(told["signal"].partition("@")[2] or _LEAD_S) if told else None
-    found.tell("signal before the limit", f"--signal={told['signal']}" if told else "none", lead or 0)
+    asked = _SIGNAL.search(script)
+    lead = int(asked["signal"].partition("@")[2] or _LEAD_S) if asked else None
+    found.tell("signal before the limit", f"--signal={asked['signal']}" if asked else "none", lead or 0)
     if lead is None:
         what = "Slurm gives this job no signal before its time limit: a run cannot save then"
         found.find(what, "#SBATCH --signal=B:USR1@120    # as in slurm/train.sbatch", wrong=False)
 
 
-def _scontrol(*words: str) -> str | None:
-    if not shutil.which("scontrol"):
+def _time_left(number: str, environment: Mapping[str, str]) -> float | None:
+    """Seconds; by Slurm's variable, which came with 22.05, or by its queue. None where neither says."""
+    with suppress(ValueError, KeyError):
+        return int(environment["SLURM_JOB_END_TIME"]) - time()
+    with suppress(ConfigError):  # UNLIMITED, INVALID
+        return seconds_of("squeue", (_answer("squeue", "-h", "-j", number, "-o", "%L") or "").strip())
+    return None
+
+
+def _answer(*command: str) -> str | None:
+    if not shutil.which(command[0]):
         return None
     with suppress(subprocess.TimeoutExpired):
-        command = ["scontrol", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)  # noqa: S603
         return done.stdout if done.returncode == 0 else None
     return None

@@ -10,7 +10,6 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from secrets import token_hex
 from time import time
 from typing import Any
 
@@ -126,10 +125,9 @@ def gather(meeting: Meeting, key: str, mine: Any, within_s: float) -> dict[int, 
     return {0: mine} | {rank: meeting.take(f"{key}/{rank}", end - time()) for rank in range(1, meeting.ranks.size)}
 
 
-def agree_on_a_name(meeting: Meeting, within_s: float) -> str:
-    """A word that rank 0 has drawn; the same on every rank, empty where rank 0 is gone."""
-    if meeting.ranks.rank == 0:
-        name = token_hex(6)
-        meeting.give("name", name)
-        return name
-    return str(meeting.take("name", within_s + MEET_S) or "")
+def agree(meeting: Meeting, key: str, mine: Any, within_s: float) -> Any:
+    """Rank 0's ``mine`` (of JSON's types) on every rank; None where rank 0 is gone."""
+    if meeting.ranks.rank:
+        return meeting.take(key, within_s)
+    meeting.give(key, mine)
+    return mine

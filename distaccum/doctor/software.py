@@ -59,7 +59,7 @@ def kernels() -> Look:
 
 def _torch(found: Look) -> None:
     wanted = ".".join(map(str, TORCH))
-    install = f"{sys.executable} -m pip install 'torch>={wanted}'"
+    install = f"{sys.executable} -m pip install --force-reinstall 'torch>={wanted}'"
     try:
         import torch  # noqa: PLC0415  it may be what is wrong
     except ImportError as error:

@@ -15,6 +15,7 @@ from distaccum.errors import shorten
 
 _INDENT, _GAP, _NAME = 2, 2, 28
 _VALUES = 4  # that differ between nodes and are shown; --json has all
+_COMMENT = "    # "
 _TITLE, _WRONG, _NOTE, _MEND = "bold", "bold red", "yellow", "cyan"
 
 
@@ -118,7 +119,7 @@ def lines(examination: Examination, width: int | None) -> Iterator[tuple[str, st
             on = f" (on {shorten(where)})" if there > 1 and where else ""
             for line in _row(str(number), f"{one.what}{on}", width, name_width=3):
                 yield "", line
-            for line in _row("", f"-> {one.mend}", width, name_width=3):
+            for line in _mend(one.mend, width):
                 yield _MEND, line
     yield "", ""
     unseen = examination.unseen()
@@ -145,6 +146,18 @@ def _rows(section: Section) -> Iterator[tuple[str, str]]:
                 yield "", f"{len(held) - _VALUES} more: see --json"
                 break
             yield name if number == 0 else "", f"{shorten(where, 3)}: {text}"
+
+
+def _mend(mend: str, width: int | None) -> Iterator[str]:
+    """A command is not wrapped, so that it can be copied; what is said of it stands below, where it has no place."""
+    start = f"{'':{_INDENT + 3 + _GAP}}-> "
+    command, _, comment = mend.partition(_COMMENT)
+    if width is None or not comment or len(start) + len(mend) <= width:
+        yield f"{start}{mend}"
+        return
+    yield f"{start}{command}"
+    for line in wrap(comment, max(20, width - len(start) - 2), break_on_hyphens=False):
+        yield f"{'':{len(start)}}# {line}"
 
 
 def _row(name: str, text: str, width: int | None, *, name_width: int = _NAME) -> Iterator[str]:

@@ -25,7 +25,7 @@ def take_part(meeting: Meeting, name: str, folder: Path) -> None:
     """On the ranks but 0; ``name`` is the same on all of them, and new."""
     answer_pings(meeting)
     if meeting.take(_MARKED, MEET_S):
-        seen = call("disk", "sees_mark", folder, _mark(name), _SEEN_S)
+        seen = call("disk", "sees_mark", folder, name, _SEEN_S)
         gather(meeting, "seen", look(Probe(name="seen", act=seen, limit_s=_FILE_S)).to_json(), 0)
     if meeting.take(_REDUCE, MEET_S):
         gather(meeting, "reduced", _reduced(meeting, name).to_json(), 0)
@@ -83,12 +83,14 @@ def _not_connected(reduced: Look, answers: Mapping[int, Any]) -> None:
     for text, where in said.items():
         reduced.tell(f"all-reduce, {listed(where)}", text)
     mend = "export GLOO_SOCKET_IFNAME=INTERFACE NCCL_SOCKET_IFNAME=INTERFACE    # one that all nodes reach; see Network"
+    if refused := next((text for text in said if "ConfigError: " in text), ""):  # which says what to do
+        mend = refused.partition("ConfigError: ")[2].partition(". ")[2] or mend
     reduced.find("the ranks do not connect: there was no all-reduce", mend)
 
 
 def _shared(meeting: Meeting, name: str, folder: Path) -> Look:
     """Whether the others see a file that this rank makes."""
-    found, mark, row = Look(), _mark(name), "shared folder"
+    found, mark, row = Look(), name, "shared folder"
     made = look(Probe(name=row, act=call("disk", "shared_mark", folder, mark), limit_s=_FILE_S))
     if made.facts:  # why there is no file
         meeting.give(_MARKED, 0)
@@ -109,12 +111,8 @@ def _shared(meeting: Meeting, name: str, folder: Path) -> Look:
         return found
     found.tell(row, f"{listed(blind)} did not see rank 0's file in {folder} within {_SEEN_S:.0f} s", blind)
     what = f"{listed(blind)} cannot see what rank 0 writes in {folder}, and every rank writes a part of a checkpoint"
-    found.find(what, "distaccum-doctor --folder /scratch/$USER/runs    # one that all nodes share; then hydra.run.dir")
+    found.find(what, "distaccum doctor --folder /scratch/$USER/runs    # one that all nodes share; then hydra.run.dir")
     return found
-
-
-def _mark(name: str) -> str:
-    return f".distaccum-doctor-{name}"
 
 
 def _join(one: Look, other: Look) -> None:

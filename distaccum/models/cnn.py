@@ -12,7 +12,7 @@ class CNN(nn.Module):
     the micro-batch.
 
     Args:
-        channels: of the first convolution.
+        channels: channels of the first convolution.
         classes: number of labels.
     """
 

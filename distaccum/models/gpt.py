@@ -42,10 +42,10 @@ class GPT(nn.Module):
         vocab_multiple: the embedding gets rows of zeros, up to a multiple of this. They are no token ids; logits, and
             the loss, are those of ``vocab_size``. A loss in chunks multiplies with all rows, which is faster at
             multiples of 64; whole logits are made of the others alone.
-        positions: ``rotary``, without parameters, or ``learned``.
+        positions (rotary | learned): ``rotary``, without parameters, or ``learned``.
         bias: whether linear layers and norms have one.
-        gelu: ``exact``, or ``tanh``, an approximation of it that GPT-2 was trained with.
-        attention: the kernel, one of ``KERNELS``; ``auto`` leaves the choice to torch.
+        gelu (exact | tanh): ``exact``, or ``tanh``, an approximation of it that GPT-2 was trained with.
+        attention (auto | flash | efficient | cudnn | math): the kernel; ``auto`` leaves the choice to torch.
 
     Raises:
         ConfigError: a size is not positive, sizes do not go together, or there is no such choice.

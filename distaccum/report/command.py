@@ -19,8 +19,6 @@ from distaccum.report.png import pictures
 from distaccum.report.read import read_runs
 
 NAME = "report.html"
-
-
 _EPILOG = """\
 examples:
   distaccum report runs/NAME

@@ -206,7 +206,7 @@ class ReduceLROnPlateau(Callback):
         factor: between 0 and 1.
         patience: evaluations in a row without an improvement that are borne; the next one reduces.
         threshold: what counts as an improvement: a share of the best result, or its distance from it.
-        threshold_mode: ``rel`` or ``abs``.
+        threshold_mode (rel | abs): how ``threshold`` is meant.
         cooldown: evaluations after a reduction that are not counted.
         min_factor: the product of all reductions never falls below.
         larger_is_better: as for an accuracy.

@@ -21,4 +21,4 @@ def passed(components: TrainingComponents, from_step: int | None) -> str:
         components.plan.describe()[0],
         "one evaluation, no update" if components.evaluates_alone else updates,
     )
-    return f"check passed: {'; '.join(parts)}; nothing was started"
+    return f"check passed: {'; '.join(parts)}"

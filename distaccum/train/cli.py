@@ -179,7 +179,7 @@ class _Jobs:
         try:
             objective = self._run(node, run_dir)
         except (ConfigError, JobRejectedError) as error:
-            if self._planned is None:
+            if self._planned is None or self._names_folder():
                 run_dir.write_refusal(str(error))
             self._remove_if_empty(run_dir)
             tell_torchrun(str(error), run_dir)
@@ -195,6 +195,11 @@ class _Jobs:
         if self.preempted:
             sys.exit(0)  # the same command with resume=auto runs the rest of a sweep
         return objective
+
+    @staticmethod
+    def _names_folder() -> bool:
+        """Whether the command line says where the run will be: who checks a job first looks for a status there."""
+        return any(override.startswith(_RUN_DIRS) for override in HydraConfig.get().overrides.hydra)
 
     def _remove_if_empty(self, run_dir: RunDir) -> None:
         """Removes the folder where it is empty, and those above it that Hydra has made for it."""

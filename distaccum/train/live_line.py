@@ -8,6 +8,7 @@ through it may wait for a lock that nobody there will release.)
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -54,7 +55,7 @@ class LiveLine:
         self._terminal, self._pid = sys.stdout, os.getpid()
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is not None and stream.isatty():
+            if takes_live_line(stream):
                 self._above.append(_Above(self, stream, name))
                 setattr(sys, name, self._above[-1])
         self._take_over_handlers()
@@ -237,10 +238,13 @@ def erasing_streams() -> Iterator[None]:
 
 
 def takes_live_line(stream: TextIO | None) -> bool:
-    """Whether a live line can stand there: on a terminal that is not dumb, and not in continuous integration."""
+    """Whether a live line can stand there: on a terminal that is not dumb, and not in continuous integration.
+
+    A program's own stream in place of Python's, such as one that also writes to a file, gets plain lines.
+    """
     if os.environ.get("CI", "").lower() not in ("", "0", "false") or os.environ.get("TERM") in _DUMB:
         return False
-    return stream is not None and stream.isatty()
+    return isinstance(stream, io.TextIOWrapper) and stream.isatty()
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:

@@ -48,9 +48,15 @@ def summarize(model: nn.Module, depth: int) -> list[ModuleRow]:
 
 
 def table(rows: Sequence[ModuleRow]) -> list[str]:
-    """The rows as aligned lines: name, class, parameters, memory, types, and what is frozen or counted elsewhere."""
+    """The rows as aligned lines: name, class, parameters, memory, types, and what is frozen or counted elsewhere.
+
+    A module of a shown one stands below it, indented, with what its name has more.
+    """
     shown = rows[:_MOST]
-    names = ["  " * (row.depth - 1) + row.name for row in shown]
+    names, parents = [], [""]
+    for row in shown:
+        parents = [*parents[: row.depth], f"{row.name}."]
+        names.append("  " * (row.depth - 1) + row.name.removeprefix(parents[row.depth - 1]))
     numbers = [f"{row.parameters:,}" for row in shown]
     sizes = [size_of(row.size) for row in shown]
     columns = (names, [row.kind for row in shown], numbers, sizes)

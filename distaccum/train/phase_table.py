@@ -51,11 +51,12 @@ class PhaseTable:
             own = [sum(mean[part] for part in parts) for mean in self._means]
             meeting = [mean[_MEETING[what]] for mean in self._means]
             last, waits = own.index(max(own)), meeting.index(max(meeting))
-            gap, wall = own[last] - median(own), max(mean["wall"] for mean in self._means)
+            others = median(own[:last] + own[last + 1 :])
+            gap, wall = own[last] - others, max(mean["wall"] for mean in self._means)
             if last != waits and min(gap, meeting[waits] - meeting[last]) > max(_LEAST_S, _WORTH * wall):
                 said.append(
-                    f"rank {last} is waited for: {what} takes it {_ms(own[last])} ms a window, the ranks' median is "
-                    f"{_ms(median(own))}; rank {waits} waits {_ms(meeting[waits])} ms in the {_MEETING[what]}"
+                    f"rank {last} is waited for: {what} takes it {_ms(own[last])} ms a window, the others' median is "
+                    f"{_ms(others)}; rank {waits} waits {_ms(meeting[waits])} ms in the {_MEETING[what]}"
                 )
         return said
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from distaccum import program
 from distaccum.config.engine import BY_PARAMETER, DDPConfig
 from distaccum.config.instantiate import build
 from distaccum.config.schema import OptimConfig, RunConfig
@@ -44,6 +45,7 @@ from distaccum.train.timing import LocalTimer
 
 MIB, GIB = 2**20, 2**30
 WARM_UP, TIMED = 2, 5  # micro-steps that are measured
+_INDENT = 11  # of the facts, behind their names
 SIDE = 64  # of the matrix on which an optimizer makes its state
 MEMORY = {"a rank holds": "memory", "at the peak of a micro-step": "peak", "on the host": "host"}
 PARTS = {"compute": "of computing", "update": "of updating", "exposed": "of waiting for the network"}
@@ -126,7 +128,10 @@ def show(values: Values) -> None:
     """Prints the tables."""
     batch, model, step = values["batch"], values["model"], values["step"]
     console = Console()
-    say = console.out
+
+    def say(line: str) -> None:  # in a pipe a fact is a line, however long
+        console.out(program.wrapped(line, _INDENT).rstrip("\n") if console.is_terminal else line)
+
     say(f"model      {model['parameters']:,} parameters in {model['tensors']} tensors, {model['blocks']} blocks")
     if "groups" in model:
         say(f"groups     {'; '.join(str(GroupSize(**group)) for group in model['groups'])}")

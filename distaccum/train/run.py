@@ -266,7 +266,7 @@ def train(
         run_dir.write_status(State.RUNNING, step=0)
     if components.config.checkpoint.saves:
         check_shared(run_dir.path, world)
-    screen.enter("starting" if saved is None else f"restoring {saved.folder}")
+    screen.enter("starting" if saved is None else f"restoring {saved.folder.name}")
     restore = Restore(saved, components, world)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
@@ -336,6 +336,7 @@ def train(
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         with signals.notify(loop.preempt):
             evaluation = loop.fit()
+        screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:

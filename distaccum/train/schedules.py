@@ -10,7 +10,12 @@ from distaccum.errors import ConfigError
 
 
 class Constant:
-    """The peak rate after a linear warm-up over ``warmup_steps`` updates; ``total_steps`` is not used."""
+    """The peak rate after a linear warm-up.
+
+    Args:
+        total_steps: not used.
+        warmup_steps: updates of the rise.
+    """
 
     def __init__(self, *, total_steps: int, warmup_steps: int = 0) -> None:
         self._warmup = _Warmup(warmup_steps)
@@ -24,6 +29,11 @@ class Cosine:
     """A linear warm-up, then half a cosine down to ``final_ratio`` at ``total_steps``, and constant after it.
 
     Source: I. Loshchilov and F. Hutter, "SGDR" (2017), without restarts.
+
+    Args:
+        total_steps: updates until the end of the fall.
+        warmup_steps: updates of the rise.
+        final_ratio: the factor at ``total_steps``, and after it.
     """
 
     def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.1) -> None:
@@ -42,6 +52,11 @@ class Linear:
 
     Source: without ``final_ratio`` that of A. Defazio et al., "Optimal linear decay learning rate schedules and further
     refinements" (2023).
+
+    Args:
+        total_steps: updates until the end of the fall.
+        warmup_steps: updates of the rise.
+        final_ratio: the factor at ``total_steps``, and after it.
     """
 
     def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> None:
@@ -65,9 +80,9 @@ class WSD:
 
     Args:
         total_steps: updates until the end of the decay.
-        warmup_steps: of the rise.
+        warmup_steps: updates of the rise.
         decay_ratio: share of ``total_steps`` that decays; the number of updates is rounded.
-        decay: ``linear``, ``sqrt`` or ``cosine``.
+        decay (linear | sqrt | cosine): its form.
         final_ratio: the factor at ``total_steps``, and after it.
     """
 

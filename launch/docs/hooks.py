@@ -40,6 +40,7 @@ def of_the_site(markdown: str, folder: Path) -> str:
         if path.is_relative_to(ROOT / "docs"):
             return f"[{text}]({path.relative_to(ROOT / 'docs').as_posix()}{anchor})"
         name = path.relative_to(ROOT).as_posix()
-        return f"[{text}]({PAGES[name]}{anchor})" if name in PAGES else text
+        there = name in PAGES and not (name == "README.md" and anchor)  # in whose place is another page
+        return f"[{text}]({PAGES[name]}{anchor})" if there else text
 
     return _LINK.sub(link, markdown)

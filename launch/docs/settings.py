@@ -1,4 +1,4 @@
-"""The tables of settings in docs/reference.md, made of the dataclasses' docstrings."""
+"""The tables of settings in docs/reference.md, made of docstrings: of the dataclasses, and of what groups name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from distaccum.config.arguments import arguments
 from distaccum.config.describe import Setting, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
-BEGIN, END = "<!-- settings: made by python -m launch.docs -->", "<!-- settings end -->"
+MARKS = "<!-- {0}: made by python -m launch.docs -->", "<!-- {0} end -->"
 MORE = {  # where a setting's page says more
     "batch.pad_rows": "data.md#one-shape",
     "checkpoint.background": "checkpoints.md#in-the-background",
@@ -90,8 +91,30 @@ def _listed(parts: list[str]) -> str:
     return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
+def keys_of_choices() -> str:
+    """What the choices of the groups take, a heading and a table for each group."""
+    made = []
+    for part, those in groupby(arguments(), lambda one: one.key.split(".")[0]):
+        made.append(f"### Keys of `{part}`")
+        for files, keys in groupby(those, lambda one: one.files):
+            named = _listed([f"`{part}={name}`" for name in files])
+            rows = "\n".join(
+                f"| `{one.key}` | {_type(one)} | {_default(one.default)} | {one.meaning} |" for one in keys
+            )
+            made.append(f"With {named}:")
+            made.append(f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}")
+    return "\n\n".join(made)
+
+
+def _default(default: str) -> str:
+    return "required" if default == "???" else f"`{default}`"
+
+
 def with_tables(page: str) -> str:
-    """The page with the tables between its two marks."""
-    marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    assert len(marked.findall(page)) == 1, f"{PAGE.name} has the lines {BEGIN} and {END} once"
-    return marked.sub(lambda _: f"{BEGIN}\n\n{tables()}\n\n{END}", page)
+    """The page with the tables between their marks."""
+    for name, made in (("settings", tables()), ("keys", keys_of_choices())):
+        begin, end = (mark.format(name) for mark in MARKS)
+        marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        assert len(marked.findall(page)) == 1, f"{PAGE.name} has the lines {begin} and {end} once"
+        page = marked.sub(lambda _, text=f"{begin}\n\n{made}\n\n{end}": text, page)
+    return page

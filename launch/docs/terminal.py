@@ -23,20 +23,21 @@ ROOT = Path(__file__).parents[2]
 RUN = (
     "trainer.max_steps=1000",
     "trainer.log_every=5",
-    "trainer.eval_every=20",
+    "trainer.eval_every=10",
     "trainer.eval_samples=256",
-    "checkpoint.every=25",
+    "checkpoint.every=15",
+    "data.seq_len=64",
     "metrics=jsonl",
     "hydra.run.dir=runs/first",
 )
 _ROWS = 34
-_LAST = re.compile(r"^step (2[6-9]|3\d)/1,000  .*ETA.*data wait", re.MULTILINE)
-_PATIENCE_S = 300.0
+_LAST = re.compile(r"^step 1[6-9]/1,000  .*ETA.*data wait", re.MULTILINE)
+_PATIENCE_S = 600.0
 _FONT = re.compile(r"@font-face \{\{.*?\}\}", re.DOTALL)  # from the network
 
 
 def capture(columns: int) -> str:
-    """What a terminal of so many columns shows after some 30 updates, with its colours."""
+    """What a terminal of so many columns shows after some 16 updates, with its colours."""
     with tempfile.TemporaryDirectory() as folder:
         tmux = ["tmux", "-S", f"{folder}/tmux", "-f", "/dev/null"]
         size = ["-x", str(columns), "-y", str(_ROWS)]
@@ -47,7 +48,7 @@ def capture(columns: int) -> str:
             while time.monotonic() < deadline:
                 screen = _run(*tmux, "capture-pane", "-e", "-p")
                 if _LAST.search(screen):
-                    return screen.rstrip()
+                    return screen.rstrip().replace(folder, "/project")
                 time.sleep(0.05)
         finally:
             _run(*tmux, "kill-server")

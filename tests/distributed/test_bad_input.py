@@ -24,7 +24,10 @@ MISTAKES = {
         ["batch.micro_size=9", "batch.global_size=8", "lower the one"],
     ),
     "no batch": (["batch.global_size=0"], ["batch.global_size=0", "at least 1", "State a positive number"]),
-    "half a sample": (["batch.micro_size=1.5"], ["batch.micro_size=1.5", "Integer", "Give a value of the type"]),
+    "half a sample": (
+        ["batch.micro_size=1.5"],
+        ["batch.micro_size=1.5", "not of type int", "Give a value of the type"],
+    ),
     "negative steps": (["trainer.max_steps=-5"], ["trainer.max_steps=-5", "at least 0", "whole number from 0"]),
     "no end": (["trainer.max_steps=null"], ["trainer.max_steps=null", "trainer.max_epochs", "State one"]),
     "no logging interval": (["trainer.log_every=0"], ["trainer.log_every=0", "at least 1", "whole number from 1"]),
@@ -183,11 +186,12 @@ def test_the_status_says_why(tmp_path: Path, mistake: str) -> None:
 
 def test_a_check_says_the_same_and_leaves_nothing(tmp_path: Path) -> None:
     good = succeed("--check", cwd=tmp_path)
-    assert (good.stdout, good.stderr) == ("", "")
-    assert not list((tmp_path / "runs").iterdir())
+    assert good.stdout.startswith("check passed: GPT with ")
+    assert (good.stdout.count("\n"), good.stderr) == (1, "")
     bad = run("--check", "batch.micro_size=1000", cwd=tmp_path)
     assert bad.returncode == 2
     assert "batch.micro_size=1000" in bad.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_environment_of_half_a_launcher(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs" / "bring-your-loop.md").read_text()
 PROGRAMS = ROOT / "launch" / "examples" / "migrate"
 NAMES = ("from_ddp", "from_accelerate", "from_lightning", "from_transformers", "from_deepspeed")
 AT_ONCE = {"from_deepspeed": 2}  # processes, where one needs a launcher
+LONG = ("from_transformers", "from_deepspeed")  # tens of seconds of imports
 RAGGED = ("--ragged",)
 EXACT = 1e-6
 
@@ -60,7 +61,7 @@ def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name in AT_ONCE else pytest.mark.slow) for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.heavy if name in LONG else pytest.mark.slow) for name in NAMES]
 )
 def test_where_the_program_is_right_the_changed_one_trains_to_its_weights(name: str, tmp_path: Path) -> None:
     world = AT_ONCE.get(name, 1)
@@ -104,9 +105,16 @@ def test_of_unequal_lengths_the_changed_program_trains_on_the_mean_and_the_other
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["from_accelerate", "from_lightning"])
-def test_on_two_processes_the_changed_program_trains_to_the_weights_of_one(name: str, tmp_path: Path) -> None:
-    one, two = (_weights(tmp_path / str(world), changed(name), *RAGGED, world=world) for world in (1, 2))
-    assert _distance(one, two) < EXACT
+def test_of_unequal_lengths_the_changed_program_is_right_on_one_process_and_on_two(name: str, tmp_path: Path) -> None:
+    true = _plain_loop(tmp_path / "true")
+    for world in (1, 2):
+        assert _distance(true, _weights(tmp_path / str(world), changed(name), *RAGGED, world=world)) < EXACT
+
+
+@pytest.mark.heavy
+def test_of_unequal_lengths_hugging_faces_trainer_is_right_too(tmp_path: Path) -> None:
+    before = _weights(tmp_path / "before", (PROGRAMS / "from_transformers.py").read_text(), *RAGGED)
+    assert _distance(before, _weights(tmp_path / "after", changed("from_transformers"), *RAGGED)) < EXACT
 
 
 def _theirs(heading: str) -> set[str]:
@@ -116,7 +124,7 @@ def _theirs(heading: str) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 def test_the_tables_name_what_the_other_frameworks_have() -> None:
     from accelerate import Accelerator  # noqa: PLC0415  seconds each

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -107,6 +109,47 @@ def test_the_command_of_the_page_as_torchrun_starts_it(tmp_path: Path) -> None:
     assert str(tmp_path) not in left
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_told_to_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """In the middle of the disk's part, when its folder is there."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distaccum.doctor", "--only", "disk", "--folder", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+    )
+    while not list(tmp_path.iterdir()):
+        assert process.poll() is None
+        sleep(0.001)
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_that_cannot_be_imported_is_what_is_wrong(tmp_path: Path) -> None:
+    """Everything that does without it is told all the same."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-m", "distaccum.doctor", "--json", "--only", "software,host,network,job"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}", WANDB_MODE="offline"),
+    )
+    assert (finished.returncode, finished.stderr) == (1, "")
+    told = json.loads(finished.stdout)
+    assert _wrong(told) == ["torch cannot be imported: libcudart.so.13: cannot open shared object file"]
+    assert told["unseen"] == 1  # the machine's part asks torch for its threads
+    assert [section["title"] for section in told["sections"]][:4] == ["Software", "Machine", "Network", "Job"]
+
+
 def test_two_hosts_are_measured_beside_their_link(tmp_path: Path) -> None:
     """100 Mbit/s, over a virtual link that is sold as 10 Gbit/s: noted, and the rate is that of the link."""
     need_hosts()
@@ -119,7 +162,7 @@ def test_two_hosts_are_measured_beside_their_link(tmp_path: Path) -> None:
     assert len(told["nodes"]) == 2
     facts = _facts(told)
     rates = [fact["value"]["bus_bits_per_s"] for name, fact in facts.items() if name.startswith("all-reduce of")]
-    assert 50e6 < max(rates) < 110e6  # a burst of 64 KiB may leave at once
+    assert 50e6 < rates[-1] < 110e6  # of the largest; of a smaller one much may leave at once
     assert facts["nominal"]["value"] == 10e9
     (note,) = [one["what"] for one in told["findings"] if not one["wrong"] and "between the nodes" in one["what"]]
     assert "virtual: its rate is the driver's word" in note

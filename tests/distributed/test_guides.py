@@ -55,9 +55,10 @@ def _run(command: str, folder: Path) -> str:
         words = shlex.split(command)
         if words[0] == "cd":
             return ""
-        if words[0] == "distaccum-export":
-            (folder / "export.py").write_text("from distaccum.checkpoint.export import main\nmain()\n")
-            words = ["python", "export.py", *words[1:]]
+        words = ["distaccum", "export", *words[1:]] if words[0] == "distaccum-export" else words
+        if words[0] == "distaccum":
+            (folder / "command.py").write_text("from distaccum.commands.main import main\nmain()\n")
+            words = ["python", "command.py", *words[1:]]
         assert words[0] == "python", command
         words = [word.replace("step-2000", f"step-{NANOGPT_STEPS}") for word in words]
         finished = run(*words[2:], script=folder / words[1], cwd=folder, PYTHONPATH=str(folder))
@@ -82,6 +83,8 @@ def test_the_commands_of_the_start_print_what_the_page_says(tmp_path: Path) -> N
     first, alone = (metrics(tmp_path / "runs" / name) for name in ("first", "alone"))
     assert [record["loss"] for record in alone] == pytest.approx([r["loss"] for r in first[: len(alone)]], rel=1e-5)
     assert status(tmp_path / "runs" / "first")["step"] == 60
+    for report in ("runs/first/report.html", "compared.html"):
+        assert "</html>" in (tmp_path / report).read_text()
     (curve,) = (text for block, text in printed if block.mark == "guide")
     rows = [line.split() for line in curve.splitlines()]  # printed before the run was resumed
     assert [(int(step), float(loss)) for step, loss, _ in rows] == [(r["step"], round(r["loss"], 3)) for r in first[:4]]

@@ -34,7 +34,11 @@ def test_a_mistake_is_found_before_torchrun_starts(tmp_path: Path) -> None:
 def test_a_check_alone_starts_nothing(tmp_path: Path) -> None:
     process = _start(*TINY, "--check=3", f"hydra.run.dir={tmp_path / 'run'}")
     said, error = process.communicate(timeout=60)
-    assert (process.returncode, said, error) == (0, "", "")
+    assert (process.returncode, error) == (0, "")
+    assert said.startswith("check passed: GPT with ")
+    assert said.endswith("; nothing was started\n")
+    assert "3 ranks x" in said
+    assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -49,7 +53,8 @@ def test_a_run_that_is_asked_to_leave_saves(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=100)
+    said, _ = process.communicate(timeout=100)
+    assert "check passed" not in said  # nobody asked for it
     found = status(tmp_path)
     assert found["state"] == "preempted"
     assert (tmp_path / "checkpoints" / f"step-{found['step']}").is_dir()

@@ -108,13 +108,13 @@ def test_each_engine_is_profiled_and_trains_the_same(tmp_path: Path, engine: tup
 def test_the_rank_that_loads_slowly_is_named_and_the_other_waits_in_the_count(tmp_path: Path) -> None:
     """Four samples a window on each rank: rank 1 loads PAUSE_S a window."""
     given = (*OWN_DATA, "trainer.max_steps=3", "checkpoint.every=0", f"hydra.run.dir={tmp_path}")
-    profile = ("profile.steps=[2,3]", "profile.trace=false")
+    profile = ("profile.steps=[2,3]", "profile.trace=false", "trainer.log_every=10")
     finished = succeed(*given, *profile, world=2, PYTHONPATH=str(ROOT), SLOW_RANK="1")
     rows = _table(tmp_path)["rows"]
     assert rows["loading"]["slowest_rank"] == 1
     assert rows["loading"]["sum_s"][1] >= 2 * PAUSE_S
     assert rows["count"]["slowest_rank"] == 0
-    assert rows["count"]["sum_s"][0] + rows["loading"]["sum_s"][0] >= 2 * PAUSE_S  # until rank 1 has loaded
+    assert rows["count"]["sum_s"][0] >= PAUSE_S  # of two; rank 0 may come a little later than rank 1 begins
     assert "rank 1 is waited for: loading takes it" in finished.stdout
     assert not list(tmp_path.rglob("*.trace.json.gz"))
 

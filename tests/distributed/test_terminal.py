@@ -89,8 +89,8 @@ class Terminal:
         return os.waitstatus_to_exitcode(state)
 
     def lines(self) -> list[str]:
-        """What it wrote beside the records and what the terminal echoes."""
-        said = self._said.decode().replace("^C", "").splitlines()
+        """What it wrote beside the records and the terminal's echo; a wrapped line, whose rest is indented, is one."""
+        said = self._said.decode().replace("^C", "").replace("\r\n  ", " ").splitlines()
         return [line for line in said if line.strip() and not line.startswith("step ")]
 
 

@@ -101,7 +101,12 @@ VARIABLES = {
 
 def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> None:
     asked = ["metrics.wandb.name=mine", "metrics.wandb.log_checkpoints=all", "checkpoint.best=eval_loss"]
-    succeed(*SETTINGS, *asked, "optim.lr=0.25", f"hydra.run.dir={tmp_path}", world=2, **VARIABLES)
+    project = tmp_path / "project"
+    for file in ("mine.py", "package/part.py", ".venv/hidden.py", "lib/site-packages/installed.py", "runs/old/copy.py"):
+        (project / file).parent.mkdir(parents=True, exist_ok=True)
+        (project / file).write_text("")
+    asked += ["metrics.wandb.save_code=true", "optim.lr=0.25", f"hydra.run.dir={tmp_path}"]
+    succeed(*SETTINGS, *asked, world=2, cwd=project, **VARIABLES)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, keys, run_id = _history(file)
     expected = metrics(tmp_path)
@@ -122,6 +127,8 @@ def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> No
     assert summary["eval_accuracy"]["max"] == max(record["eval_accuracy"] for record in evaluated)
     assert summary["eval_loss"]["min"] == min(record["eval_loss"] for record in evaluated)
     assert summary["grad_norm"] == expected[-1]["grad_norm"]
+    (code,) = (record.artifact for record in _protos(file) if record.artifact.type == "code")
+    assert {content.path for content in code.manifest.contents} == {"mine.py", "package/part.py"}
     _are_artifacts(file, tmp_path / "checkpoints", best=min(evaluated, key=lambda record: record["eval_loss"])["step"])
 
 
@@ -129,7 +136,7 @@ def _are_artifacts(file: Path, checkpoints: Path, *, best: int) -> None:
     """Asserts that the run has the checkpoints, file by file, under their names."""
     found = {}
     for record in _protos(file):
-        if record.WhichOneof("record_type") == "artifact":
+        if record.artifact.type == "model":
             aliases = set(record.artifact.aliases)
             (step,) = (alias for alias in aliases if alias.startswith("step-"))
             found[step] = aliases - {step, "latest"}

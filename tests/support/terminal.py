@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import shlex
 import struct
 import subprocess
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+_END = "\x1b[77m"  # a style that there is not: what was written before it has been read
 _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)", re.DOTALL)
 
 
@@ -102,10 +102,14 @@ class Terminal:
     @property
     def rows(self) -> list[str]:
         """What stands there now."""
-        while select.select([self._reader], [], [], 0.05)[0]:
-            text = os.read(self._reader, 1 << 16).decode()
-            self.said += text
-            self._rows.show(text)
+        self.stream.flush()
+        os.write(self._writer, _END.encode())
+        text = ""
+        while not text.endswith(_END):
+            text += os.read(self._reader, 1 << 16).decode()
+        text = text.removesuffix(_END)
+        self.said += text
+        self._rows.show(text)
         return self._rows.rows
 
     def echo(self, text: str) -> None:

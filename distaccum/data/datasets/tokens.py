@@ -30,7 +30,7 @@ def tokens(
         path: glob of the training shards.
         vocab_size: ids must be below it.
         seq_len: tokens per sample.
-        dtype: ``uint16`` or ``uint32``.
+        dtype (uint16 | uint32): of the ids in the shards.
         held_out: share of the last shard to hold out at its end, without ``held_out_path``.
         held_out_path: glob of shards to hold out, or several globs by name: ``{news: "n/*.bin", code: "c/*.bin"}``.
 

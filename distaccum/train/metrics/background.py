@@ -16,6 +16,7 @@ from distaccum.train.metrics.loggers import Logger, Record, RunInfo
 
 _log = logging.getLogger(__name__)
 
+_LEAVING_S = 8.0
 SUFFIX = "-logger"  # of the threads' names
 
 
@@ -65,7 +66,8 @@ class InThread(Logger):
             self._calls.put(partial(self._tell, kept, step, best=best))
 
     def mark_preempted(self) -> None:
-        """Hands it over."""
+        """Hands it over; who is told to leave does not wait long."""
+        self._timeout = min(self._timeout, _LEAVING_S)
         self._calls.put(self._logger.mark_preempted)
 
     def close(self, *, failed: bool) -> None:

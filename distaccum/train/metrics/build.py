@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     pass
 
 _MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
+_UPLOAD_TIMEOUT_S = 600.0  # of one checkpoint
 
 
 def check_loggers(metrics: MetricsConfig) -> None:
@@ -94,7 +95,7 @@ def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
     thread = InThread(
         "mlflow",
         Tolerant("mlflow", make),
-        timeout_s=_MLFLOW_TIMEOUT_S,
+        timeout_s=_MLFLOW_TIMEOUT_S if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S,
         remedy="metrics.jsonl has every record, and resume=auto sends what MLflow lacks",
         kept=KeptCheckpoints(run.folder / "mlflow-checkpoints"),
         log_checkpoints=settings.log_checkpoints,

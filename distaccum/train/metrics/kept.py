@@ -28,13 +28,14 @@ class KeptCheckpoints:
         """
         kept = self._folder / f"step-{step}"
         partial = self._folder / f".step-{step}"
-        rmtree(partial, ignore_errors=True)  # a run died as it was made
-        rmtree(kept, ignore_errors=True)  # of a past that the run repeats
-        for file in (file for file in sorted(path.rglob("*")) if file.is_file()):
-            link = partial / file.relative_to(path)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            os.link(file, link)
-        partial.rename(kept)
+        if not _is_same(path, kept):  # which may be read at this moment
+            rmtree(partial, ignore_errors=True)  # a run died as it was made
+            rmtree(kept, ignore_errors=True)  # of a past that the run repeats
+            for file, name in files_of(path):
+                link = partial / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, link)
+            partial.rename(kept)
         if best:
             (self._folder / _BEST).write_text(str(step))
         return kept
@@ -56,6 +57,13 @@ class KeptCheckpoints:
 def is_wanted(log_checkpoints: str, *, best: bool) -> bool:
     """Whether a checkpoint is one of ``none``, ``best`` or ``all``."""
     return log_checkpoints == "all" or (log_checkpoints == "best" and best)
+
+
+def _is_same(path: Path, kept: Path) -> bool:
+    try:
+        return all(file.samefile(kept / name) for file, name in files_of(path))
+    except OSError:
+        return False
 
 
 def files_of(kept: Path) -> Iterator[tuple[Path, str]]:

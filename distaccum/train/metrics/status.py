@@ -19,7 +19,8 @@ from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.meter import memory_of
 
 TRAINING = "training"
-_RECENT_S = 30.0  # over which rates are taken
+_RECENT_S = 30.0  # over which rates are taken, or longer where windows are
+_LEAST_S = 1.0  # several windows may become known at one moment
 _LONG_S = 2.0  # after which it is told for how long something else than training has been going on
 _BAR = (8, 30)  # columns
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -105,7 +106,7 @@ class Status:
             # The first window that ends begins the rates: it has compiled kernels and started loading.
             self._first = self._first or seen
             self._seen.append(seen)
-            while seen.trained_s - self._seen[0].trained_s > _RECENT_S and self._seen[1] is not seen:
+            while self._seen[0] is not seen and seen.trained_s - self._seen[1].trained_s >= _RECENT_S:
                 self._seen.popleft()
         return progress
 
@@ -150,7 +151,7 @@ class Status:
             return None
         first, last = self._seen[0], self._seen[-1]
         seconds = last.trained_s - first.trained_s
-        if seconds <= 0:
+        if seconds < _LEAST_S:
             return None
         before, after = first.progress, last.progress
         samples, tokens = after.samples - before.samples, after.tokens - before.tokens

@@ -51,9 +51,14 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        for name, value in record.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(tag_of(name), float(value), record["window"])
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+
+        numbers = {tag_of(name): float(value) for name, value in record.items() if isinstance(value, int | float)}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        writer = self._writer.file_writer
+        assert writer is not None  # until it is closed
+        # One event and one write for all of them, where add_scalar makes an event of each.
+        writer.add_summary(Summary(value=values), record["window"])
 
 
 def tag_of(name: str) -> str:

@@ -20,6 +20,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _THREAD = f"wandb{SUFFIX}"
 _CLOSE_TIMEOUT_S = 8.0
+_OFFLINE_TIMEOUT_S = 30.0  # no server is waited for, but a machine that is busy
+_UPLOAD_TIMEOUT_S = 600.0  # of a run that logs checkpoints, and is not told to leave
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
 
@@ -118,11 +121,13 @@ class WandbLogger(Logger):
         """Waits a few seconds for the records to be written."""
         self._exit_code = int(failed or self._preempted)  # W&B takes one that ends with 0 for finished
         self._items.put(None)
-        before = -1
-        while not self._ended.wait(_CLOSE_TIMEOUT_S) and before < self._sent:
+        before, uploads = -1, self._log_checkpoints != "none" and not self._preempted
+        offline = self._given["mode"] == "offline" and not self._preempted
+        patience = _UPLOAD_TIMEOUT_S if uploads else _OFFLINE_TIMEOUT_S if offline else _CLOSE_TIMEOUT_S
+        while not self._ended.wait(patience) and before < self._sent:
             before = self._sent
         if not self._ended.is_set():
-            _warn(f"still busy after {_CLOSE_TIMEOUT_S:.0f} s, and left behind; {self._remedy}")
+            _warn(f"still busy after {patience:.0f} s, and left behind; {self._remedy}")
 
     @property
     def _remedy(self) -> str:
@@ -204,8 +209,12 @@ class WandbLogger(Logger):
         import wandb  # noqa: PLC0415
 
         artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model", metadata={"step": item.step})
-        for file, name in files_of(item.kept):
-            artifact.add_file(str(file), name=name, policy="immutable", skip_cache=True)
+        try:
+            for file, name in files_of(item.kept):
+                artifact.add_file(str(file), name=name, policy="immutable", skip_cache=True)
+        except (OSError, ValueError) as error:
+            _warn(f"the checkpoint of step {item.step} cannot be read ({error}), and is not logged")
+            return
         aliases = ["latest", f"step-{item.step}", *(["best"] if item.best else [])]
         run.log_artifact(artifact, aliases=aliases)
         self._sent += 1
@@ -213,7 +222,7 @@ class WandbLogger(Logger):
     def _supersede(self, current: Path) -> None:
         """Puts earlier offline folders of this run aside: the present one has their records."""
         aside = current.parent / "superseded"
-        for folder in current.parent.glob(f"offline-run-*-{self._info.id}"):
+        for folder in current.parent.glob(f"offline-run-*-{escape(self._info.id)}"):
             if folder.resolve() != current.resolve():
                 with suppress(OSError):  # a full disk: they stay
                     aside.mkdir(exist_ok=True)
@@ -283,7 +292,8 @@ def shown(config: Mapping[str, Any], plan: Mapping[str, Any], git_commit: str | 
 def _is_no_code(path: str, root: str = "") -> bool:
     """Whether a Python file is installed, hidden, or a run's own."""
     parts = Path(path).relative_to(root).parts if root and Path(path).is_relative_to(root) else Path(path).parts
-    return any(part.startswith(".") or part in ("site-packages", "node_modules", "wandb", "runs") for part in parts)
+    hidden = any(part.startswith(".") or part in ("site-packages", "node_modules") for part in parts)
+    return hidden or parts[0] in ("wandb", "runs")
 
 
 def _ignore(_: logging.LogRecord) -> None:

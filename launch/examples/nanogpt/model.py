@@ -111,4 +111,4 @@ class NextToken:
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         _, mean = model(*batch)
-        return from_mean(mean, self.count(batch))
+        return from_mean(mean, (batch[1] != -1).sum())  # on its device: the host does not wait

@@ -21,7 +21,6 @@ from distaccum.accumulation.step import Outcome
 from distaccum.config.schema import RunConfig
 from distaccum.train.callbacks import Run
 
-FOLDER = Path(sys.argv[1])
 RANK = os.environ.get("RANK", "0")
 WORDS = " ".join(f"word{number}" for number in range(30))
 LOG = logging.getLogger("users.own")
@@ -37,6 +36,9 @@ class Square:
 
 
 class Speaks(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def on_update(self, run: Run, outcome: Outcome) -> None:
         step = run.progress.step
         if step == 3:
@@ -49,13 +51,13 @@ class Speaks(Callback):
                 time.sleep(0.1 if RANK == "0" else 0)
             sys.stderr.write("\n")
         if step in (6, 24):
-            (FOLDER / f"waits-{step}").touch()
-            while not (FOLDER / f"go-{step}").exists():
+            (self.folder / f"waits-{step}").touch()
+            while not (self.folder / f"go-{step}").exists():
                 time.sleep(0.05)
         time.sleep(0.02)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     torch.manual_seed(0)
     samples = list(torch.randn(64, 3))
     samples[20][1] = math.inf
@@ -70,10 +72,10 @@ def main() -> None:
         Square(),
         DataSpec(train=samples, eval_dataset=samples[:4], description="numbers"),
         config=RunConfig.from_dict(settings),
-        callbacks=[Speaks()],
-        run_dir=FOLDER / "run",
+        callbacks=[Speaks(folder)],
+        run_dir=folder / "run",
     ).fit()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

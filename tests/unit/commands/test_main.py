@@ -45,7 +45,8 @@ def test_each_subcommand_is_the_function_of_its_script(command: Command) -> None
     assert command.example.startswith(f"distaccum {command.name}")
 
 
-def test_each_script_is_a_subcommand() -> None:
+def test_each_script_is_a_subcommand_and_each_of_the_table_is_there() -> None:
+    assert all(one.is_there() for one in TABLE)
     assert {f"distaccum-{name}" for name in commands()} | {"distaccum"} == SCRIPTS.keys()
 
 
@@ -73,7 +74,7 @@ def test_help_and_version_load_neither_torch_nor_hydra() -> None:
 
 def test_the_version_is_that_of_the_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     expected = f"distaccum {distaccum.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
-    for arguments in (["--version"], ["verify", "--version"], ["export", "--version"], ["audit", "--version"]):
+    for arguments in (["--version"], ["verify", "--version"], ["report", "--version"], ["audit", "--version"]):
         assert _call(monkeypatch, *arguments) == 0
         assert capsys.readouterr().out == expected
 
@@ -88,7 +89,7 @@ def test_help_lists_every_command(
         assert re.search(rf"^  {name} +\w", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["verify", "export", "audit", "wandb-upload"])
+@pytest.mark.parametrize("command", ["verify", "export", "report", "doctor", "audit", "wandb-upload"])
 def test_help_of_a_command_has_usage_and_examples(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +108,7 @@ def test_nothing_is_wider_than_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    for arguments in ([], ["verify", "-h"], ["export", "-h"], ["audit", "-h"], ["wandb-upload", "-h"]):
+    for arguments in ([], ["verify", "-h"], ["export", "-h"], ["report", "-h"], ["doctor", "-h"], ["audit", "-h"]):
         assert _call(monkeypatch, *arguments) == 0
         printed = capsys.readouterr().out
         assert max(map(len, printed.splitlines())) <= columns
@@ -153,7 +154,9 @@ def test_an_old_script_keeps_its_name_in_the_usage(
 def _writes(lines: int, file: Path) -> list[str]:
     script = (
         "import sys\nfrom distaccum import program\nprogram.quiet_pipes()\n"
-        f"for i in range({lines}):\n    print('line', i)\n    print('also', i, file=sys.stderr)\n"
+        f"for i in range({lines}):\n"
+        "    sys.stdout.write(f'line {i}\\n')\n"
+        "    sys.stderr.write(f'also {i}\\n')\n"
         f"open({str(file)!r}, 'w').write('written')\n"
     )
     return ["-c", script]

@@ -65,13 +65,16 @@ def test_a_flag_that_names_a_setting_is_that_setting(given: list[str], settings:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--optim.lrr=1"], "--optim.lrr=1: no such setting; did you mean optim.lr"),
+        (["--optim.lrr=1"], "--optim.lrr=1: no such setting; did you mean optim.lr or optim? `--cfg job` prints"),
         (["--chek"], "--chek: no such flag or setting; did you mean --check"),
         (["--modle=cnn"], "--modle=cnn: no such flag or setting; did you mean --model"),
         (["-x"], "-x: no such flag or setting. `--help` says"),
         (["--optim.lr"], "--optim.lr: has no value. Write --optim.lr=VALUE"),
         (["--optim.lr", "seed=1"], "--optim.lr: has no value"),
-        (["--model.n_head=4", "model=cnn"], "--model.n_head=4: a setting of model=gpt or "),
+        (
+            ["--model.n_head=4", "model=cnn"],
+            "--model.n_head=4: a setting of model=gpt and 4 more, not of model=cnn. Use model=gpt",
+        ),
         (["--engine.stage=3"], "--engine.stage=3: a setting of engine=deepspeed, not of engine=ddp"),
     ],
 )
@@ -84,7 +87,11 @@ def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: st
 @pytest.mark.parametrize(
     ("given", "key", "message"),
     [
-        (["model=cnn"], "model.n_head", "model.n_head=4: a setting of model=gpt or "),
+        (
+            ["model=cnn"],
+            "model.n_head",
+            "model.n_head=4: a setting of model=gpt and 4 more, not of model=cnn. Use model=gpt",
+        ),
         (["model=cnn"], "model.chanels", "no such setting; did you mean channels?"),
         ([], "model.channels", "model.channels=4: a setting of model=cnn, not of model=gpt. Use model=cnn"),
         pytest.param(

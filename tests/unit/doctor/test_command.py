@@ -17,7 +17,7 @@ from tests.support.commands import ROOT
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["distaccum-doctor", *arguments])
+    monkeypatch.setattr(sys, "argv", ["distaccum doctor", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     assert isinstance(ended.value.code, int)

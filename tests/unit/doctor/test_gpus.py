@@ -109,13 +109,13 @@ def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = gpus()
-    assert found.value("GPUs") == 0
+    assert found.value("GPUs seen") == 0
     assert found.findings == []
 
 
 @pytest.mark.gpu
 def test_the_driver_and_torch_see_the_same() -> None:
     found = gpus()
-    assert found.value("GPUs") == torch.cuda.device_count()
+    assert found.value("GPUs seen") == torch.cuda.device_count()
     names = [fact.value["name"] for fact in found.facts if isinstance(fact.value, dict) and "uuid" in fact.value]
     assert names == [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -55,13 +55,25 @@ def test_slurms_facts(lines: str, signal: str, noted: int, tmp_path: Path, monke
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
     found = job(variables | {"SLURM_JOB_END_TIME": str(int(time()) + 3600), "WANDB_MODE": "offline"})
-    assert found.value("Slurm") == {"job": "7", "nodes": 2, "names": "n[1-2]", "tasks": 4}
+    assert found.value("Slurm") == {"job": "7", "nodes": 2, "names": "n[1-2]", "tasks": 4, "cores": None}
     assert 3500 < found.value("time left") <= 3600
     assert [fact.text for fact in found.facts if fact.name == "signal before the limit"] == [signal]
     assert len(notes(found)) == noted
     assert wrong(found) == []
     late = job(variables | {"SLURM_JOB_END_TIME": str(int(time()) + 100), "WANDB_MODE": "offline"})
     assert any(one.startswith("Slurm ends this job in ") for one in notes(late))
+
+
+@pytest.mark.parametrize(
+    ("told", "left"), [("1-02:03:04", 93784), ("19:05", 1145), ("UNLIMITED", None), ("INVALID", None)]
+)
+def test_the_time_left_by_the_queue(
+    told: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{told}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    assert job({"SLURM_JOB_ID": "7"}).value("time left") == left
 
 
 def test_settings_are_those_of_the_libraries_without_secrets() -> None:

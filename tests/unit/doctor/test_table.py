@@ -12,18 +12,21 @@ from distaccum.doctor.table import Examination, Section, lines
 LONG = "kernels that can be built: " + ", ".join(f"kernel_{number}" for number in range(30))
 
 
+COMMAND = f"cp --all {' '.join(f'folder-{number}' for number in range(20))}"
+
+
 def _examination() -> Examination:
     one, other, both = Look(), Look(), Look()
     for look in (one, other):
         look.tell("torch", "2.13.0")
         look.tell("kernels", LONG)
-        look.find("no cable", "plug it in")
+        look.find("no cable", "plug it in    # it is the red one")
     one.tell("free memory", "3.0 GiB", 3 * 2**30)
     other.tell("free memory", "1.0 GiB", 2**30)
     other.tell("disk", "could not be looked at: OSError")
     other.find("slow " * 30, "wait", wrong=False)
     both.tell("backend", "gloo")
-    both.find("versions differ", "install")
+    both.find("versions differ", f"{COMMAND}    # which is long")
     sections = [Section(title="Machine", looks={"n0": one, "n1": other}), Section(title="Together", looks={"": both})]
     return Examination(nodes={"n0": [0, 1], "n1": [2, 3]}, sections=sections)
 
@@ -31,10 +34,16 @@ def _examination() -> Examination:
 @pytest.mark.parametrize("width", [80, 120])
 def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(width: int) -> None:
     wrapped = [line for _, line in lines(_examination(), width)]
+    (command,) = [line for line in wrapped if "cp --all" in line]
+    assert command == f"       -> {COMMAND}"  # to be copied
+    wrapped.remove(command)
     assert max(map(len, wrapped)) <= width
     piped = [line for _, line in lines(_examination(), None)]
-    assert max(map(len, piped)) > width
-    assert " ".join(wrapped).split() == " ".join(piped).split()
+    assert f"{command}    # which is long" in piped
+    assert {"# which is long", "-> plug it in    # it is the red one"} <= {line.strip() for line in wrapped}
+    said = [word for line in piped if "cp --all" not in line for word in line.split()]
+    told = [word for line in wrapped if "# which is long" not in line for word in line.split()]
+    assert said == told
 
 
 def test_piped_each_fact_is_a_line_and_what_all_nodes_have_is_said_once() -> None:
@@ -43,7 +52,10 @@ def test_piped_each_fact_is_a_line_and_what_all_nodes_have_is_said_once() -> Non
     assert text.count("2.13.0") == 1
     assert "  free memory                   n0: 3.0 GiB\n" in text
     assert "                                n1: 1.0 GiB\n" in text
-    assert "Wrong (2)\n  1    no cable (on n0, n1)\n       -> plug it in\n  2    versions differ\n" in text
+    assert (
+        "Wrong (2)\n  1    no cable (on n0, n1)\n       -> plug it in    # it is the red one\n  2    versions differ\n"
+        in text
+    )
     assert "Notes (1)\n  1    slow " in text
     assert text.endswith("\n2 wrong. 1 thing could not be looked at.")
 

@@ -44,7 +44,7 @@ def test_the_check_knows_the_number_of_processes(
     size = sum(parameter.numel() for parameter in build("model", model).parameters())  # type: ignore[arg-type]
     head = f"check passed: GPT with {size:,} parameters; fsdp2, fp32; global batch 32 samples = 2 ranks x"
     assert printed.startswith(head)
-    assert printed.endswith(" x 2 micro-steps of at most 8; 300 updates; nothing was started\n")
+    assert printed.endswith(" x 2 micro-steps of at most 8; 300 updates\n")
     assert _check(monkeypatch, tmp_path, *halves, "--check=3") == 2
     assert "engine.replicas=2: does not divide 3 processes" in capsys.readouterr().err
     assert _check(monkeypatch, tmp_path, "--check=many") == 2
@@ -81,12 +81,16 @@ def test_a_check_leaves_no_folder_whether_it_passes_or_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kept").mkdir()
-    new, kept = f"hydra.run.dir={tmp_path}/new/one", f"hydra.run.dir={tmp_path}/kept/one"
+    monkeypatch.chdir(tmp_path)
+    bad = ("--check", "batch.global_size=4", "batch.micro_size=8")
+    kept = f"hydra.run.dir={tmp_path}/kept/one"
     assert _check(monkeypatch, tmp_path, "--check", "batch.global_size=4", run_dir=kept) == 0
     assert "1 ranks x 1 micro-steps of at most 4;" in capsys.readouterr().out
-    assert _check(monkeypatch, tmp_path, "--check", "batch.global_size=4", "batch.micro_size=8", run_dir=new) == 2
+    assert _check(monkeypatch, tmp_path, *bad, run_dir="seed=1") == 2  # in a new folder below runs/
     assert "batch.micro_size=8: larger than batch.global_size=4" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+    assert _check(monkeypatch, tmp_path, *bad) == 2  # a folder that is named says so, for whoever starts the job
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "config_error"
 
 
 @pytest.mark.slow
@@ -94,7 +98,7 @@ def test_a_flag_of_a_sweeps_agent_is_a_setting_and_another_one_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _check(monkeypatch, tmp_path, "--trainer.max_steps=7", "--precision", "32", "--check") == 0
-    assert "; 7 updates; nothing" in capsys.readouterr().out
+    assert "; 7 updates\n" in capsys.readouterr().out
     assert _check(monkeypatch, tmp_path, "--trainer.max_stepps=7") == 2
     said = capsys.readouterr().err
     assert said.startswith(

@@ -6,14 +6,21 @@ import logging
 import os
 import sys
 import threading
+from typing import TextIO, cast
 
 import pytest
 
-from distaccum.train.live_line import LiveLine, erasing_streams, takes_live_line
+from distaccum.train.live_line import Erasing, LiveLine, erasing_streams, takes_live_line
 from tests.support.terminal import on_terminal
 
 LOG = logging.getLogger("users.own")
 ROW = "step 3/10  loss 0.3000"
+
+
+@pytest.fixture(autouse=True)
+def terminal_of_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
 
 
 def _line(text: str = ROW) -> LiveLine:
@@ -69,7 +76,7 @@ def test_a_question_stands_alone_until_it_is_answered() -> None:
             assert screen.rows == ["above", "continue?"]
             assert screen.said.endswith("continue? ")  # the cursor stands where the answer is typed
             screen.echo("yes\r\n")
-            print("it goes on")
+            sys.stdout.write("it goes on\n")
             assert screen.rows == ["above", "continue? yes", "it goes on", ROW]
             print(".", end="", flush=True)
             print(".", end="", flush=True)
@@ -167,3 +174,4 @@ def test_where_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch, settings: d
         with os.fdopen(writer, "w") as pipe, os.fdopen(reader):
             assert not takes_live_line(pipe)
         assert not takes_live_line(None)
+        assert not takes_live_line(cast(TextIO, Erasing(screen.stream)))  # a program's own, on a terminal

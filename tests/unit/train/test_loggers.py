@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from distaccum.distributed.world import World
@@ -16,6 +17,7 @@ from distaccum.train.metrics.loggers import JsonlLogger, rewind_jsonl
 from distaccum.train.metrics.status import Status
 from tests.support.terminal import on_terminal
 
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 RECORD = {
     "step": 3,
     "loss": 0.1 + 0.2,
@@ -126,10 +128,10 @@ def test_a_path_is_in_one_piece_also_where_it_is_wider_than_the_terminal() -> No
 
 
 def test_where_there_is_no_terminal_there_are_no_control_characters(
-    gloo_world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
-    logger = ConsoleLogger(10, open_console(), Status(10, gloo_world))
+    logger = ConsoleLogger(10, open_console(), Status(10, WORLD))
     print("printed", end="\r")
     logger.enter_phase("evaluating after step 3")
     logger.log(RECORD)
@@ -140,14 +142,14 @@ def test_where_there_is_no_terminal_there_are_no_control_characters(
 
 
 def test_on_a_terminal_the_live_line_follows_the_run_and_leaves(
-    gloo_world: World, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("COLUMNS", raising=False)
     with on_terminal(80) as screen:
-        logger = ConsoleLogger(10, open_console(), Status(10, gloo_world))
+        logger = ConsoleLogger(10, open_console(), Status(10, WORLD))
         logger.log(RECORD)
         logger.enter_phase("saving step 3")
         rows = screen.rows

@@ -33,6 +33,15 @@ def test_blocks_of_one_shape_are_one_row_and_the_rows_add_up() -> None:
     assert summarize(model, 0) == []
 
 
+def test_modules_of_modules_are_indented_below_them() -> None:
+    lines = table(summarize(_gpt(), 2))
+    names = [line[:18].rstrip() for line in lines]
+    begin = names.index("blocks.0-11")
+    assert names[begin + 1 : begin + 6] == ["  attention_norm", "  attention", "  norm", "  expand", "  contract"]
+    assert names[-1] == "norm"
+    assert max(map(len, lines)) <= 80 - 11  # with the header's margin they fit on a terminal
+
+
 def test_each_depth_adds_up() -> None:
     model = _gpt()
     rows = summarize(model, 3)
@@ -90,6 +99,11 @@ def test_equal_parameters_in_other_modules_are_rows_of_their_own() -> None:
         *(("0", 12, 1), ("0.0", 6, 2), ("0.1", 6, 2), ("0.1.0", 6, 3)),
         *(("1", 12, 1), ("1.0", 6, 2), ("1.1", 6, 2), ("1.1.0", 6, 3)),
     ]
+
+
+def test_modules_with_names_of_their_own_stay_apart() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("query", "key", "value")})
+    assert [row.name for row in summarize(model, 1)] == ["query", "key", "value"]
 
 
 def test_a_long_table_ends_in_words() -> None:

@@ -339,8 +339,11 @@ LATE_TO_THE_REDUCTION = [
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        (LATE_TO_THE_COUNT, "rank 1 is waited for: loading takes it 51.0 ms a window, the ranks' median is 26.0; "),
-        (LATE_TO_THE_REDUCTION, "rank 0 is waited for: computing takes it 300.0 ms a window, the ranks' median is 200"),
+        (LATE_TO_THE_COUNT, "rank 1 is waited for: loading takes it 51.0 ms a window, the others' median is 1.0; "),
+        (
+            LATE_TO_THE_REDUCTION,
+            "rank 0 is waited for: computing takes it 300.0 ms a window, the others' median is 200",
+        ),
         ([_windows(forward=0.1, reduction=0.1)] * 2, ""),
         ([_windows(loading=1.0)], ""),
     ],

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+import torch
 
 from distaccum.accumulation.progress import Progress
 from distaccum.distributed.activity import Phase
@@ -37,11 +36,13 @@ class Run:
 
 
 @pytest.fixture
-def run(gloo_world: World) -> Iterator[Run]:
-    activity = gloo_world.activity
-    before = activity.phase, activity.done, activity.total
-    yield Run(gloo_world)
-    activity.phase, activity.done, activity.total = before
+def world() -> World:
+    return World(rank=0, size=1, device=torch.device("cpu"))  # which is asked for nothing but what it does
+
+
+@pytest.fixture
+def run(world: World) -> Run:
+    return Run(world)
 
 
 def test_rates_are_of_the_windows_after_the_first(run: Run) -> None:
@@ -61,6 +62,19 @@ def test_rates_follow_the_last_half_minute(run: Run) -> None:
     assert "  ETA 58:40" in run.text()  # 880 updates of 4 s
 
 
+def test_windows_that_become_known_at_one_moment_make_no_speed(run: Run) -> None:
+    run.train(1, each_s=40)
+    for _ in range(3):
+        run.train(1, each_s=40)
+        text = run.train(1, each_s=0.001)
+    assert "  2 tokens/s" in text  # 40 tokens in 20 s
+
+
+def test_two_windows_at_one_moment_are_too_few_for_a_speed(run: Run) -> None:
+    run.train(1, each_s=40)
+    assert "tokens/s" not in run.train(1, each_s=0.001)
+
+
 def test_a_resumed_run_does_not_take_what_was_there_for_its_own_speed(run: Run) -> None:
     run.progress = Progress(step=500, window=500, samples=2000, tokens=20_000)
     run.status.follow(lambda: run.progress, lambda: 0.0, None)
@@ -69,8 +83,8 @@ def test_a_resumed_run_does_not_take_what_was_there_for_its_own_speed(run: Run) 
     assert "  40 tokens/s" in run.train(10, each_s=1)
 
 
-def test_where_a_sample_is_what_counts_it_says_so(gloo_world: World) -> None:
-    run = Run(gloo_world, tokens=4)
+def test_where_a_sample_is_what_counts_it_says_so(world: World) -> None:
+    run = Run(world, tokens=4)
     assert "  8 samples/s" in run.train(10, each_s=0.5)
 
 
@@ -122,8 +136,8 @@ def test_what_does_not_fit_is_left_out_and_the_least_important_first(run: Run) -
     assert run.text(79).count("  ") == 5
 
 
-def test_the_utilization_is_of_the_last_windows(gloo_world: World) -> None:
-    run = Run(gloo_world)
+def test_the_utilization_is_of_the_last_windows(world: World) -> None:
+    run = Run(world)
     run.status.follow(lambda: run.progress, lambda: 0.0, Utilization(1e12, peak=1e13, ranks=2))
     assert "  MFU 40.0%" in run.train(10, each_s=0.5)  # 8 samples/s of 1e12 operations, on two cards
     run.status.follow(lambda: run.progress, lambda: 0.0, Utilization(1e12, peak=None, ranks=2))

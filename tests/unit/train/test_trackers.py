@@ -155,6 +155,8 @@ def test_a_logger_that_cannot_be_built_is_refused(node: dict[str, Any], problem:
 def test_what_is_no_logger_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"loggers=list.*is no Logger"):
         Trainer(nn.Linear(1, 1), CrossEntropy(), [], loggers=[[]])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"loggers=Breaks.*is no list"):
+        Trainer(nn.Linear(1, 1), CrossEntropy(), [], loggers=Breaks())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"metrics\.loggers\.mine.*names no class"):
         RunConfig.from_dict({"metrics": {"loggers": {"mine": "print"}}})
 
@@ -334,5 +336,10 @@ def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
         place = kept.keep(own, step=step, best=step == 4)
         assert (place / "engine" / "part").stat().st_nlink == 2  # and no copy
         (own / "engine" / "part").unlink()
+    kept.keep(own, step=4, best=True)  # told of again; and of another past
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "part").write_text("other weights")
+    kept.keep(tmp_path / "again", step=2, best=False)
+    assert [path.name for path in (tmp_path / "kept" / "step-2").iterdir()] == ["part"]
     assert [(path.name, step, best) for path, step, best in kept.all(9)] == [("step-2", 2, False), ("step-4", 4, True)]
     assert (tmp_path / "kept" / "step-4" / "engine" / "part").read_text() == "weights 4"
