@@ -626,6 +626,7 @@ def _literals(file: Path) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
 
 
+@pytest.mark.slow
 def test_the_messages_to_look_up_are_those_of_the_code() -> None:
     """The first column of each table of the page, but the last, whose symptoms have no message."""
     page = text_of("docs/troubleshooting.md").split("## Without a message")[0]
