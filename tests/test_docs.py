@@ -521,14 +521,9 @@ def test_pages_name_no_machine(page: str) -> None:
     assert not re.search(r"pypi\.org|pythonhosted|download\.pytorch|proxy\.|index-url", text_of(page))
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    reached, new = set[str](), {"README.md"}
-    while new:
-        reached |= new
-        links = {(page, link) for page in new for link in re.findall(r"\]\(([^)#\s]+\.md)", text_of(page))}
-        found = {str((ROOT / page).parent.joinpath(link).resolve().relative_to(ROOT)) for page, link in links}
-        new = {page for page in found if page in PAGES} - reached
-    assert reached == set(PAGES)
+def test_every_page_is_in_the_readmes_index() -> None:
+    for page in PAGES[1:]:
+        assert re.search(rf"\({page}[)#]", text_of("README.md")), page
 
 
 def _defined(file: Path) -> set[str]:
