@@ -20,6 +20,7 @@ import pytest
 from distaccum.config.describe import settings
 from distaccum.config.precision import ALIASES
 from distaccum.data.datasets.lines import lines
+from launch.docs import json_schema
 from launch.docs.pictures import IMAGES, PICTURES
 from launch.docs.settings import with_tables
 from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
@@ -559,6 +560,7 @@ def test_the_architecture_page_draws_every_room() -> None:
 def test_what_a_program_makes_is_up_to_date() -> None:
     page = text_of("docs/reference.md")
     assert with_tables(page) == page, "run python -m launch.docs"
+    assert json_schema.schema() == json_schema.FILE.read_text(), "run python -m launch.docs"
     for name, draw in PICTURES.items():
         assert draw() == (IMAGES / name).read_text(), f"{name}: run python -m launch.docs"
 
