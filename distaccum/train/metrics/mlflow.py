@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,7 +156,11 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _key(name: str) -> str:
-    return _NOT_IN_KEYS.sub("_", name)[:_KEY]
+    """A name that MLflow takes: one that is another path, as ``hf://set``, it refuses with all of the request."""
+    key = _NOT_IN_KEYS.sub("_", name)[:_KEY]
+    if key.startswith((".", "/")) or posixpath.normpath(key) != key:
+        key = re.sub(r"^\.|/", "_", key) or "_"
+    return key
 
 
 def _chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:

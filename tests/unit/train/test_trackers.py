@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -266,6 +267,14 @@ def test_settings_are_flat_and_cut_for_mlflow(tmp_path: Path) -> None:
     assert found == {"optim.lr": "0.1", "optim.optimizer.betas": "[0.9, 0.95]", "init_from": "null"}
 
 
+def test_names_that_mlflow_takes_for_paths_are_taken(tmp_path: Path) -> None:
+    """MLflow refuses ``hf://set`` with all that comes with it: a run's parameters, or a whole record."""
+    weights = {"hf://set": 1, "/abs": 2, "end/": 3, "a/../b": 4, "./c": 5, "a/b": 6, "..": 7, "": 8}
+    expected = ["hf:__set", "_abs", "end_", "a_.._b", "__c", "a/b", "_.", "_"]
+    assert list(dict(flat(weights))) == expected
+    assert [name for name in expected if name.startswith((".", "/")) or posixpath.normpath(name) != name] == []
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +298,7 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     second = logger()
     second.begin(_info(folder, 4))
     second.log(_record(5))  # repeated: MLflow takes nothing back
-    second.log(_record(6, eval_loss=0.5))
+    second.log(_record(6, eval_loss=0.5, **{"eval_en//de/": 0.25}))  # a name that MLflow has not
     checkpoint = folder / "step-6"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -319,6 +328,7 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     assert np.array_equal(values, [1.0, largest, math.nan, 0.25, 99.0, 1 / 6], equal_nan=True)
     assert history("applied") == [(1, 0.0), *((window, 1.0) for window in range(2, 7))]
     assert history("eval_loss") == [(6, 0.5)]
+    assert history("eval_en__de_") == [(6, 0.25)]
     kept = Path(client.download_artifacts(run.info.run_id, "checkpoints/step-6/model.safetensors"))
     assert kept.read_bytes() == b"weights"
 
