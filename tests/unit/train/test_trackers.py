@@ -303,6 +303,9 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     second.checkpoint(checkpoint, step=6, best=True)
+    (checkpoint / "model.safetensors").unlink()  # rolled back, and saved anew
+    (checkpoint / "model.safetensors").write_bytes(b"WEIGHTS")
+    second.checkpoint(checkpoint, step=6, best=False)
     second.alert("title", "text")
     second.mark_preempted()
     second.close(failed=False)
@@ -330,7 +333,7 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     assert history("eval_loss") == [(6, 0.5)]
     assert history("eval_en__de_") == [(6, 0.25)]
     kept = Path(client.download_artifacts(run.info.run_id, "checkpoints/step-6/model.safetensors"))
-    assert kept.read_bytes() == b"weights"
+    assert kept.read_bytes() == b"WEIGHTS"
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
