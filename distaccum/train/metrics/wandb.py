@@ -269,8 +269,9 @@ class Sender:
         """Logs one record as the step ``window``."""
         for name in record.keys() - self._defined:
             self._defined.add(name)
-            if (best := best_of(name, *self._best)) is not None:
-                self._run.define_metric(name, step_metric="step", summary=f"{best},last")
+            # To W&B a dot begins a key within another, and a star stands for any text; it refuses one in the middle.
+            if (best := best_of(name, *self._best)) is not None and "*" not in name:
+                self._run.define_metric(name.replace(".", r"\."), step_metric="step", summary=f"{best},last")
         self._run.log(dict(record), step=record.get("window"))
 
 
