@@ -35,7 +35,7 @@ def main() -> None:
     name = program.name_of("report")
     parser = argparse.ArgumentParser(
         prog=name,
-        description="One HTML file of a run, or of several laid over each other, that a browser opens from disk.",
+        description="One HTML file of a run, or of several; a browser opens it from disk.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

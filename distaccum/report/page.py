@@ -177,7 +177,7 @@ def _about(run: Run, *, alone: bool) -> str:
         _details("Parameter groups", _groups(run)),
         _details("Plan", _pairs(flat({key: value for key, value in run.plan.items() if key != "optimizer_groups"}))),
         _details("Environment", _environment(run), open_=alone),
-        _details("Warnings and errors of the log", _log(run), open_=alone),
+        _details("Log", _log(run), open_=alone),
     ]
     body = "".join(parts)
     return f'<section class="run"><h2>{"About the run" if alone else _text(run.name)}</h2>{body}</section>'

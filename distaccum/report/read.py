@@ -24,6 +24,7 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _LOUD = re.compile(r"(?:(?!\b(?:DEBUG|INFO)\b).){0,60}?\b(?:WARNING|ERROR|CRITICAL)\b")
 _LOG_BYTES = 256 * 1024  # of each log, its end
 _MOST_LOGS, _MOST_LINES = 16, 200
+_LAST, _LAST_CHARACTERS = 60, 20_000  # lines of the end of each log
 # PyYAML's C parser where it was built with one: a tenth of the time.
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -227,7 +228,7 @@ def _log(folder: Path, secrets: set[str]) -> Log:
         text = redact_text(_end_of(names[rank]), secrets)
         lines = text.splitlines()
         loud += [(rank, line) for line in lines if _LOUD.match(line)]
-        ends[rank] = "\n".join(lines[-60:])
+        ends[rank] = "\n".join(lines[-_LAST:])[-_LAST_CHARACTERS:]
     return Log(loud=tuple(loud[-_MOST_LINES:]), ends=ends, ranks=len(names))
 
 

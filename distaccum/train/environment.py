@@ -59,7 +59,7 @@ def note_environment(
         "ranks": world.size,
         "host": platform.node(),
         "device": _device(world.device),
-        "command": run_dir.hidden(shlex.join(sys.argv)),
+        "command": run_dir.hidden(" ".join([*sys.argv[:1], *map(shlex.quote, sys.argv[1:])])),
         "git_commit": git_commit,
         "versions": _versions(world.device),
     }

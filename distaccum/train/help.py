@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distaccum import program
+from distaccum.config.arguments import arguments
 from distaccum.config.describe import Setting, groups, settings
 from distaccum.config.schema import conf_dir
 from distaccum.errors import near_misses
@@ -127,6 +128,8 @@ def about(command: str, topic: str) -> str:
     for one in found:
         if not any(_is_below(setting.key, one.key) and setting.key != one.key for setting in settings()):
             text += "".join(_choice(one.key, name) for name in one.choices)
+    if not text:
+        text = "".join(_of(one) for one in arguments() if _is_below(one.key, topic))
     if command == "plan":
         text += "".join(line.text() for line in _plan_lines() if topic == _ALL or _is_below(line.key, topic))
     return text
@@ -143,8 +146,9 @@ def _group(one: Setting) -> str:
 
 
 def _of(one: Setting) -> str:
-    engines = f"; engine={' or '.join(one.engines)}" if one.engines else ""
-    return _setting(one.key, one.type, f"{one.default or 'of the group'}{engines}", one.meaning)
+    of = f"; engine={' or '.join(one.engines)}" if one.engines else ""
+    of += f"; {one.key.partition('.')[0]}={' or '.join(one.files)}" if one.files else ""
+    return _setting(one.key, one.type, f"{one.default or 'of the group'}{of}", one.meaning)
 
 
 def _setting(key: str, kind: str, default: str, meaning: str) -> str:
@@ -175,7 +179,9 @@ def _choice(group: str, name: str) -> str:
     path = conf_dir() / group / f"{name}.yaml"
     said = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ") and "@package" not in line]
     head = program.wrapped(f"{group}={name}" + (f": {' '.join(said)}" if said else ""), 2)
-    return f"\n{head}" + "".join(line.text() for line in _lines(path, group.replace("/", ".")))
+    told = {one.key: _plain(one.meaning) for one in arguments() if name in one.files}
+    lines = _lines(path, group.replace("/", "."))
+    return f"\n{head}" + "".join(replace(line, said=line.said or told.get(line.key, "")).text() for line in lines)
 
 
 def _lines(path: Path, prefix: str) -> Iterator[_Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -149,6 +150,7 @@ class Profiler:
         """Starts with the window that comes next, if it is the first; the window before that is torch's to warm up."""
         coming = self._done + 1
         if self._config.trace and coming in (self._first, self._first - 1) and self._trace is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or its library prints that it begins and ends
             cuda = self._world.device.type == "cuda"
             activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] * cuda)]
             self._trace = torch.profiler.profile(

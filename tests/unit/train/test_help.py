@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from distaccum.config.schema import conf_dir, dotted
+from distaccum.models.gpt import GPT
 from distaccum.program import help_asked
 from distaccum.train.help import _OFTEN, overview, show
 from tests.support.commands import ROOT, environment
@@ -74,6 +75,10 @@ def test_the_choices_of_a_target_are_told_with_their_keys(printed: Printed) -> N
     assert "\nmodel=cnn" in said
     for key in dotted(OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / "gpt.yaml"))):
         assert f"\n  model.{key}=" in said
+    documented = re.search(r"^ +n_layer(?: \(.*\))?: (.*)$", GPT.__doc__ or "", re.MULTILINE)
+    assert documented is not None
+    assert f"\n  model.n_layer=4\n      {documented[1]}\n" in said
+    assert printed("train", "model.n_layer").endswith(f"\n      {documented[1]}\n")
 
 
 def test_the_forecast_tells_its_own_settings_too(printed: Printed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ def _page(folder: Path) -> Page:
     return Page((folder / "report.html").read_text())
 
 
-def test_a_run_leaves_its_report_and_what_it_ran_on(gloo_world: World, tmp_path: Path) -> None:
+def test_a_run_leaves_its_report_and_what_it_ran_on(
+    gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["distaccum train", "a=b c", "x.token=canary"])
     _fit(tmp_path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (run,) = _page(tmp_path).data["runs"]
@@ -57,6 +61,7 @@ def test_a_run_leaves_its_report_and_what_it_ran_on(gloo_world: World, tmp_path:
     assert environment["config"]["batch"]["global_size"] == 4
     (start,) = environment["starts"]
     assert (start["step"], start["window"], start["before"], start["ranks"]) == (0, 0, None, 1)
+    assert start["command"] == "distaccum train 'a=b c' x.token=<redacted>"
     assert start["host"] == platform.node()
     assert start["versions"]["torch"] == torch.__version__
     assert start["versions"]["distaccum"] == distaccum.__version__
