@@ -195,7 +195,7 @@ class WandbLogger(Logger):
             _warn(f"{text}; {self._remedy}")
         for record in records_of(self._metrics, self._before):
             self._send(sender, record, has_until)
-        for kept, step, best in self._kept.all(until=self._info.window):
+        for kept, step, best in self._kept.all(until=self._info.step):
             self._make_artifact(run, _Checkpoint(kept, step, best))
         self._supersede(Path(run.dir).parent)
 

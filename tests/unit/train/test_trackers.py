@@ -21,6 +21,7 @@ from distaccum.config.schema import MetricsConfig, WandbConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.metrics.background import InThread
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.kept import KeptCheckpoints
 from distaccum.train.metrics.loggers import rewind_jsonl
@@ -35,9 +36,17 @@ def _record(window: int, **more: Any) -> dict[str, Any]:
     return {"step": window - 1, "window": window, "loss": 1 / window, "applied": window > 1, **more}
 
 
-def _info(folder: Path, window: int = 0) -> RunInfo:
+def _info(folder: Path, window: int = 0, *, skipped: int = 0) -> RunInfo:
     config = {"optim": {"lr": 0.1, "optimizer": {"betas": [0.9, 0.95]}}, "init_from": None, "weird[key]": "x" * 9000}
-    return RunInfo(folder=folder, id="run1", window=window, total_steps=8, config=config, plan={"unit": "samples"})
+    return RunInfo(
+        folder=folder,
+        id="run1",
+        window=window,
+        step=window - skipped,
+        total_steps=8,
+        config=config,
+        plan={"unit": "samples"},
+    )
 
 
 def _write(folder: Path, records: list[dict[str, Any]]) -> None:
@@ -337,6 +346,25 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_resumed_run_tells_of_no_checkpoint_that_it_is_to_make_again(tmp_path: Path) -> None:
+    """Checkpoints are counted in updates, and the run has made more attempts than that."""
+    kept = KeptCheckpoints(tmp_path / "kept")
+    told: list[int] = []
+    for step in (2, 6):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "model").write_text("weights")
+        kept.keep(tmp_path / f"step-{step}", step=step, best=False)
+
+    class Told(Logger):
+        def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+            told.append(step)
+
+    thread = InThread("told", Told(), timeout_s=60, remedy="", kept=kept, log_checkpoints="all")
+    thread.begin(_info(tmp_path, 8, skipped=4))
+    thread.close(failed=False)
+    assert told == [2]
 
 
 def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
