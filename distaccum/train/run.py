@@ -391,6 +391,7 @@ def _open_loggers(
         folder=run_dir.path,
         id=id,
         window=progress.window,
+        step=progress.step,
         total_steps=components.total_steps,
         config=components.record,
         plan=plan,

@@ -129,9 +129,13 @@ def print_summary(
     if not_finite(evaluation):
         say(console, not_finite(evaluation), style="bold red")
     if rows:
-        console.print("held-out")
-    width = max(14, *map(len, rows)) + 2 if rows else 0
-    for name, value in rows.items():
-        console.print(f"  {name:<{width}}{value:.4f}", highlight=False)
-    for name, value in baselines.items():
-        console.print(f"    {name:<{width - 2}}{value:.4f}  (bits per byte, same split)", highlight=False)
+        print_results(rows, baselines, console)
+
+
+def print_results(rows: Mapping[str, float], baselines: Mapping[str, float], console: Console) -> None:
+    """Prints a table of numbers by name. Names are anybody's, and no markup of ``rich``: ``f1[macro]``."""
+    width = max(14, *map(len, rows)) + 2
+    lines = ["held-out", *(f"  {name:<{width}}{value:.4f}" for name, value in rows.items())]
+    lines += [f"    {name:<{width - 2}}{value:.4f}  (bits per byte, same split)" for name, value in baselines.items()]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

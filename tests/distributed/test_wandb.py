@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
+from distaccum.train.metrics.wandb import upload
 from tests.support.commands import ROOT, TINY, environment, metrics, run, succeed
 
 SETTINGS = (
@@ -130,6 +131,21 @@ def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> No
     (code,) = (record.artifact for record in _protos(file) if record.artifact.type == "code")
     assert {content.path for content in code.manifest.contents} == {"mine.py", "package/part.py"}
     _are_artifacts(file, tmp_path / "checkpoints", best=min(evaluated, key=lambda record: record["eval_loss"])["step"])
+
+
+@pytest.mark.slow
+def test_the_table_has_the_best_of_names_that_mean_more_to_it(tmp_path: Path) -> None:
+    """A held-out set ``v1.5``, and a star, with which W&B would take nothing at all from then on."""
+    values = [2.0, 1.0, 3.0]
+    names = ("eval_v1.5_loss", "eval_a/b_loss", "eval_top*5_acc")
+    records = [{"step": i, "window": i, **dict.fromkeys(names, value)} for i, value in enumerate(values, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert upload(tmp_path, mode="offline", run_id="again") == 3
+    (file,) = tmp_path.glob("wandb/offline-run-*-again/*.wandb")
+    rows, *_ = _history(file)
+    assert [[row[name] for name in names] for row in rows] == [[value] * 3 for value in values]
+    summary = _summary(file)
+    assert [summary[name] for name in names] == [{"min": 1.0, "last": 3.0}, {"min": 1.0, "last": 3.0}, 3.0]
 
 
 def _are_artifacts(file: Path, checkpoints: Path, *, best: int) -> None:

@@ -44,7 +44,7 @@ class InThread(Logger):
     def begin(self, run: RunInfo) -> None:
         """Hands it over, and the checkpoints that an earlier process had no time for."""
         self._calls.put(partial(self._logger.begin, run))
-        for kept, step, best in self._kept.all(until=run.window):
+        for kept, step, best in self._kept.all(until=run.step):
             self._calls.put(partial(self._tell, kept, step, best=best))
 
     def log(self, record: Record) -> None:

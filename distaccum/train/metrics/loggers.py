@@ -31,6 +31,8 @@ class RunInfo:
     """The same in every process of a run that is resumed."""
     window: int
     """The attempts so far: 0 for a run that begins. Every record that follows has a larger ``window``."""
+    step: int
+    """The applied updates so far: less than ``window`` where attempts were skipped."""
     total_steps: int
     """Applied updates of the whole run."""
     config: Mapping[str, Any]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distaccum.train.metrics.kept import files_of
 from distaccum.train.metrics.loggers import Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 _Item = TypeVar("_Item")
+_Files = dict[str, tuple[int, int, int]]
 _ID = "distaccum.run_id"
 _KEY, _VALUE = 250, 5000  # characters that MLflow takes of a name and a value
 _PARAMS, _METRICS = 100, 1000  # of one request
@@ -43,7 +46,7 @@ class MLflowLogger(Logger):
         self._uri, self._experiment, self._name, self._tags = tracking_uri, experiment, run_name, dict(tags)
         self._preempted, self._run = False, ""
         self._has: set[int] = set()  # windows
-        self._uploaded: set[int] = set()  # steps of checkpoints
+        self._uploaded: dict[int, _Files] = {}  # by the checkpoint's step
 
     def begin(self, run: RunInfo) -> None:
         """Opens the run, or creates it, and sends what it lacks."""
@@ -69,11 +72,14 @@ class MLflowLogger(Logger):
         self._client.set_tag(self._run, "distaccum.alert", f"{title}: {text}"[:_VALUE])
 
     def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
-        """Sends the files to ``checkpoints/step-N`` of the run's artifacts; the tag ``best_checkpoint`` names one."""
-        place = f"checkpoints/step-{step}"
-        if step not in self._uploaded:
+        """Sends the files to ``checkpoints/step-N`` of the run's artifacts; the tag ``best_checkpoint`` names one.
+
+        A step may come twice: with the same files, as the best; or with others, of a run that was rolled back.
+        """
+        place, files = f"checkpoints/step-{step}", _identity(path)
+        if self._uploaded.get(step) != files:
             self._client.log_artifacts(self._run, str(path), place)
-            self._uploaded.add(step)
+            self._uploaded[step] = files
         if best:
             self._client.set_tag(self._run, "best_checkpoint", place)
 
@@ -154,8 +160,18 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield _key(name), text[:_VALUE]
 
 
+def _identity(checkpoint: Path) -> _Files:
+    """The files by their inodes, times and sizes: links of the same ones have the same, whatever their folder."""
+    stats = {name: file.stat() for file, name in files_of(checkpoint)}
+    return {name: (one.st_ino, one.st_mtime_ns, one.st_size) for name, one in stats.items()}
+
+
 def _key(name: str) -> str:
-    return _NOT_IN_KEYS.sub("_", name)[:_KEY]
+    """A name that MLflow takes: one that is another path, as ``hf://set``, it refuses with all of the request."""
+    key = _NOT_IN_KEYS.sub("_", name)[:_KEY]
+    if key.startswith((".", "/")) or posixpath.normpath(key) != key:
+        key = re.sub(r"^\.|/", "_", key) or "_"
+    return key
 
 
 def _chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:

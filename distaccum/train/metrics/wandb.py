@@ -195,7 +195,7 @@ class WandbLogger(Logger):
             _warn(f"{text}; {self._remedy}")
         for record in records_of(self._metrics, self._before):
             self._send(sender, record, has_until)
-        for kept, step, best in self._kept.all(until=self._info.window):
+        for kept, step, best in self._kept.all(until=self._info.step):
             self._make_artifact(run, _Checkpoint(kept, step, best))
         self._supersede(Path(run.dir).parent)
 
@@ -269,8 +269,9 @@ class Sender:
         """Logs one record as the step ``window``."""
         for name in record.keys() - self._defined:
             self._defined.add(name)
-            if (best := best_of(name, *self._best)) is not None:
-                self._run.define_metric(name, step_metric="step", summary=f"{best},last")
+            # To W&B a dot begins a key within another, and a star stands for any text; it refuses one in the middle.
+            if (best := best_of(name, *self._best)) is not None and "*" not in name:
+                self._run.define_metric(name.replace(".", r"\."), step_metric="step", summary=f"{best},last")
         self._run.log(dict(record), step=record.get("window"))
 
 

@@ -18,7 +18,7 @@ from distaccum.engines.factory import create_engine
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.components import build_components
 from distaccum.train.run_dir import RunDir
-from distaccum.train.summary import not_finite, print_header
+from distaccum.train.summary import not_finite, print_header, print_results
 from distaccum.train.trainer import Trainer
 
 
@@ -69,3 +69,13 @@ def test_an_evaluation_that_is_no_number_is_said_in_words() -> None:
     assert not_finite({"eval_loss": 1.0}) == ""
     found = not_finite({"eval_loss": float("nan"), "eval_accuracy": 0.5, "eval_bits_per_byte": float("inf")})
     assert found == "in the last evaluation, eval_loss is nan, eval_bits_per_byte is inf"
+
+
+def test_names_of_results_are_printed_as_they_are() -> None:
+    """``rich`` takes brackets for styles: it leaves some out, and raises for others, after the run's last update."""
+    text = StringIO()
+    rows = {"f1[macro]": 0.5, "recall[@10]": 0.25, "recall[/5]": 0.125, "long" * 20: 1.0}
+    print_results(rows, {"unigram[/b]": 2.0}, Console(file=text, width=80))
+    found = [line.rsplit(maxsplit=1) for line in text.getvalue().splitlines()[1:5]]
+    assert {name.strip(): float(value) for name, value in found} == rows
+    assert "unigram[/b]" in text.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from distaccum.config.schema import MetricsConfig, WandbConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.train.metrics.background import InThread
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.kept import KeptCheckpoints
 from distaccum.train.metrics.loggers import rewind_jsonl
@@ -34,9 +36,17 @@ def _record(window: int, **more: Any) -> dict[str, Any]:
     return {"step": window - 1, "window": window, "loss": 1 / window, "applied": window > 1, **more}
 
 
-def _info(folder: Path, window: int = 0) -> RunInfo:
+def _info(folder: Path, window: int = 0, *, skipped: int = 0) -> RunInfo:
     config = {"optim": {"lr": 0.1, "optimizer": {"betas": [0.9, 0.95]}}, "init_from": None, "weird[key]": "x" * 9000}
-    return RunInfo(folder=folder, id="run1", window=window, total_steps=8, config=config, plan={"unit": "samples"})
+    return RunInfo(
+        folder=folder,
+        id="run1",
+        window=window,
+        step=window - skipped,
+        total_steps=8,
+        config=config,
+        plan={"unit": "samples"},
+    )
 
 
 def _write(folder: Path, records: list[dict[str, Any]]) -> None:
@@ -266,6 +276,14 @@ def test_settings_are_flat_and_cut_for_mlflow(tmp_path: Path) -> None:
     assert found == {"optim.lr": "0.1", "optim.optimizer.betas": "[0.9, 0.95]", "init_from": "null"}
 
 
+def test_names_that_mlflow_takes_for_paths_are_taken(tmp_path: Path) -> None:
+    """MLflow refuses ``hf://set`` with all that comes with it: a run's parameters, or a whole record."""
+    weights = {"hf://set": 1, "/abs": 2, "end/": 3, "a/../b": 4, "./c": 5, "a/b": 6, "..": 7, "": 8}
+    expected = ["hf:__set", "_abs", "end_", "a_.._b", "__c", "a/b", "_.", "_"]
+    assert list(dict(flat(weights))) == expected
+    assert [name for name in expected if name.startswith((".", "/")) or posixpath.normpath(name) != name] == []
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +307,14 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     second = logger()
     second.begin(_info(folder, 4))
     second.log(_record(5))  # repeated: MLflow takes nothing back
-    second.log(_record(6, eval_loss=0.5))
+    second.log(_record(6, eval_loss=0.5, **{"eval_en//de/": 0.25}))  # a name that MLflow has not
     checkpoint = folder / "step-6"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     second.checkpoint(checkpoint, step=6, best=True)
+    (checkpoint / "model.safetensors").unlink()  # rolled back, and saved anew
+    (checkpoint / "model.safetensors").write_bytes(b"WEIGHTS")
+    second.checkpoint(checkpoint, step=6, best=False)
     second.alert("title", "text")
     second.mark_preempted()
     second.close(failed=False)
@@ -319,11 +340,31 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     assert np.array_equal(values, [1.0, largest, math.nan, 0.25, 99.0, 1 / 6], equal_nan=True)
     assert history("applied") == [(1, 0.0), *((window, 1.0) for window in range(2, 7))]
     assert history("eval_loss") == [(6, 0.5)]
+    assert history("eval_en__de_") == [(6, 0.25)]
     kept = Path(client.download_artifacts(run.info.run_id, "checkpoints/step-6/model.safetensors"))
-    assert kept.read_bytes() == b"weights"
+    assert kept.read_bytes() == b"WEIGHTS"
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def test_a_resumed_run_tells_of_no_checkpoint_that_it_is_to_make_again(tmp_path: Path) -> None:
+    """Checkpoints are counted in updates, and the run has made more attempts than that."""
+    kept = KeptCheckpoints(tmp_path / "kept")
+    told: list[int] = []
+    for step in (2, 6):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "model").write_text("weights")
+        kept.keep(tmp_path / f"step-{step}", step=step, best=False)
+
+    class Told(Logger):
+        def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+            told.append(step)
+
+    thread = InThread("told", Told(), timeout_s=60, remedy="", kept=kept, log_checkpoints="all")
+    thread.begin(_info(tmp_path, 8, skipped=4))
+    thread.close(failed=False)
+    assert told == [2]
 
 
 def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
