@@ -33,6 +33,7 @@ def _walk(page: str, folder: Path) -> list[tuple[Block, str]]:
             script.write_text(block.text)
             finished = run(script=script, cwd=folder, PYTHONPATH=f"{folder}")
             assert finished.returncode == 0, finished.stderr
+            assert "depends on the micro-batch size" not in finished.stderr
             printed.append((block, finished.stdout))
     return printed
 
