@@ -116,11 +116,12 @@ class Trainer:
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", type(callbacks).__name__, "is no list", "Give them as a list")
-        for logger in loggers if isinstance(loggers, list | tuple) else [loggers]:
-            if not isinstance(logger, Logger) or logger is loggers:
-                remedy = "Give a list of objects whose classes inherit from distaccum.Logger"
-                problem = "is no list" if logger is loggers else "is no Logger"
-                raise ConfigError("loggers", type(logger).__name__, problem, remedy)
+        if not isinstance(loggers, list | tuple):
+            raise ConfigError("loggers", type(loggers).__name__, "is no list", "Give them as a list")
+        for logger in loggers:
+            if not isinstance(logger, Logger):
+                remedy = "Give objects of classes that inherit from distaccum.Logger"
+                raise ConfigError("loggers", type(logger).__name__, "is no Logger", remedy)
         spec = to_data_spec(data, self._environment.size)
         given = {
             "model": _describe(model),

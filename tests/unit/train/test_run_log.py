@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -85,8 +85,16 @@ def test_it_stays_below_a_size_and_has_the_newest_records(tmp_path: Path, monkey
     assert len(numbers) > 100
 
 
+@pytest.mark.fault(
+    "a full disk, for a rank's log",
+    group="directory",
+    does="goes on, without these lines of the log",
+    says="cannot be written (No space left on device), and the run goes on without it",
+)
 @pytest.mark.usefixtures("as_command")
-def test_a_full_disk_costs_records_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_costs_records_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
+) -> None:
     (tmp_path / "rank-1.log").symlink_to("/dev/full")
     with RunLog(1) as log:
         log.open(tmp_path)
@@ -95,6 +103,7 @@ def test_a_full_disk_costs_records_and_one_line(tmp_path: Path, capsys: pytest.C
     (told,) = capsys.readouterr().err.splitlines()
     problem = "cannot be written (No space left on device), and the run goes on without it"
     assert told == f"distaccum: {tmp_path}/rank-1.log {problem}"
+    says(told)
 
 
 @pytest.mark.usefixtures("as_command")
