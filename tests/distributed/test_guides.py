@@ -17,8 +17,9 @@ EXAMPLE = ROOT / "launch" / "examples" / "nanogpt"
 
 
 def _shape(line: str) -> str:
-    """A printed line without its numbers and paths."""
-    return re.sub(r"\S*runs/\S+", "PATH", re.sub(r"[\d,.]*\d[\d,.e+-]*", "#", line)).strip()
+    """A printed line without its numbers, units of bytes, columns and paths."""
+    numbered = re.sub(r"[\d,.]*\d[\d,.e+-]*", "#", line)
+    return " ".join(re.sub(r"# [KM]?i?B\b", "# B", re.sub(r"\S*runs/\S+", "PATH", numbered)).split())
 
 
 def _walk(page: str, folder: Path) -> list[tuple[Block, str]]:
@@ -42,7 +43,11 @@ def _small(arguments: list[str]) -> list[str]:
     """A model of milliseconds, for as many updates as the command says; for one of the reader's own, nothing."""
     if "model=line" in arguments:
         return ["metrics=jsonl"]
-    return [override for override in _tiny(arguments) if not override.startswith("trainer.max_steps")]
+    return [
+        override.replace("n_layer=1", "n_layer=4")
+        for override in _tiny(arguments)
+        if not override.startswith("trainer.max_steps")
+    ]
 
 
 def _run(command: str, folder: Path) -> str:
