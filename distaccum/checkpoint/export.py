@@ -31,6 +31,9 @@ def export(checkpoint: Path, file: Path) -> int:
         CheckpointError: the checkpoint is not there, or damaged.
         OSError: the file cannot be written.
     """
+    if not checkpoint.is_dir():
+        there = ", ".join(sorted(path.name for path in checkpoint.parent.glob("step-*")))
+        raise CheckpointError(f"{checkpoint}: there is no such folder{there and f'; beside it are {there}'}")
     verify(checkpoint)
     tensors = TensorFiles(checkpoint, "model")
     save_whole(tensors, file)

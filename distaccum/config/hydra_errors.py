@@ -52,6 +52,8 @@ def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:
         return ConfigError(
             group, option, "Hydra's submitit launcher is not installed", f"Run {install_command('slurm')}"
         )
+    if (group, option) == ("hydra/sweeper", "optuna"):
+        return ConfigError(group, option, "Hydra's Optuna sweeper is not installed", f"Run {install_command('sweep')}")
     if not group:
         return ConfigError("command line", error.missing_cfg_file, message.splitlines()[0], "Give a config that exists")
     return ConfigError(

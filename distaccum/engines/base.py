@@ -422,8 +422,3 @@ def forward_past_engine() -> MisuseError:
     """For a backward without a forward of ``Engine.model``."""
     problem = "the forward went past the engine, so gradients would not be reduced"
     return MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
-
-
-def mebibytes(size: int) -> str:
-    """A number of bytes for people, as ``1.5 MiB``."""
-    return f"{size / 2**20:,.1f} MiB"

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from distaccum.config.engine import DDPConfig, Zero1Config
 from distaccum.config.precision import PrecisionConfig
+from distaccum.config.sizes import size_of
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine, mebibytes
+from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring, uncounted
@@ -144,11 +145,11 @@ class DDPEngine(Engine):
     def describe(self) -> str:
         """See :class:`Engine`."""
         elements = sum(p.numel() for p in self._parameters)
-        sent = mebibytes(elements * self._policy.reduce_dtype.itemsize)
+        sent = size_of(elements * self._policy.reduce_dtype.itemsize)
         line = f"parameters and gradients whole on every rank; {sent} of gradients all-reduced a window"
         if self._shards is None:
             return line
-        return f"{line}; optimizer state on one rank each, {mebibytes(4 * elements)} of parameters broadcast a window"
+        return f"{line}; optimizer state on one rank each, {size_of(4 * elements)} of parameters broadcast a window"
 
     def begin_window(self, micro_steps: int) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from torch import nn
 
-from distaccum.train.metrics.status import size_of
+from distaccum.config.sizes import size_of
 
 _MOST = 30  # rows
 

@@ -96,7 +96,7 @@ def test_every_extra_that_is_named_exists() -> None:
         for path in (ROOT / "distaccum").rglob("*.py")
         for extra in re.findall(r"install_command\([\"'](\w+)", path.read_text())
     }
-    assert named == {"deepspeed", "digits", "hf", "plot", "slurm"}
+    assert named == {"deepspeed", "digits", "hf", "plot", "slurm", "sweep"}
     assert named <= set(PROJECT["optional-dependencies"])
 
 
@@ -105,3 +105,8 @@ def test_without_submitit_its_launcher_names_the_extra() -> None:
         "In 'hydra/launcher/slurm': ...", "hydra/launcher/submitit_slurm", ["basic", "slurm"]
     )
     assert "'distaccum[slurm]'" in str(from_hydra(error, ["-m", "hydra/launcher=slurm"]))
+
+
+def test_without_its_sweeper_optuna_names_the_extra() -> None:
+    error = MissingConfigException("Could not find 'hydra/sweeper/optuna' ...", "hydra/sweeper/optuna", ["basic"])
+    assert "'distaccum[sweep]'" in str(from_hydra(error, ["-m", "hydra/sweeper=optuna"]))

@@ -60,7 +60,7 @@ def tokens(
         rest = sets if isinstance(held_out_path, Mapping) else sets[""]
     train = TokenBlocks(shards, seq_len=seq_len, vocab_size=vocab_size)
     size = sum(len(shard) for shard in shards)
-    description = f"{path}: {size:,} tokens in {len(shards)} shards"
+    description = f"{path}: {size:,} tokens in {len(shards)} shard{'' if len(shards) == 1 else 's'}"
     return DataSpec(train=train, eval_dataset=rest, description=description, ignored={1: IGNORED})
 
 

@@ -238,4 +238,5 @@ class _Sizes(Protocol):
 
 def describe_steps(plan: _Sizes, steps: int) -> str:
     """Ranks and micro-steps of one update, in words."""
-    return f"{plan.world_size} ranks x {steps} micro-steps of at most {plan.micro_batch_size}"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return f"{ranks} x {steps} micro-step{'' if steps == 1 else 's'} of at most {plan.micro_batch_size}"

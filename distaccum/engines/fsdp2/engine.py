@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig
+from distaccum.config.sizes import size_of
 from distaccum.distributed.world import World
 from distaccum.engines.base import (
     Engine,
@@ -24,7 +25,6 @@ from distaccum.engines.base import (
     StateLayout,
     StepOutput,
     WholeWeights,
-    mebibytes,
 )
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
@@ -242,17 +242,17 @@ class FSDP2Engine(Engine):
         elements = sum(p.numel() for p in self._parameters.values())
         shards = self._mesh["shard"].size()
         gathered = elements * (self._policy.compute_dtype.itemsize if self._gathers_compute else 4)
-        sent = mebibytes(elements * self._policy.reduce_dtype.itemsize)
+        sent = size_of(elements * self._policy.reduce_dtype.itemsize)
         sync, other = ("every", "boundary") if self._every else ("boundary", "every")
         replicas = f" x {self._mesh['replicate'].size()} replicas" if self._replicated else ""
         costs = {
-            "boundary": f"{sent} of gradients reduce-scattered a window, {mebibytes(4 * elements)} of them held whole",
-            "every": f"{sent} of gradients reduce-scattered a micro-step, {mebibytes(4 * elements // shards)} held",
+            "boundary": f"{sent} of gradients reduce-scattered a window, {size_of(4 * elements)} of them held whole",
+            "every": f"{sent} of gradients reduce-scattered a micro-step, {size_of(4 * elements // shards)} held",
         }
         gathers = "twice a micro-step" if self._reshards else "once a window, and held"
         return (
             f"sharded over {shards} ranks{replicas}; sync={sync}: {costs[sync]} (sync={other}: {costs[other]}); "
-            f"{mebibytes(gathered)} of parameters gathered {gathers}"
+            f"{size_of(gathered)} of parameters gathered {gathers}"
         )
 
     @property

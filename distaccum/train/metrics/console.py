@@ -87,9 +87,10 @@ def open_console() -> Console:
 
 
 def _of_window(record: Record) -> str:
+    unit = "samples" if record["samples"] == record["tokens"] else "tokens"  # what the loss counts
     line = (
         f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-        f"{record['tokens_per_s']:,.0f} tokens/s"
+        f"{record['tokens_per_s']:,.0f} {unit}/s"
     )
     if "tflops_per_rank" in record:
         line += f"  {record['tflops_per_rank']:.3g} TFLOP/s"

@@ -6,13 +6,13 @@ nothing for it.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
 from distaccum.accumulation.progress import Progress
+from distaccum.config.sizes import size_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.metrics.flops import Utilization
@@ -23,7 +23,6 @@ _RECENT_S = 30.0  # over which rates are taken, or longer where windows are
 _LEAST_S = 1.0  # several windows may become known at one moment
 _LONG_S = 2.0  # after which it is told for how long something else than training has been going on
 _BAR = (8, 30)  # columns
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -175,12 +174,6 @@ def clock_of(seconds: float) -> str:
     if days:
         return f"{days}d {hour:02}:{minute:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def size_of(count: float) -> str:
-    """Bytes with a unit, as ``512 B``, ``1.5 MiB``, ``93.1 GiB``."""
-    power = min(len(_UNITS) - 1, int(math.log2(max(1.0, count))) // 10)
-    return f"{count / 1024**power:.1f} {_UNITS[power]}" if power else f"{count:.0f} B"
 
 
 def _bar(share: float, columns: int) -> str:

@@ -89,6 +89,14 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
             weights.check(nn.Linear(1, 1), path)
 
 
+def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(gloo_world: World, tmp_path: Path) -> None:
+    path, _ = _saved(tmp_path, gloo_world, "ddp")
+    with pytest.raises(CheckpointError, match=r"step-2: there is no such folder; beside it are step-1$"):
+        export.export(path.with_name("step-2"), tmp_path / "out.safetensors")
+    with pytest.raises(CheckpointError, match=r"absent/step-2: there is no such folder$"):
+        export.export(tmp_path / "absent" / "step-2", tmp_path / "out.safetensors")
+
+
 def test_the_command(gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = _saved(tmp_path, gloo_world, "ddp")
     monkeypatch.setattr("sys.argv", ["distaccum-export", str(path), str(tmp_path / "out.safetensors")])

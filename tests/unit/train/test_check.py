@@ -85,7 +85,7 @@ def test_a_check_leaves_no_folder_whether_it_passes_or_not(
     bad = ("--check", "batch.global_size=4", "batch.micro_size=8")
     kept = f"hydra.run.dir={tmp_path}/kept/one"
     assert _check(monkeypatch, tmp_path, "--check", "batch.global_size=4", run_dir=kept) == 0
-    assert "1 ranks x 1 micro-steps of at most 4;" in capsys.readouterr().out
+    assert "1 rank x 1 micro-step of at most 4;" in capsys.readouterr().out
     assert _check(monkeypatch, tmp_path, *bad, run_dir="seed=1") == 2  # in a new folder below runs/
     assert "batch.micro_size=8: larger than batch.global_size=4" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]

@@ -23,6 +23,8 @@ RECORD = {
     "loss": 0.1 + 0.2,
     "grad_norm": 1.0,
     "lr": 1e-3,
+    "samples": 24,
+    "tokens": 240,
     "tokens_per_s": 5.0,
     "eval_bits_per_byte": 2.25,
     "loss_scale": 1.0,
@@ -83,6 +85,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     logger.close(failed=False)
     assert out.getvalue().startswith("step      3/10  loss 0.3000  grad norm 1.000  lr 1.00e-03")
     assert out.getvalue().endswith("held-out:  bits per byte 2.2500\n")
+
+
+@pytest.mark.parametrize(("counted", "unit"), [(240, "tokens"), (24, "samples")])
+def test_a_record_is_in_tokens_where_the_loss_counts_them_and_in_samples_elsewhere(counted: int, unit: str) -> None:
+    out = io.StringIO()
+    ConsoleLogger(10, Console(file=out, width=300)).log(RECORD | {"tokens": counted})
+    assert f"  5 {unit}/s  " in out.getvalue()
 
 
 def test_a_live_line_on_a_terminal() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from distaccum.accumulation.progress import Progress
+from distaccum.config.sizes import size_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.status import TRAINING, Status, clock_of, size_of
+from distaccum.train.metrics.status import TRAINING, Status, clock_of
 
 
 class Run:
