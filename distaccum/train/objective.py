@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distaccum.errors import ConfigError, DistaccumError, near_misses, shorten
+from distaccum.train.metrics.loggers import records_of
 
 DEFAULT = "eval_loss"
 
@@ -115,7 +115,6 @@ def require_finite(value: float | list[float] | None, objective: Any) -> float |
 def _last(records: Path) -> dict[str, float]:
     """The last number of each name."""
     found: dict[str, float] = {}
-    for line in records.read_text().splitlines() if records.exists() else ():
-        numbers = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}
-        found |= {name: float(value) for name, value in numbers.items()}
+    for record in records_of(records):
+        found |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
     return found
