@@ -41,6 +41,8 @@ def _main(arguments: list[str]) -> int:
     options, script, its_arguments = _parsed(arguments)
     shown: list[Report] = []
     try:
+        if not Path(script).exists():
+            raise ConfigError("script", script, "no such file", "Name the Python file whose gradient is to be compared")
         sys.path.insert(0, str(Path(script).resolve().parent))  # before the loss is imported, which may lie beside it
         loss = _loss(options.loss) if options.loss else None
         with audit(

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, audit
+from distaccum.auditing import command
 from distaccum.auditing.report import Report
 from distaccum.errors import DataError, MisuseError
 from distaccum.testing import single_process_world
@@ -360,3 +361,8 @@ def test_misuse_is_said_and_everything_restored() -> None:
         raise ZeroDivisionError
     assert nn.Module.__call__ is call
     assert torch.nn.utils.clip_grad_norm_ is clip
+
+
+def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command._main(["absent.py"]) == 2
+    assert "script=absent.py: no such file" in capsys.readouterr().err
