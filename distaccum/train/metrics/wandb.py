@@ -420,6 +420,8 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="into a folder that `wandb sync` uploads")
     parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     given = parser.parse_args()
+    if not (given.run / "metrics.jsonl").is_file():
+        sys.exit(f"distaccum-wandb-upload: {given.run}: no run, it has no metrics.jsonl. Name a run's folder")
     try:
         number = upload(given.run, mode="offline" if given.offline else "online", run_id=given.id)
     except Exception as error:  # W&B's own, of many kinds

@@ -6,6 +6,7 @@ import json
 import math
 import posixpath
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.metrics.mlflow import MLflowLogger, flat
 from distaccum.train.metrics.tensorboard import TensorBoardLogger
 from distaccum.train.metrics.wandb import best_of
+from distaccum.train.metrics.wandb import main as upload
 from distaccum.train.metrics.wandb_environment import resolved, run_id
 from tests.support.commands import ROOT
 
@@ -384,3 +386,9 @@ def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "kept" / "step-2").iterdir()] == ["part"]
     assert [(path.name, step, best) for path, step, best in kept.all(9)] == [("step-2", 2, False), ("step-4", 4, True)]
     assert (tmp_path / "kept" / "step-4" / "engine" / "part").read_text() == "weights 4"
+
+
+def test_an_upload_of_what_is_no_run_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["distaccum-wandb-upload", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no run, it has no metrics.jsonl"):
+        upload()
