@@ -41,13 +41,14 @@ examples:
 exit codes: 0 nothing is wrong; 1 something is; 2 bad arguments
 """
 _INTERRUPTED = 130
-_STOPS = (signal.SIGTERM, signal.SIGHUP)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Runs the command, with the arguments of this process; ends with its exit code."""
     program.start()
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _STOPS}
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # under nohup less are
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
     try:
         code = _main(sys.argv[1:])
     except KeyboardInterrupt:  # by torchrun's and Slurm's signals, too: what was written is removed first

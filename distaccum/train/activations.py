@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -139,7 +140,11 @@ def measure(
     """
     place, live = torch.device(device), LiveMemory(device)
     try:
-        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+        with (
+            functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False),  # else it warns once in a process
+            fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+            torch.compiler.set_stance("force_eager"),
+        ):
             try:
                 copy, its_loss = _without_numbers(model, loss, place, weights, buffers=not casts)
             except Exception as error:  # whatever a model raises that cannot be copied

@@ -124,6 +124,8 @@ class _File(RotatingFileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
+            if not Path(self.baseFilename).parent.parent.exists():  # of a machine that does not share the folder, which
+                return  # is told where it matters
             problem = f"{self.baseFilename} cannot be written ({error.strerror}), and the run goes on without it"
             with suppress(OSError, ValueError):
                 sys.stderr.write(f"distaccum: {problem}\n")

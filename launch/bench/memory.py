@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -31,9 +32,10 @@ def storages(tensors: Iterable[Tensor]) -> Storages:
     """The memory of these tensors; of sharded ones this rank's shards."""
     found = {}
     for tensor in map(to_local, tensors):
-        if tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor):
+        is_fake = issubclass(type(tensor), FakeTensor)  # left over from compiling: it has no memory
+        if tensor.layout is torch.strided and not tensor.is_meta and not is_fake and not is_lazy(tensor):
             storage = tensor.untyped_storage()
-            with suppress(RuntimeError):  # a fake tensor, left over from compiling, has no memory
+            with suppress(RuntimeError):  # a subclass without memory of its own
                 if storage.nbytes():
                     found[storage.data_ptr()] = storage.nbytes()
     return found

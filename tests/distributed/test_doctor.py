@@ -112,8 +112,9 @@ def test_the_command_of_the_page_as_torchrun_starts_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_that_is_told_to_stop_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """In the middle of the disk's part, when its folder is there."""
+    heard = ["env", "--default-signal=INT,TERM"]  # a job in a shell's background ignores SIGINT
     process = subprocess.Popen(
-        [sys.executable, "-m", "distaccum.doctor", "--only", "disk", "--folder", str(tmp_path)],
+        [*heard, sys.executable, "-m", "distaccum.doctor", "--only", "disk", "--folder", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -490,10 +490,17 @@ def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int, 
     assert len(finished.stderr.splitlines()) <= ON_A_SCREEN
     records = metrics(run_dir)  # whole lines only
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    with (
+        (small_disk / "more").open("wb", buffering=0) as more,
+        suppress(OSError),
+    ):  # what the first run has cleared away
+        while True:
+            more.write(bytes(256))
     full = _run(run_dir, "checkpoint.every=0", "resume=auto")
     assert full.returncode in (1, 2)  # as little as what the first left may be room for
     assert "No space left on device" in full.stderr
     (small_disk / "big").unlink()
+    (small_disk / "more").unlink()
     assert _run(run_dir, "checkpoint.every=0", "resume=auto").returncode == 0
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, 10))
 
