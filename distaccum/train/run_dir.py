@@ -24,15 +24,8 @@ from distaccum.train.owner import Owner
 _log = logging.getLogger(__name__)
 
 _RESERVED = 4096  # bytes of a status, kept for a full disk
-_LEFT = (
-    ".*.json.*",
-    ".*.jsonl.*",
-    ".*.html.*",
-    ".latest.*",
-    ".writable*",
-    ".owner-*",
-    ".shared-*",
-)  # of dead processes
+# Of dead processes.
+_LEFT = (".*.json.*", ".*.jsonl.*", ".*.html.*", ".latest.*", ".writable*", ".owner-*", ".shared-*")
 
 
 class State(StrEnum):
