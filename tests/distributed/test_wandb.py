@@ -208,7 +208,8 @@ def test_a_resumed_run_is_one_wandb_run_with_each_step_once(tmp_path: Path) -> N
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5]
     (first,) = tmp_path.glob("wandb/offline-run-*")
     time.sleep(1.1)  # W&B names an offline folder by the second
-    succeed(*arguments, "trainer.max_steps=8", PYTHONPATH=str(ROOT))
+    resumed = succeed(*arguments, "trainer.max_steps=8", PYTHONPATH=str(ROOT))
+    assert "Weights & Biases" not in resumed.stderr, resumed.stderr  # it has opened
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # what `wandb sync` finds
     rows, _, run_id = _history(file)
     assert first.name.endswith(run_id)
@@ -230,7 +231,8 @@ class _Server:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.asked = 0
         self._open: list[socket.socket] = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         with suppress(OSError):  # closed
@@ -245,6 +247,8 @@ class _Server:
                     self._open.append(stream)
 
     def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # so that nothing more is accepted
+        self._thread.join(timeout=10)
         for stream in (self._socket, *self._open):
             stream.close()
 
