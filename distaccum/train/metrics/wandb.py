@@ -17,13 +17,12 @@ import os
 import queue
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from distaccum import program
@@ -42,7 +41,6 @@ _THREAD = f"wandb{SUFFIX}"
 _CLOSE_TIMEOUT_S = 8.0
 _OFFLINE_TIMEOUT_S = 30.0  # no server is waited for, but a machine that is busy
 _UPLOAD_TIMEOUT_S = 600.0  # of a run that logs checkpoints, and is not told to leave
-_IN_USE_S = 20.0
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
 
@@ -174,9 +172,8 @@ class WandbLogger(Logger):
         console: Any = self._console  # W&B's own check names the choices
         secret = redact(sys.argv) != sys.argv  # W&B's description of the process has the command line as it is
         settings = wandb.Settings(silent=True, console=console, init_timeout=_INIT_TIMEOUT_S, x_disable_meta=secret)
-
-        def begin() -> Run:
-            return wandb.init(
+        with _quiet_handlers():
+            run = wandb.init(
                 **self._given,  # type: ignore[arg-type]
                 dir=str(self._folder),
                 id=info.id,
@@ -185,9 +182,6 @@ class WandbLogger(Logger):
                 reinit="create_new",
                 settings=settings,
             )
-
-        with _quiet_handlers():
-            run = _once_free(begin)
         for handler in logging.getLogger("wandb").handlers:  # or a full disk prints a traceback a line
             vars(handler)["handleError"] = _ignore
         if self._save_code or (self._save_code is None and run.settings.save_code):
@@ -301,18 +295,6 @@ def _is_no_code(path: str, root: str = "") -> bool:
     parts = Path(path).relative_to(root).parts if root and Path(path).is_relative_to(root) else Path(path).parts
     hidden = any(part.startswith(".") or part in ("site-packages", "node_modules") for part in parts)
     return hidden or parts[0] in ("wandb", "runs")
-
-
-def _once_free(begin: Callable[[], Run]) -> Run:
-    """Begins a run, whose id W&B's process of a run that was killed has in use until it notices the death."""
-    until = monotonic() + _IN_USE_S
-    while True:
-        try:
-            return begin()
-        except Exception as error:  # of a class that W&B does not export
-            if "is in use" not in str(error) or monotonic() > until:
-                raise
-        sleep(0.5)
 
 
 def _ignore(_: logging.LogRecord) -> None:
