@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from distaccum.train.metrics.wandb import upload
 from tests.support.commands import ROOT, TINY, environment, metrics, run, succeed
 
 SETTINGS = (
@@ -140,8 +139,7 @@ def test_the_table_has_the_best_of_names_that_mean_more_to_it(tmp_path: Path) ->
     names = ("eval_v1.5_loss", "eval_a/b_loss", "eval_top*5_acc")
     records = [{"step": i, "window": i, **dict.fromkeys(names, value)} for i, value in enumerate(values, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert upload(tmp_path, mode="offline", run_id="again") == 3
-    (file,) = tmp_path.glob("wandb/offline-run-*-again/*.wandb")
+    file = _upload_offline(tmp_path)
     rows, *_ = _history(file)
     assert [[row[name] for name in names] for row in rows] == [[value] * 3 for value in values]
     summary = _summary(file)
@@ -168,12 +166,17 @@ def _are_artifacts(file: Path, checkpoints: Path, *, best: int) -> None:
 
 def _upload(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of the W&B run that the command makes of ``metrics.jsonl``."""
+    rows, keys, run_id = _history(_upload_offline(run_dir))
+    assert (run_id, {"optim", "plan"} <= keys) == ("again", True)
+    return rows
+
+
+def _upload_offline(run_dir: Path) -> Path:
+    """W&B's file. By a process of its own: W&B in this one would have the runs of later tests share its service."""
     uploads = [sys.executable, "-m", "distaccum.train.metrics.wandb", "--offline", "--id=again", str(run_dir)]
     subprocess.run(uploads, check=True, timeout=100, env=environment(PYTHONPATH=str(ROOT)))
     (file,) = run_dir.glob("wandb/offline-run-*-again/*.wandb")
-    rows, keys, run_id = _history(file)
-    assert (run_id, {"optim", "plan"} <= keys) == ("again", True)
-    return rows
+    return file
 
 
 def _are(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:

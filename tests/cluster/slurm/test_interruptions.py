@@ -21,7 +21,7 @@ _DONE = {"state": "done", "step": STEPS, "reason": ""}
 def _interruptible(cluster: Cluster, run_dir: Path, *options: str, seconds: float = 0.2) -> str:
     """A job whose run has made 12 updates, saved at the tenth, and has many to go, each so long."""
     job = submit(cluster, *SETTINGS, *slow(seconds), options=options, RUN_DIR=str(run_dir))
-    cluster.wait_for(lambda: logged(run_dir) >= 12, job)
+    cluster.wait_for(lambda: logged(run_dir) >= 12 and (run_dir / "checkpoints" / "step-10").exists(), job)
     return job
 
 
