@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,26 @@ def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: 
         *([n] for n in range(5, 9)),
         ["close", False],
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "MLflow's server refuses",
+    group="services",
+    does="trains on, asks it again meanwhile, and ends within some 10 s",
+    says="logger mlflow: still busy after 10 s, and left behind; metrics.jsonl has every record, and resume=auto sends "
+    "what MLflow lacks",
+)
+def test_a_server_of_mlflow_that_refuses_costs_seconds(tmp_path: Path, says: Callable[[str], None]) -> None:
+    given = ["metrics=jsonl", "metrics.mlflow.enabled=true", "metrics.mlflow.tracking_uri=http://127.0.0.1:9"]
+    folder, began = tmp_path / "run", time.monotonic()
+    finished = run(*IMAGES, *given, f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT), timeout=150)
+    assert finished.returncode == 0, finished.stderr
+    assert time.monotonic() - began < 60  # a bound on hanging (a request alone is tried for minutes), not a timing
+    refused, left = finished.stderr.splitlines()
+    assert refused == "distaccum: logger mlflow: its server does not answer, and is asked again while the run goes on"
+    says(left)
+    assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow

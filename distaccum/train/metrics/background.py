@@ -27,15 +27,25 @@ class InThread(Logger):
         name: in the messages.
         logger: is called in the thread alone, and raises nothing.
         timeout_s: without any progress, after which the thread is left behind.
+        opening_s: the same, where not even :meth:`Logger.begin` has returned.
         remedy: for the message then.
         kept: holds the checkpoints until the logger has had them.
         log_checkpoints: which it is told of: ``none``, ``best`` or ``all``.
     """
 
     def __init__(
-        self, name: str, logger: Logger, *, timeout_s: float, remedy: str, kept: KeptCheckpoints, log_checkpoints: str
+        self,
+        name: str,
+        logger: Logger,
+        *,
+        timeout_s: float,
+        opening_s: float,
+        remedy: str,
+        kept: KeptCheckpoints,
+        log_checkpoints: str,
     ) -> None:
-        self._name, self._logger, self._timeout, self._remedy = name, logger, timeout_s, remedy
+        self._name, self._logger, self._remedy = name, logger, remedy
+        self._timeout, self._opening = timeout_s, opening_s
         self._kept, self._log_checkpoints = kept, log_checkpoints
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done, self._ended = 0, Event()
@@ -74,12 +84,12 @@ class InThread(Logger):
         """Waits until all is handled, or nothing was for ``timeout_s``."""
         self._calls.put(partial(self._logger.close, failed=failed))
         self._calls.put(None)
-        before = -1
-        while not self._ended.wait(self._timeout) and before < self._done:
-            before = self._done
+        timeout, before = self._timeout if self._done else min(self._timeout, self._opening), self._done
+        while not self._ended.wait(timeout) and before < self._done:
+            timeout, before = self._timeout, self._done
         if not self._ended.is_set():
             text = "logger %s: still busy after %.0f s, and left behind; %s"
-            _log.warning(text, self._name, self._timeout, self._remedy)
+            _log.warning(text, self._name, timeout, self._remedy)
 
     def _tell(self, kept: Path, step: int, *, best: bool) -> None:
         self._logger.checkpoint(kept, step=step, best=best)

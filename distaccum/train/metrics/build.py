@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     pass
 
 _MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
+_SERVER_TIMEOUT_S = 10.0  # of one that has not answered yet
 _UPLOAD_TIMEOUT_S = 600.0  # of one checkpoint
 
 
@@ -83,7 +84,7 @@ def build_loggers(
 
 
 def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
-    from distaccum.train.metrics.mlflow import MLflowLogger  # noqa: PLC0415
+    from distaccum.train.metrics.mlflow import MLflowLogger, is_server  # noqa: PLC0415
 
     make = partial(
         MLflowLogger,
@@ -95,6 +96,7 @@ def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
     thread = InThread(
         "mlflow",
         Tolerant("mlflow", make),
+        opening_s=_SERVER_TIMEOUT_S if is_server(settings.tracking_uri) else _MLFLOW_TIMEOUT_S,
         timeout_s=_MLFLOW_TIMEOUT_S if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S,
         remedy="metrics.jsonl has every record, and resume=auto sends what MLflow lacks",
         kept=KeptCheckpoints(run.folder / "mlflow-checkpoints"),

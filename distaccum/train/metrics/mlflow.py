@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distaccum.train.metrics.kept import files_of
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
+_log = logging.getLogger(__name__)
+
 _Item = TypeVar("_Item")
 _Files = dict[str, tuple[int, int, int]]
 _ID = "distaccum.run_id"
 _KEY, _VALUE = 250, 5000  # characters that MLflow takes of a name and a value
 _PARAMS, _METRICS = 100, 1000  # of one request
+_RETRIES = logging.getLogger("urllib3.connectionpool")
 _NOT_IN_KEYS = re.compile(r"[^\w\-. :/]")
 
 
@@ -53,6 +57,7 @@ class MLflowLogger(Logger):
         from mlflow import MlflowClient  # noqa: PLC0415  seconds of imports
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table it makes
+        _RETRIES.addFilter(_ToldOnce(get_ident()))
         self._client: MlflowClient = MlflowClient(self._uri)
         self._run = self._find(run) or self._create(run)
         self._client.update_run(self._run, status="RUNNING")
@@ -147,6 +152,28 @@ class MLflowLogger(Logger):
         numbers = {_key(name): value for name, value in record.items() if isinstance(value, int | float)}
         numbers["window"] = numbers.pop("window")  # the last to arrive: who finds it finds the others
         return [Metric(name, float(value), now, window) for name, value in numbers.items()]
+
+
+class _ToldOnce(logging.Filter):
+    """Tells of the first of the repeated requests of one thread, in our words, and of no other."""
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._thread, self._told = thread, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is let through: it is of another thread, or tells of something else."""
+        if record.thread != self._thread or not record.getMessage().startswith("Retrying "):
+            return True
+        if not self._told:
+            self._told = True
+            _log.warning("logger mlflow: its server does not answer, and is asked again while the run goes on")
+        return False
+
+
+def is_server(tracking_uri: str | None) -> bool:
+    """Whether the store is behind HTTP; None is MLflow's own choice, of which its variable alone is looked at."""
+    return (tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")).startswith(("http://", "https://"))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

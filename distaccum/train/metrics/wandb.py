@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 _THREAD = f"wandb{SUFFIX}"
 _CLOSE_TIMEOUT_S = 8.0
-_OFFLINE_TIMEOUT_S = 30.0  # no server is waited for, but a machine that is busy
+_OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
 _UPLOAD_TIMEOUT_S = 600.0  # of a run that logs checkpoints, and is not told to leave
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
@@ -121,7 +121,7 @@ class WandbLogger(Logger):
         """Waits a few seconds for the records to be written."""
         self._exit_code = int(failed or self._preempted)  # W&B takes one that ends with 0 for finished
         self._items.put(None)
-        before, uploads = -1, self._log_checkpoints != "none" and not self._preempted
+        before, uploads = self._sent, self._log_checkpoints != "none" and not self._preempted
         offline = self._given["mode"] == "offline" and not self._preempted
         patience = _UPLOAD_TIMEOUT_S if uploads else _OFFLINE_TIMEOUT_S if offline else _CLOSE_TIMEOUT_S
         while not self._ended.wait(patience) and before < self._sent:

@@ -363,7 +363,7 @@ def test_a_resumed_run_tells_of_no_checkpoint_that_it_is_to_make_again(tmp_path:
         def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
             told.append(step)
 
-    thread = InThread("told", Told(), timeout_s=60, remedy="", kept=kept, log_checkpoints="all")
+    thread = InThread("told", Told(), timeout_s=60, opening_s=60, remedy="", kept=kept, log_checkpoints="all")
     thread.begin(_info(tmp_path, 8, skipped=4))
     thread.close(failed=False)
     assert told == [2]
