@@ -134,6 +134,57 @@ def test_what_is_no_command_is_refused_in_one_line(
     assert not said.out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify --nosuch",
+        "export --nosuch",
+        "export FOLDER --nosuch=3 FILE",
+        "report --nosuch",
+        "report RUN --nosuch",
+        "report -oFILE --png --nosuch",
+        "report --output FILE --nosuch",
+        "doctor --nosuch",
+        "wandb-upload --nosuch",
+        "audit --nosuch",
+        "audit --nosuch train.py --lr 3",
+        "audit --windows 3 --nosuch",
+    ],
+)
+def test_an_unknown_flag_is_named(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words.split(maxsplit=1)[0]
+    assert _call(monkeypatch, *words.split()) == 2
+    said = capsys.readouterr()
+    error = f"distaccum {command}: error: --nosuch: no such flag. `distaccum {command} --help` lists those there are"
+    assert said.err.splitlines()[-1] == error
+    assert said.err.startswith(f"usage: distaccum {command} ")
+    assert not said.out
+    monkeypatch.setenv("RANK", "1")
+    assert _call(monkeypatch, *words.split()) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("report --outptu FILE", "--outptu: no such flag; did you mean --output? `distaccum report --help` lists"),
+        ("report --out FILE RUN", "--out: no such flag; did you mean --output?"),  # its beginning is not enough
+        ("report --output --nosuch", "argument -o/--output: expected one argument"),
+        ("report", "the following arguments are required: RUN"),
+        ("report -- --nosuch --png", "RUN=--nosuch: no such folder"),
+        ("audit --windows x train.py --nosuch", "argument --windows: invalid int value: 'x'"),  # the script's flag
+        ("audit train.py --windows x --nosuch", "argument --windows: invalid int value: 'x'"),
+    ],
+)
+def test_what_else_is_wrong_with_the_arguments_is_named(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _call(monkeypatch, *words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_only_rank_0_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     assert _call(monkeypatch, "--help") == 0
