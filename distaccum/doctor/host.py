@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from distaccum.data.loading_processes import MORE_SHARED_MEMORY
+from distaccum.distributed.control_groups import control_groups
 from distaccum.distributed.free_memory import available
 from distaccum.doctor.facts import Look, size
 
@@ -24,7 +24,6 @@ _FILES_WANTED, _FILES_NEEDED, _FILES_PLENTY = 4096, 1024, 65536
 _PROCESSES_WANTED = 2048
 _MEMORY_WANTED = 2**30  # an interpreter with torch and a GPU's driver takes about that much
 _TWICE = 2  # as many threads as cores: from here on they only take turns
-_CPU, _MEMORY, _PIDS = "cpu", "memory", "pids"
 
 
 def host(*, local_ranks: int, cpu_trains: bool, root: Path = Path("/")) -> Look:
@@ -71,7 +70,8 @@ def _threads() -> int:
 
 
 def _memory(found: Look, root: Path) -> None:
-    left, limit = available(root), min(_memory_limits(root), default=None)
+    left = available(root)
+    limit = min(_numbers("memory", "memory.max", "memory.limit_in_bytes", root), default=None)
     total = None
     with suppress(OSError, ValueError, LookupError):
         rows = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
@@ -125,7 +125,7 @@ def _limits(found: Look, root: Path) -> None:
         what = f"a process may lock {size(soft)}, and {adapters[0]} (InfiniBand, RoCE) needs all that it sends locked"
         found.find(what, "ulimit -l unlimited    # in a container: docker run --ulimit memlock=-1")
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    groups = min(_numbers("pids.max", _PIDS, "pids.max", root), default=None)
+    groups = min(_numbers("pids", "pids.max", "pids.max", root), default=None)
     most = [one for one in (_none(soft), groups) if one is not None]
     found.tell("threads (ulimit -u)", str(min(most)) if most else "unlimited", min(most, default=None))
     if most and min(most) < _PROCESSES_WANTED:
@@ -147,54 +147,24 @@ def _is_less(value: int, wanted: int) -> bool:
     return value != resource.RLIM_INFINITY and value < wanted
 
 
-def _memory_limits(root: Path) -> list[int]:
-    return _numbers("memory.max", _MEMORY, "memory.limit_in_bytes", root)
-
-
 def _quotas(root: Path) -> list[float]:
     """Cores' worth of time that each control group leaves this process."""
     quotas = []
-    for content in _control_groups("cpu.max", _CPU, "cpu.cfs_quota_us", root):
-        with suppress(ValueError, ZeroDivisionError):
-            allowed, _, period = content.partition(" ")
+    for group, unified in control_groups("cpu", root):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no quota: "max", or no such file
+            if unified:
+                allowed, _, period = (group / "cpu.max").read_text().partition(" ")
+            else:
+                allowed, period = ((group / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
             if int(allowed) > 0:
                 quotas.append(int(allowed) / int(period))
     return quotas
 
 
-def _numbers(unified: str, controller: str, legacy: str, root: Path) -> list[int]:
-    """What each control group's file says that says a number; "max" is none."""
+def _numbers(controller: str, file: str, older: str, root: Path) -> list[int]:
+    """What ``file`` of each control group says, or ``older`` of version 1, where it says a number."""
     found = []
-    for content in _control_groups(unified, controller, legacy, root):
-        with suppress(ValueError):
-            found.append(int(content))
+    for group, unified in control_groups(controller, root):
+        with suppress(OSError, ValueError):  # no limit: "max", or no such file
+            found.append(int((group / (file if unified else older)).read_text()))
     return found
-
-
-def _control_groups(unified: str, controller: str, legacy: str, root: Path) -> Iterator[str]:
-    """The content of a file of each control group that this process is in, or below: of version 2, and of version 1.
-
-    A quota of version 1 is completed by its period, as version 2 writes it.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    top = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, name = line.split(":", 2)
-        if number == "0":
-            base, file = top, unified
-        elif controller in controllers.split(","):
-            base, file = top / controller, legacy
-        else:
-            continue
-        folder = base / name.lstrip("/")
-        for group in (folder, *folder.parents):
-            with suppress(OSError):
-                content = (group / file).read_text().strip()
-                if file == "cpu.cfs_quota_us":
-                    content += f" {(group / 'cpu.cfs_period_us').read_text().strip()}"
-                yield content
-            if group == base:
-                break
