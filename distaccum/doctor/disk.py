@@ -20,7 +20,6 @@ from time import perf_counter
 
 from distaccum.doctor.facts import Look, seconds, size
 
-PREFIX = ".distaccum-doctor-"
 # At most so much is written, and for so long: more than a controller's cache, where the disk is fast.
 _MOST, _FOR_S, _BLOCK = 2**28, 2.0, 2**22
 _SYNCS, _RENAMES = 9, 200
