@@ -202,6 +202,9 @@ def test_wandbs_variables_count_where_the_configuration_is_silent() -> None:
     assert decided(silent, {"WANDB_SWEEP_ID": "s", "WANDB_MODE": "offline"})[0] == "offline"
     with pytest.raises(ConfigError, match=r"WANDB_MODE=on: no such mode\. Use one of offline, online, disabled"):
         resolved(silent, {"WANDB_MODE": "on"})
+    with pytest.raises(ConfigError, match=r"^WANDB_CONSOLE=on: no such choice\. Use one of off, wrap"):
+        resolved(silent, {"WANDB_CONSOLE": "on"})
+    assert decided(stated, {"WANDB_CONSOLE": "on"})[3] == "wrap"
     assert run_id({"WANDB_RUN_ID": "agents"}) == "agents"
     assert run_id({}) != run_id({})
 
