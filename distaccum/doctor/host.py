@@ -8,10 +8,11 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from distaccum.config.sizes import size_of
 from distaccum.data.loading_processes import MORE_SHARED_MEMORY
 from distaccum.distributed.control_groups import control_groups
 from distaccum.distributed.free_memory import available
-from distaccum.doctor.facts import Look, size
+from distaccum.doctor.facts import Look
 
 _SHARED_MEMORY = "dev/shm"  # below a root
 # A container's default of 64 MiB is what this is about: Docker's and containerd's. Loading processes hold windows
@@ -76,14 +77,14 @@ def _memory(found: Look, root: Path) -> None:
     with suppress(OSError, ValueError, LookupError):
         rows = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
         total = 2**10 * int(next(value for name, _, value in rows if name == "MemTotal").split()[0])
-    found.tell("memory", "not told" if total is None else size(total), total)
+    found.tell("memory", "not told" if total is None else size_of(total), total)
     if limit is not None and (total is None or limit < total):
-        found.tell("memory of the control group", f"at most {size(limit)}", limit)
+        found.tell("memory of the control group", f"at most {size_of(limit)}", limit)
     if left is None:
         return
-    found.tell("free memory", size(left), left)
+    found.tell("free memory", size_of(left), left)
     if left < _MEMORY_WANTED:
-        what = f"{size(left)} of memory are free, less than one process with torch takes"
+        what = f"{size_of(left)} of memory are free, less than one process with torch takes"
         found.find(
             what, "ps -e -o rss,pid,user,args --sort=-rss | head    # who has it; end it, or ask for more: --mem=64G"
         )
@@ -99,12 +100,12 @@ def _shared_memory(found: Look, root: Path) -> None:
         found.find(f"{shown} does not exist, through which batches travel", MORE_SHARED_MEMORY)
         return
     total, free = seen.f_blocks * seen.f_frsize, seen.f_bavail * seen.f_frsize
-    found.tell(str(shown), f"{size(free)} free of {size(total)}", {"bytes": total, "free": free})
+    found.tell(str(shown), f"{size_of(free)} free of {size_of(total)}", {"bytes": total, "free": free})
     if total < _SHARED_WANTED:
-        what = f"{shown} has {size(total)}: loading processes, whose batches travel through it, die there of SIGBUS"
+        what = f"{shown} has {size_of(total)}: loading processes, whose batches travel through it, die there of SIGBUS"
         found.find(what, MORE_SHARED_MEMORY)
     elif free < _SHARED_FREE_WANTED:
-        what = f"{shown} has {size(free)} left of {size(total)}: dead processes may have left it full"
+        what = f"{shown} has {size_of(free)} left of {size_of(total)}: dead processes may have left it full"
         found.find(what, f"ls -lS {shown} | head    # then remove what belongs to no process that runs: fuser FILE")
 
 
@@ -122,7 +123,9 @@ def _limits(found: Look, root: Path) -> None:
     found.tell("locked memory (ulimit -l)", _limit(soft, memory=True), _none(soft))
     adapters = sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
     if adapters and soft != resource.RLIM_INFINITY:  # registered memory is locked; NCCL's own troubleshooting says so
-        what = f"a process may lock {size(soft)}, and {adapters[0]} (InfiniBand, RoCE) needs all that it sends locked"
+        what = (
+            f"a process may lock {size_of(soft)}, and {adapters[0]} (InfiniBand, RoCE) needs all that it sends locked"
+        )
         found.find(what, "ulimit -l unlimited    # in a container: docker run --ulimit memlock=-1")
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     groups = min(_numbers("pids", "pids.max", "pids.max", root), default=None)
@@ -136,7 +139,7 @@ def _limits(found: Look, root: Path) -> None:
 def _limit(value: int, *, memory: bool = False) -> str:
     if value == resource.RLIM_INFINITY:
         return "unlimited"
-    return size(value) if memory else str(value)
+    return size_of(value) if memory else str(value)
 
 
 def _none(value: int) -> int | None:
