@@ -50,7 +50,7 @@ def main() -> None:
     try:
         count = export(given.checkpoint, given.file)
     except (CheckpointError, OSError) as error:
-        parser.exit(2, f"distaccum: {error}\n")
+        parser.exit(2, f"{parser.prog}: {error}\n")
     sys.stdout.write(f"{given.file}: {count} tensors of {given.checkpoint}\n")
 
 

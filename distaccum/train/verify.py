@@ -133,11 +133,11 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run directory, as hydra.run.dir names it")
     given = parser.of()
     if not RunDir(given.run).holds_results() and not (given.run / "status.json").exists():
-        parser.exit(2, f"distaccum: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
+        parser.exit(2, f"{parser.prog}: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
     try:
         found = inspect(given.run)
     except (OSError, CheckpointError) as error:
-        parser.exit(1, f"distaccum: {given.run}: {error}\n")
+        parser.exit(1, f"{parser.prog}: {given.run}: {error}\n")
     for one in found:
         sys.stdout.write(f"{one.name:<{_WIDTH}}{one.text}\n")
     sys.exit(not all(one.whole for one in found))

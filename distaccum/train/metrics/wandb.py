@@ -392,7 +392,7 @@ examples:
   distaccum wandb-upload runs/NAME
   distaccum wandb-upload runs/NAME --offline       then: wandb sync
 
-exit codes: 0 done; 1 it could not be made, and why
+exit codes: 0 done; 1 it could not be made, and why; 2 bad arguments
 """
 
 
@@ -415,11 +415,11 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="into a folder that `wandb sync` uploads")
     given = parser.of()
     if not (given.run / "metrics.jsonl").is_file():
-        sys.exit(f"distaccum-wandb-upload: {given.run}: no run, it has no metrics.jsonl. Name a run's folder")
+        parser.exit(1, f"{parser.prog}: {given.run}: no run, it has no metrics.jsonl. Name a run's folder\n")
     try:
         number = upload(given.run, mode="offline" if given.offline else "online", run_id=given.id)
     except Exception as error:  # W&B's own, of many kinds
-        sys.exit(f"distaccum-wandb-upload: {type(error).__name__}: {error}")
+        parser.exit(1, f"{parser.prog}: {type(error).__name__}: {error}\n")
     sys.stdout.write(f"{number} records of {given.run / 'metrics.jsonl'}\n")
 
 

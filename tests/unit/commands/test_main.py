@@ -184,6 +184,22 @@ def test_what_else_is_wrong_with_the_arguments_is_named(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("verify NOWHERE", 2, "NOWHERE holds no run"),
+        ("export NOWHERE FILE", 2, "NOWHERE: there is no such folder"),
+        ("report NOWHERE", 2, "configuration error: RUN=NOWHERE: no such folder"),
+        ("wandb-upload NOWHERE", 1, "NOWHERE: no run"),
+    ],
+)
+def test_an_error_begins_with_the_command_as_it_was_called(
+    words: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _call(monkeypatch, *words.split()) == code
+    assert capsys.readouterr().err.startswith(f"distaccum {words.split(maxsplit=1)[0]}: {message}")
+
+
 def test_only_rank_0_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     assert _call(monkeypatch, "--help") == 0
