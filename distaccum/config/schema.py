@@ -506,8 +506,9 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
+        for name, made in (("engine", engine_config), ("precision", PrecisionConfig.of), ("compile", CompileConfig.of)):
+            object.__setattr__(self, name, made(getattr(self, name)))  # which may be a name
         require_annotated("", self)
-        engine_config(self.engine)
         named = [self.objective] if isinstance(self.objective, str | None) else self.objective
         texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
         remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
