@@ -115,6 +115,8 @@ class OptimConfig:
     groups: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        for i, group in enumerate(self.groups if isinstance(self.groups, list | tuple) else ()):
+            require_group(f"optim.groups.{i}", group)
         require_annotated("optim", self)
         require_positive("optim.lr", self.lr)
         require_positive("optim.clip_norm", self.clip_norm)
@@ -126,8 +128,6 @@ class OptimConfig:
         rate = self.optimizer.get("lr", self.lr)
         problem = f"and optim.lr={self.lr}, the peak of the schedule, would take its place"
         require(rate == self.lr, "optim.optimizer.lr", rate, problem, "State the rate as optim.lr alone")
-        for i, group in enumerate(self.groups):
-            require_group(f"optim.groups.{i}", group)
 
 
 @dataclass(frozen=True, kw_only=True)
