@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import fields
 from numbers import Real
 from operator import index
@@ -32,7 +33,7 @@ def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> 
 def require_annotated(group: str, settings: Any) -> None:
     """Every field of a dataclass has a value of its annotated type; one that is ``Any`` needs a check of its own.
 
-    A bool is no number, a whole number is a float too, and a tuple is a list. ``group`` is empty at the top.
+    A bool is no number, a whole number that fits is a float too, and a tuple is a list. ``group`` is empty at the top.
     """
     hints = get_type_hints(type(settings))
     for name in (one.name for one in fields(settings)):
@@ -42,17 +43,17 @@ def require_annotated(group: str, settings: Any) -> None:
 
 def _is_of(value: Any, hint: Any) -> bool:
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is Any:
-        return True
     if kind in (Union, UnionType):
         return any(_is_of(value, one) for one in inner)
-    if isinstance(value, bool):
-        return kind is bool
+    if kind is Any or isinstance(value, bool):
+        return kind in (Any, bool)
     if kind is list:
         return isinstance(value, list | tuple) and all(_is_of(one, inner[0]) for one in value)
     if kind is dict:
         return isinstance(value, dict) and all(_is_of(k, inner[0]) and _is_of(v, inner[1]) for k, v in value.items())
-    return isinstance(value, int | float if kind is float else kind)
+    if kind is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
 
 
 def _written(hint: Any) -> str:

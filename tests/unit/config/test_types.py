@@ -15,7 +15,7 @@ from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import Cluster
 
 NOTHING = object()
-VALUES = ("no such", b"x", 2, -1, 2.5, float("nan"), True, (), [3], ["x"], [NOTHING], {"x": 1}, {1: 2}, None)
+VALUES = ("no such", b"x", 2, -1, 10**400, 2.5, float("nan"), True, (), [3], ["x"], [NOTHING], {"x": 1}, {1: 2}, None)
 REQUIRED = {Cluster: {"micro_step_ms": 1.0}}
 
 
