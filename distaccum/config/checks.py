@@ -30,15 +30,22 @@ def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> 
         raise ConfigError(key, value, problem, remedy)
 
 
+def require_type(key: str, value: object, hint: Any) -> None:
+    """A value of this type, as an annotation has it: ``int | None``, ``list[str]``.
+
+    A bool is no number, a whole number that fits is a float too, and a tuple is a list.
+    """
+    require(_is_of(value, hint), key, value, f"not of type {_written(hint)}", "Give a value of the type named")
+
+
 def require_annotated(group: str, settings: Any) -> None:
     """Every field of a dataclass has a value of its annotated type; one that is ``Any`` needs a check of its own.
 
-    A bool is no number, a whole number that fits is a float too, and a tuple is a list. ``group`` is empty at the top.
+    ``group`` is empty at the top.
     """
     hints = get_type_hints(type(settings))
-    for name in (one.name for one in fields(settings)):
-        value, hint, key = getattr(settings, name), hints[name], f"{group}.{name}" if group else name
-        require(_is_of(value, hint), key, value, f"not of type {_written(hint)}", "Give a value of the type named")
+    for one in fields(settings):
+        require_type(f"{group}.{one.name}" if group else one.name, getattr(settings, one.name), hints[one.name])
 
 
 def _is_of(value: Any, hint: Any) -> bool:

@@ -29,6 +29,7 @@ from distaccum.config.checks import (
     require_count,
     require_group,
     require_positive,
+    require_type,
     require_verify,
 )
 from distaccum.config.compile import CompileConfig
@@ -86,8 +87,7 @@ class BatchConfig:
             object.__setattr__(self, "micro_size", most)
         if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
             object.__setattr__(self, "micro_size", int(self.micro_size))
-        whole = isinstance(self.micro_size, int) and not isinstance(self.micro_size, bool)
-        require(whole, "batch.micro_size", self.micro_size, "not of type int", "Give a whole number, or leave it out")
+        require_type("batch.micro_size", self.micro_size, int)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
@@ -17,6 +18,9 @@ from distaccum.train.metrics.kept import KeptCheckpoints
 from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo
 from distaccum.train.metrics.tolerant import Tolerant
 from distaccum.train.metrics.wandb_environment import resolved
+
+if TYPE_CHECKING:
+    pass
 
 _MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
 _UPLOAD_TIMEOUT_S = 600.0  # of one checkpoint
