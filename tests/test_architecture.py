@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "distaccum"
 
 # From bottom to top; a room imports from its own files and from lower lines, never from its neighbours on a line.
 ORDER = (
-    {"errors", "program"},
+    {"errors"},
+    {"program"},
     {"config", "distributed", "losses", "models"},
     {"precision", "data"},
     {"engines"},

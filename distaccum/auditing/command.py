@@ -72,13 +72,8 @@ def _stop() -> None:
 
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog=program.name_of("audit"),
-        description="Is a script's gradient its global batch's? Runs it for some optimizer steps.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description = "Is a script's gradient its global batch's? Runs it for some optimizer steps."
+    parser = program.Arguments("audit", description, _EPILOG)
     parser.add_argument(
         "--loss",
         metavar="MODULE:LOSS",
@@ -94,11 +89,10 @@ def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     parser.add_argument("--accumulation-steps", type=int, help="as the script was told (default: of the first window)")
     parser.add_argument("--tolerance", type=float, help="of the relative error (default: 1e-4, in 16 bits 0.05)")
     parser.add_argument("--fail", action="store_true", help="exit with 1 where the gradient is wrong")
-    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
     parser.add_argument("script", help="a Python file")
     if arguments and arguments[0].startswith("-"):  # options first: whatever follows the script is the script's
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
-        options = parser.parse_args(arguments)
+        options = parser.of(arguments)
         return options, options.script, options.arguments
     options, others = parser.parse_known_args(arguments)
     return options, options.script, others

@@ -6,7 +6,6 @@ codes: 0 done, 2 no such checkpoint, or nowhere to write to.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -43,20 +42,15 @@ def export(checkpoint: Path, file: Path) -> int:
 def main() -> None:
     """Runs ``distaccum-export``."""
     program.start()
-    parser = argparse.ArgumentParser(
-        prog=program.name_of("export"),
-        description="Writes a checkpoint's weights, of any engine, into one safetensors file.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Writes a checkpoint's weights, of any engine, into one safetensors file."
+    parser = program.Arguments("export", description, _EPILOG)
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N")
     parser.add_argument("file", type=Path, help="the safetensors file to write")
-    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-    given = parser.parse_args()
+    given = parser.of()
     try:
         count = export(given.checkpoint, given.file)
     except (CheckpointError, OSError) as error:
-        parser.exit(2, f"distaccum: {error}\n")
+        parser.exit(2, f"{parser.prog}: {error}\n")
     sys.stdout.write(f"{given.file}: {count} tensors of {given.checkpoint}\n")
 
 

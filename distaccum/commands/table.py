@@ -15,7 +15,6 @@ class Command:
     name: str
     target: str
     says: str
-    example: str
 
     @property
     def module(self) -> str:
@@ -40,49 +39,41 @@ TABLE = (
         "train",
         "distaccum.train.__main__:main",
         "trains what the settings describe, in one process or under torchrun",
-        "distaccum train trainer.max_steps=50",
     ),
     Command(
         "plan",
         "distaccum.train.plan:main",
         "forecasts what a run would hold, send and take on a cluster",
-        "distaccum plan engine=fsdp2 cluster.nodes=8 cluster.gpus=8 cluster.micro_step_ms=80",
     ),
     Command(
         "verify",
         "distaccum.train.verify:main",
         "says what a run directory holds, whole or not, and what resume=auto would do",
-        "distaccum verify runs/NAME",
     ),
     Command(
         "export",
         "distaccum.checkpoint.export:main",
         "writes a checkpoint's weights into one safetensors file",
-        "distaccum export runs/NAME/checkpoints/step-300 weights.safetensors",
     ),
     Command(
         "report",
         "distaccum.report.command:main",
         "draws the curves of one run or several into one HTML file",
-        "distaccum report runs/NAME",
     ),
     Command(
         "audit",
         "distaccum.auditing.command:main",
         "compares the gradient of somebody's script with the global batch's",
-        "distaccum audit train.py --loss distaccum:CrossEntropy",
     ),
     Command(
         "doctor",
         "distaccum.doctor.command:main",
         "looks at this machine and the links between ranks, and says what to mend",
-        "distaccum doctor",
     ),
     Command(
         "wandb-upload",
         "distaccum.train.metrics.wandb:main",
         "makes a W&B run of a run's metrics.jsonl",
-        "distaccum wandb-upload runs/NAME",
     ),
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import fields
 from numbers import Real
 from operator import index
-from types import NoneType
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from distaccum.errors import ConfigError
 
@@ -28,15 +30,45 @@ def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> 
         raise ConfigError(key, value, problem, remedy)
 
 
-def require_types(key: str, settings: object, **kinds: type | tuple[type, ...]) -> None:
-    """Attributes of these types; a bool is no number, and a whole number is a float too."""
-    for name, kind in kinds.items():
-        value, known = getattr(settings, name), kind if isinstance(kind, tuple) else (kind,)
-        holds = isinstance(value, (*known, int) if float in known else known)
-        if isinstance(value, bool) and bool not in known:
-            holds = False
-        wanted = " or ".join("None" if one is NoneType else one.__name__ for one in known)
-        require(holds, f"{key}.{name}", value, f"not of type {wanted}", "Give a value of the type named")
+def require_type(key: str, value: object, hint: Any) -> None:
+    """A value of this type, as an annotation has it: ``int | None``, ``list[str]``.
+
+    A bool is no number, a whole number that fits is a float too, and a tuple is a list.
+    """
+    require(_is_of(value, hint), key, value, f"not of type {_written(hint)}", "Give a value of the type named")
+
+
+def require_annotated(group: str, settings: Any) -> None:
+    """Every field of a dataclass has a value of its annotated type; one that is ``Any`` needs a check of its own.
+
+    ``group`` is empty at the top.
+    """
+    hints = get_type_hints(type(settings))
+    for one in fields(settings):
+        require_type(f"{group}.{one.name}" if group else one.name, getattr(settings, one.name), hints[one.name])
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_is_of(value, one) for one in inner)
+    if kind is Any or isinstance(value, bool):
+        return kind in (Any, bool)
+    if kind is list:
+        return isinstance(value, list | tuple) and all(_is_of(one, inner[0]) for one in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_is_of(k, inner[0]) and _is_of(v, inner[1]) for k, v in value.items())
+    if kind is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
+
+
+def _written(hint: Any) -> str:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(map(_written, inner))
+    of = ", ".join(_written(one) for one in inner if Any not in inner)
+    return "None" if kind is NoneType else f"{kind.__name__}{of and f'[{of}]'}"
 
 
 def require_count(key: str, value: int | None, *, least: int = 0, off: str = "") -> None:
@@ -58,7 +90,12 @@ def require_fraction(key: str, value: float) -> None:
 
 def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
     """One of ``choices``."""
-    require(value in choices, key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")
+    require(is_one_of(choices, value), key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")
+
+
+def is_one_of(choices: tuple[object, ...], value: object) -> bool:
+    """Whether ``value``, which may be anything, an array too, is one of ``choices``. The number 1 is not True."""
+    return any(isinstance(value, type(one)) and value == one for one in choices)
 
 
 def settings_by_name(kind: type[_Settings], given: object, *, key: str, names: tuple[str, ...]) -> _Settings:
@@ -131,4 +168,10 @@ def require_group(key: str, group: Any) -> None:
 def require_verify(key: str, value: object) -> None:
     """``first``, ``never`` or a number of windows."""
     number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(number or value in VERIFY, key, value, "no such choice", "Use first, never or a number of windows from 1")
+    require(
+        number or is_one_of(VERIFY, value),
+        key,
+        value,
+        "no such choice",
+        "Use first, never or a number of windows from 1",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from distaccum.config.checks import require, require_choice, require_types, settings_by_name
+from distaccum.config.checks import require, require_annotated, require_choice, settings_by_name
 
 COMPILED = ("none", "blocks", "model")
 MODES = ("default", "max-autotune-no-cudagraphs")
@@ -41,12 +41,8 @@ class CompileConfig:
     graphs: bool = False
 
     def __post_init__(self) -> None:
+        require_annotated("compile", self)
         require_choice("compile", self.name, COMPILED)
-        require_types(
-            "compile", self, blocks=(list, tuple), backend=str, mode=str, fullgraph=bool, loss=bool, graphs=bool
-        )
-        texts = all(isinstance(glob, str) for glob in self.blocks)
-        require(texts, "compile.blocks", self.blocks, "not a list of texts", "Give globs of module names")
         fits = self.name == "blocks" or not self.blocks
         require(fits, "compile.blocks", self.blocks, f"and compile={self.name}", "Use compile=blocks, or leave it out")
         if self.mode in WITH_GRAPHS.values():
@@ -57,8 +53,7 @@ class CompileConfig:
         problem = f"and compile.backend={self.backend} has no modes"
         fits = self.mode == "default" or self.backend == INDUCTOR
         require(fits, "compile.mode", self.mode, problem, "Leave one of them out")
-        known = any(self.dynamic is one or (isinstance(one, str) and self.dynamic == one) for one in DYNAMIC)
-        require(known, "compile.dynamic", self.dynamic, "no such choice", "Use false, true or auto")
+        require_choice("compile.dynamic", self.dynamic, DYNAMIC)
         if self.graphs:
             key = "compile.graphs"
             require(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from distaccum.errors import ConfigError
 
@@ -19,7 +20,7 @@ def seconds_of(key: str, value: object) -> float:
         ConfigError: it is none of these, or not positive.
     """
     found: float | None = None
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         found = float(value)
     elif isinstance(value, str) and (unit := _WITH_UNIT.fullmatch(value)):
         found = float(unit[1]) * _UNITS[unit[2]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike
 from typing import Any, ClassVar
 
-from distaccum.config.checks import require, require_choice, require_count, require_positive, require_types
+from distaccum.config.checks import require, require_annotated, require_choice, require_count, require_positive
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.sharding import (
     ADAM,
@@ -41,6 +43,7 @@ class EngineConfig(ABC):
     """Whether a GPU's tensors may go over gloo between ranks."""
 
     def __post_init__(self) -> None:
+        require_annotated("engine", self)
         own = type(self).name
         require(self.name == own, "engine.name", self.name, f"this is {type(self).__name__}", "Leave it out")
 
@@ -76,7 +79,6 @@ class DDPConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_types("engine", self, bucket_cap_mb=float, find_unused_parameters=bool)
         require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
 
     def sharding(self) -> Sharding:
@@ -125,10 +127,6 @@ class FSDP2Config(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        flags = dict.fromkeys(("reshard_after_forward", "offload", "meta_init"), bool)
-        require_types("engine", self, replicas=int, blocks=(list, tuple), **flags)
-        texts = all(isinstance(glob, str) for glob in self.blocks)
-        require(texts, "engine.blocks", self.blocks, "not a list of texts", "Give globs of module names")
         require_choice("engine.sync", self.sync, SYNCS)
         require_choice("engine.gather_dtype", self.gather_dtype, GATHER_DTYPES)
         require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
@@ -170,8 +168,9 @@ class DeepSpeedConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_types("engine", self, stage=int, offload_optimizer=bool, offload_parameters=bool)
         require(self.stage in STAGES, "engine.stage", self.stage, "no such ZeRO stage", "Use 0, 1, 2 or 3")
+        given = self.json is None or isinstance(self.json, str | PathLike | Mapping)
+        require(given, "engine.json", self.json, "neither a file nor a mapping", "Give the path of a JSON file")
 
     def optimizer_format(self, world_size: int, precision: str) -> str:
         """DeepSpeed's own: for one stage, one precision and one number of ranks."""

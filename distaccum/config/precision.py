@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from distaccum.config.checks import require, require_choice, require_count, require_positive, settings_by_name
+from distaccum.config.checks import (
+    require,
+    require_annotated,
+    require_choice,
+    require_count,
+    require_positive,
+    settings_by_name,
+)
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
@@ -59,6 +66,7 @@ class ScalerConfig:
 
     def __post_init__(self) -> None:
         key, power = "precision.scaler", self.initial_scale_power
+        require_annotated(key, self)
         require(power in _POWERS, f"{key}.initial_scale_power", power, "out of range", "Use a number from -14 to 64")
         require_count(f"{key}.growth_interval", self.growth_interval, least=1)
         grows = 1.0 < self.growth_factor < float("inf")
@@ -106,10 +114,10 @@ class PrecisionConfig:
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
 
     def __post_init__(self) -> None:
+        require_annotated("precision", self)
         object.__setattr__(self, "name", canonical(self.name))
         require_choice("precision", self.name, PRECISIONS)
         require_choice("precision.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
-        require_choice("precision.split_k_16bit", self.split_k_16bit, (True, False))
         require_count("precision.underflow_every", self.underflow_every, off="0 to sample none")
 
     @classmethod

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
-from types import NoneType
 from typing import Any, Optional, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,12 +22,14 @@ from distaccum.config.checks import (
     ON_DIVERGENCE,
     ON_SPIKE,
     ROLLBACK,
+    is_one_of,
     require,
+    require_annotated,
     require_choice,
     require_count,
     require_group,
     require_positive,
-    require_types,
+    require_type,
     require_verify,
 )
 from distaccum.config.compile import CompileConfig
@@ -80,15 +81,13 @@ class BatchConfig:
     pad_rows: bool = False
 
     def __post_init__(self) -> None:
-        number = (int, NoneType)
-        require_types("batch", self, global_size=number, tokens=number)
-        if self.micro_size == AUTO:
+        require_annotated("batch", self)
+        if is_one_of((AUTO,), self.micro_size):
             most = MICRO_SIZE if self.global_size is None else min(MICRO_SIZE, self.global_size)
             object.__setattr__(self, "micro_size", most)
         if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
             object.__setattr__(self, "micro_size", int(self.micro_size))
-        require_types("batch", self, micro_size=int)
-        require_types("batch", self, group_by_length=bool, pad_rows=bool)
+        require_type("batch.micro_size", self.micro_size, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,9 @@ class OptimConfig:
     groups: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        number = (float, NoneType)
-        require_types("optim", self, lr=float, clip_norm=number, clip_value=number, optimizer=dict, groups=list)
+        for i, group in enumerate(self.groups if isinstance(self.groups, list | tuple) else ()):
+            require_group(f"optim.groups.{i}", group)
+        require_annotated("optim", self)
         require_positive("optim.lr", self.lr)
         require_positive("optim.clip_norm", self.clip_norm)
         require_positive("optim.clip_value", self.clip_value)
@@ -128,8 +128,6 @@ class OptimConfig:
         rate = self.optimizer.get("lr", self.lr)
         problem = f"and optim.lr={self.lr}, the peak of the schedule, would take its place"
         require(rate == self.lr, "optim.optimizer.lr", rate, problem, "State the rate as optim.lr alone")
-        for i, group in enumerate(self.groups):
-            require_group(f"optim.groups.{i}", group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +150,7 @@ class LoaderConfig:
     pin_memory: Optional[bool] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
-        number, switch, name = (int, NoneType), (bool, NoneType), (str, NoneType)
-        require_types("trainer.loader", self, prefetch_factor=number, timeout=(float, NoneType))
-        require_types("trainer.loader", self, persistent_workers=switch, pin_memory=switch)
-        require_types("trainer.loader", self, multiprocessing_context=name)
+        require_annotated("trainer.loader", self)
         require_count("trainer.loader.prefetch_factor", self.prefetch_factor, least=1)
         require_positive("trainer.loader.timeout", self.timeout)
         if self.multiprocessing_context is not None:
@@ -222,15 +217,7 @@ class TrainerConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        limit = (int, NoneType)
-        names = ("log_every", "eval_every", "num_workers", "prefetch_windows", "prefetch", "max_skips", "spike_window")
-        require_types(
-            "trainer",
-            self,
-            **dict.fromkeys(("max_steps", "max_epochs", "eval_samples"), limit),
-            spike_zscore=float,
-            **dict.fromkeys(names, int),
-        )
+        require_annotated("trainer", self)
         require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
@@ -254,7 +241,7 @@ class TrainerConfig:
         require_count("trainer.spike_window", self.spike_window, least=2)
         require_choice("trainer.backend", self.backend, BACKENDS)
         longest = seconds_of("trainer.group_timeout", self.group_timeout)
-        if self.hang_timeout not in (None, "auto"):
+        if not is_one_of((None, "auto"), self.hang_timeout):
             fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest
             problem = f"not below trainer.group_timeout={self.group_timeout}, when the ranks that wait give up"
             require(fits, "trainer.hang_timeout", self.hang_timeout, problem, "Raise trainer.group_timeout too")
@@ -285,11 +272,8 @@ class CheckpointConfig:
     best_mode: str = "min"
 
     def __post_init__(self) -> None:
-        number = (float, NoneType)
-        require_types("checkpoint", self, every=int, every_minutes=number, keep=int, best=(str, NoneType))
-        known = isinstance(self.background, bool) or self.background == AUTO
-        problem, remedy = "is none of true, false and auto", "Use auto, or leave it out"
-        require(known, "checkpoint.background", self.background, problem, remedy)
+        require_annotated("checkpoint", self)
+        require_choice("checkpoint.background", self.background, (True, False, AUTO))
         require_positive("checkpoint.every_minutes", self.every_minutes)
         require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
         saves = self.best is None or self.saves
@@ -338,6 +322,7 @@ class WandbConfig:
     log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
+        require_annotated("metrics.wandb", self)
         for key, value, choices in (("mode", self.mode, WANDB_MODES), ("console", self.console, WANDB_CONSOLES)):
             if value is not None:
                 require_choice(f"metrics.wandb.{key}", value, choices)
@@ -355,7 +340,7 @@ class TensorBoardConfig:
     enabled: bool = False
 
     def __post_init__(self) -> None:
-        require_types("metrics.tensorboard", self, enabled=bool)
+        require_annotated("metrics.tensorboard", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +364,7 @@ class MLflowConfig:
     log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
-        require_types("metrics.mlflow", self, enabled=bool)
+        require_annotated("metrics.mlflow", self)
         require_choice("metrics.mlflow.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
 
 
@@ -410,8 +395,7 @@ class MetricsConfig:
     loggers: Node = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        number = (float, NoneType)
-        require_types("metrics", self, peak_tflops=number, flops_per_sample=number, summary_depth=int)
+        require_annotated("metrics", self)
         require_count("metrics.summary_depth", self.summary_depth, off="0 to show none")
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
@@ -452,8 +436,7 @@ class ProfileConfig:
     shapes: bool = False
 
     def __post_init__(self) -> None:
-        switches = ("trace", "memory", "nvtx", "with_stack", "shapes")
-        require_types("profile", self, **dict.fromkeys(switches, bool))
+        require_annotated("profile", self)
         if self.steps is None:
             for name in ("memory", "nvtx", "with_stack", "shapes"):
                 problem = "and profile.steps is null, so that nothing is profiled"
@@ -523,10 +506,9 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
-        for key, kind in (("seed", int), ("resume", str), ("deterministic", bool)):
-            value = getattr(self, key)
-            holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-            require(holds, key, value, f"not of type {kind.__name__}", "Give a value of the type named")
+        for name, made in (("engine", engine_config), ("precision", PrecisionConfig.of), ("compile", CompileConfig.of)):
+            object.__setattr__(self, name, made(getattr(self, name)))  # which may be a name
+        require_annotated("", self)
         named = [self.objective] if isinstance(self.objective, str | None) else self.objective
         texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
         remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"

@@ -9,6 +9,7 @@ from distaccum.errors import ConfigError
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_WHOLE = 100  # from which on no decimal is shown
 _WITH_UNIT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
@@ -25,6 +26,7 @@ def bytes_of(key: str, value: object) -> float:
 
 
 def size_of(count: float) -> str:
-    """Bytes with a unit, as ``512 B``, ``1.5 MiB``, ``93.1 GiB``."""
+    """Bytes with a unit, as ``512 B``, ``1.5 MiB``, ``93.1 GiB``, ``250 GiB``."""
     power = min(len(_BINARY) - 1, int(math.log2(max(1.0, count))) // 10)
-    return f"{count / 1024**power:.1f} {_BINARY[power]}" if power else f"{count:.0f} B"
+    number = count / 1024**power
+    return f"{number:.{1 if power and number < _WHOLE else 0}f} {_BINARY[power]}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from distaccum.distributed.control_groups import control_groups
 from distaccum.distributed.world import World
 
 _SHARE = 0.5  # of what is left, that may be taken at once
@@ -59,32 +60,16 @@ def available(root: Path = Path("/")) -> int | None:
 
 
 def _left(root: Path) -> Iterator[int]:
-    """What each control group that this process is in, or below, leaves it."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    cgroups = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, name = line.split(":", 2)
-        if number == "0":
-            yield from _left_below(cgroups, name, ("memory.max", "memory.high"), "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            limits, used = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
-            yield from _left_below(cgroups / "memory", name, limits, used, "total_inactive_file")
-
-
-def _left_below(root: Path, name: str, limits: Sequence[str], used: str, reclaimed: str) -> Iterator[int]:
-    """Of a group and all above it, as far as they are seen: a container may see its own alone, as ``root``."""
-    folder = root / name.lstrip("/")
-    for group in (folder, *folder.parents):
+    """What each control group of this process leaves it."""
+    for group, unified in control_groups("memory", root):
+        limits = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
+        used = "memory.current" if unified else "memory.usage_in_bytes"
+        reclaimed = "inactive_file" if unified else "total_inactive_file"
         for limit in limits:
             with suppress(OSError, ValueError):  # no limit: "max", or no such file
                 most = int((group / limit).read_text())
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 yield most - int((group / used).read_text()) + int(statistics.get(reclaimed, 0))
-        if group == root:
-            return
 
 
 def _shown(size: int) -> str:

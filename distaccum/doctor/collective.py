@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, though not marked as exported
 
+from distaccum.config.sizes import size_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
-from distaccum.doctor.facts import Look, rate, seconds, size
+from distaccum.doctor.facts import Look, rate, seconds
 from distaccum.forecast.collectives import ring_bytes
 
 SIZES = tuple(2**power for power in (10, 14, 18, 22, 26))  # 1 KiB to 64 MiB, each 16 times the one before
@@ -46,12 +47,14 @@ def all_reduce(ranks: LaunchEnvironment, name: str) -> Look:
         for count, took in measured.items():
             bits = _BITS * ring_bytes("all-reduce", count, world.size) / took
             value = {"bytes": count, "seconds": took, "bus_bits_per_s": bits}
-            found.tell(f"all-reduce of {size(count)}", f"{seconds(took)}, bus {rate(bits)}", value)
+            found.tell(f"all-reduce of {size_of(count)}", f"{seconds(took)}, bus {rate(bits)}", value)
         if left_out := [count for count in SIZES if count not in measured]:
-            found.tell("left out", f"{size(left_out[0])} and more: it would take longer than {_BUDGET_S:.0f} s")
+            found.tell("left out", f"{size_of(left_out[0])} and more: it would take longer than {_BUDGET_S:.0f} s")
         if device.type == "cuda":
             host = _sweep(world, torch.device("cpu"), SIZES[:1])[SIZES[0]]
-            found.tell(f"all-reduce of {size(SIZES[0])}, host", f"{seconds(host)} (gloo; the count of a window)", host)
+            found.tell(
+                f"all-reduce of {size_of(SIZES[0])}, host", f"{seconds(host)} (gloo; the count of a window)", host
+            )
         return found
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -169,21 +166,13 @@ def _report(
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=program.name_of("doctor"),
-        description="What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description = "What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it."
+    parser = program.Arguments("doctor", description, _EPILOG)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will go (default: runs)")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     help_text = f"look at these alone: {', '.join(TITLES)}"
     parser.add_argument("--only", type=_parts, default=list(TITLES), metavar="PART[,PART]", help=help_text)
-    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-    quiet = os.environ.get("RANK", "0") != "0"  # one rank says it for all
-    with redirect_stdout(StringIO() if quiet else sys.stdout), redirect_stderr(StringIO() if quiet else sys.stderr):
-        return parser.parse_args(arguments)
+    return parser.of(arguments)
 
 
 def _parts(text: str) -> list[str]:

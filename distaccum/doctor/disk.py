@@ -18,9 +18,9 @@ from statistics import median
 from threading import Event, Thread
 from time import perf_counter
 
-from distaccum.doctor.facts import Look, seconds, size
+from distaccum.config.sizes import size_of
+from distaccum.doctor.facts import Look, seconds
 
-PREFIX = ".distaccum-doctor-"
 # At most so much is written, and for so long: more than a controller's cache, where the disk is fast.
 _MOST, _FOR_S, _BLOCK = 2**28, 2.0, 2**22
 _SYNCS, _RENAMES = 9, 200
@@ -86,9 +86,9 @@ def file_system(path: Path, table: Path = Path("/proc/self/mounts")) -> tuple[st
 def _free(found: Look, folder: Path) -> None:
     seen = os.statvfs(folder)
     free, total = seen.f_bavail * seen.f_frsize, seen.f_blocks * seen.f_frsize
-    found.tell("free space", f"{size(free)} of {size(total)}", free)
+    found.tell("free space", f"{size_of(free)} of {size_of(total)}", free)
     if total and free < _FREE_WANTED:
-        what = f"{folder} has {size(free)} left; two checkpoints of a GPT of 124 million parameters take 3 GiB"
+        what = f"{folder} has {size_of(free)} left; two checkpoints of a GPT of 124 million parameters take 3 GiB"
         found.find(what, f"du -sh {folder}/* | sort -h | tail    # or another place: {_elsewhere()}")
     if seen.f_files:
         found.tell("free inodes", f"{seen.f_favail:,}", seen.f_favail)
@@ -96,9 +96,9 @@ def _free(found: Look, folder: Path) -> None:
             found.find(f"{folder} has {seen.f_favail} inodes left: no more files can be made there", _elsewhere())
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY:
-        found.tell("size of a file (ulimit -f)", size(limit), limit)
+        found.tell("size of a file (ulimit -f)", size_of(limit), limit)
         if limit < _FREE_WANTED:
-            found.find(f"a file may have {size(limit)}, which a checkpoint's may exceed", "ulimit -f unlimited")
+            found.find(f"a file may have {size_of(limit)}, which a checkpoint's may exceed", "ulimit -f unlimited")
 
 
 def _measure(found: Look, own: Path) -> None:
@@ -138,7 +138,7 @@ def _write_and_read(found: Look, own: Path, most: int) -> None:
             count += os.write(written, block)
         os.fsync(written)
         speed = count / (perf_counter() - began)
-        found.tell("writes, synced", f"{speed / 1e6:,.0f} MB/s ({size(count)})", speed)
+        found.tell("writes, synced", f"{speed / 1e6:,.0f} MB/s ({size_of(count)})", speed)
         if speed < _RATE_WANTED:
             what = f"it writes {speed / 1e6:.0f} MB/s: a checkpoint of 1.5 GB takes {1.5e9 / speed:.0f} s"
             found.find(what, f"{_elsewhere()} checkpoint.background=true", wrong=False)

@@ -57,15 +57,6 @@ class Look:
         return cls([Fact(**fact) for fact in given["facts"]], [Finding(**one) for one in given["findings"]])
 
 
-def size(count: float) -> str:
-    """Bytes as people read them: ``"1.5 GiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 2**10 or unit == "TiB":
-            break
-        count /= 2**10
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"  # noqa: PLR2004
-
-
 def seconds(duration: float) -> str:
     """A duration as people read it: ``"1.5 ms"``."""
     for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):

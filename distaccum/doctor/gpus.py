@@ -15,7 +15,8 @@ import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from distaccum.doctor.facts import Look, size
+from distaccum.config.sizes import size_of
+from distaccum.doctor.facts import Look
 from distaccum.doctor.here import COUNT
 
 _MIB = 2**20
@@ -61,7 +62,7 @@ def gpus() -> Look:
     if listed:
         found.tell("driver", listed[0].driver)
     for gpu in ours:
-        text = f"{gpu.name}, {size(gpu.free)} free of {size(gpu.total)}"
+        text = f"{gpu.name}, {size_of(gpu.free)} free of {size_of(gpu.total)}"
         found.tell(f"GPU {gpu.index}", text, asdict(gpu))
     judge_use(found, ours, _smi(f"--query-compute-apps={','.join(_APPS)}") or "")
     judge_health(found, ours, _smi(f"--query-gpu={','.join(_HEALTH)}") or "")
@@ -162,9 +163,8 @@ def judge_use(found: Look, ours: list[Gpu], answer: str) -> None:
         if who:
             found.tell(f"GPU {gpu.index} is used by", who, users[gpu.uuid])
         if gpu.total - gpu.free > _OTHERS:
-            what = (
-                f"GPU {gpu.index}: {size(gpu.total - gpu.free)} of its memory are taken by {who or 'unseen processes'}"
-            )
+            taken = size_of(gpu.total - gpu.free)
+            what = f"GPU {gpu.index}: {taken} of its memory are taken by {who or 'unseen processes'}"
             others = [str(one.index) for one in ours if one.total - one.free <= _OTHERS]
             elsewhere = f"export CUDA_VISIBLE_DEVICES={','.join(others)}" if others else "nvidia-smi    # who has it"
             found.find(what, elsewhere)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from distaccum.config.sizes import size_of
 from distaccum.data.loading_processes import MORE_SHARED_MEMORY
+from distaccum.distributed.control_groups import control_groups
 from distaccum.distributed.free_memory import available
-from distaccum.doctor.facts import Look, size
+from distaccum.doctor.facts import Look
 
 _SHARED_MEMORY = "dev/shm"  # below a root
 # A container's default of 64 MiB is what this is about: Docker's and containerd's. Loading processes hold windows
@@ -24,7 +25,6 @@ _FILES_WANTED, _FILES_NEEDED, _FILES_PLENTY = 4096, 1024, 65536
 _PROCESSES_WANTED = 2048
 _MEMORY_WANTED = 2**30  # an interpreter with torch and a GPU's driver takes about that much
 _TWICE = 2  # as many threads as cores: from here on they only take turns
-_CPU, _MEMORY, _PIDS = "cpu", "memory", "pids"
 
 
 def host(*, local_ranks: int, cpu_trains: bool, root: Path = Path("/")) -> Look:
@@ -71,19 +71,20 @@ def _threads() -> int:
 
 
 def _memory(found: Look, root: Path) -> None:
-    left, limit = available(root), min(_memory_limits(root), default=None)
+    left = available(root)
+    limit = min(_numbers("memory", "memory.max", "memory.limit_in_bytes", root), default=None)
     total = None
     with suppress(OSError, ValueError, LookupError):
         rows = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
         total = 2**10 * int(next(value for name, _, value in rows if name == "MemTotal").split()[0])
-    found.tell("memory", "not told" if total is None else size(total), total)
+    found.tell("memory", "not told" if total is None else size_of(total), total)
     if limit is not None and (total is None or limit < total):
-        found.tell("memory of the control group", f"at most {size(limit)}", limit)
+        found.tell("memory of the control group", f"at most {size_of(limit)}", limit)
     if left is None:
         return
-    found.tell("free memory", size(left), left)
+    found.tell("free memory", size_of(left), left)
     if left < _MEMORY_WANTED:
-        what = f"{size(left)} of memory are free, less than one process with torch takes"
+        what = f"{size_of(left)} of memory are free, less than one process with torch takes"
         found.find(
             what, "ps -e -o rss,pid,user,args --sort=-rss | head    # who has it; end it, or ask for more: --mem=64G"
         )
@@ -99,12 +100,12 @@ def _shared_memory(found: Look, root: Path) -> None:
         found.find(f"{shown} does not exist, through which batches travel", MORE_SHARED_MEMORY)
         return
     total, free = seen.f_blocks * seen.f_frsize, seen.f_bavail * seen.f_frsize
-    found.tell(str(shown), f"{size(free)} free of {size(total)}", {"bytes": total, "free": free})
+    found.tell(str(shown), f"{size_of(free)} free of {size_of(total)}", {"bytes": total, "free": free})
     if total < _SHARED_WANTED:
-        what = f"{shown} has {size(total)}: loading processes, whose batches travel through it, die there of SIGBUS"
+        what = f"{shown} has {size_of(total)}: loading processes, whose batches travel through it, die there of SIGBUS"
         found.find(what, MORE_SHARED_MEMORY)
     elif free < _SHARED_FREE_WANTED:
-        what = f"{shown} has {size(free)} left of {size(total)}: dead processes may have left it full"
+        what = f"{shown} has {size_of(free)} left of {size_of(total)}: dead processes may have left it full"
         found.find(what, f"ls -lS {shown} | head    # then remove what belongs to no process that runs: fuser FILE")
 
 
@@ -122,10 +123,12 @@ def _limits(found: Look, root: Path) -> None:
     found.tell("locked memory (ulimit -l)", _limit(soft, memory=True), _none(soft))
     adapters = sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
     if adapters and soft != resource.RLIM_INFINITY:  # registered memory is locked; NCCL's own troubleshooting says so
-        what = f"a process may lock {size(soft)}, and {adapters[0]} (InfiniBand, RoCE) needs all that it sends locked"
+        what = (
+            f"a process may lock {size_of(soft)}, and {adapters[0]} (InfiniBand, RoCE) needs all that it sends locked"
+        )
         found.find(what, "ulimit -l unlimited    # in a container: docker run --ulimit memlock=-1")
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    groups = min(_numbers("pids.max", _PIDS, "pids.max", root), default=None)
+    groups = min(_numbers("pids", "pids.max", "pids.max", root), default=None)
     most = [one for one in (_none(soft), groups) if one is not None]
     found.tell("threads (ulimit -u)", str(min(most)) if most else "unlimited", min(most, default=None))
     if most and min(most) < _PROCESSES_WANTED:
@@ -136,7 +139,7 @@ def _limits(found: Look, root: Path) -> None:
 def _limit(value: int, *, memory: bool = False) -> str:
     if value == resource.RLIM_INFINITY:
         return "unlimited"
-    return size(value) if memory else str(value)
+    return size_of(value) if memory else str(value)
 
 
 def _none(value: int) -> int | None:
@@ -147,54 +150,24 @@ def _is_less(value: int, wanted: int) -> bool:
     return value != resource.RLIM_INFINITY and value < wanted
 
 
-def _memory_limits(root: Path) -> list[int]:
-    return _numbers("memory.max", _MEMORY, "memory.limit_in_bytes", root)
-
-
 def _quotas(root: Path) -> list[float]:
     """Cores' worth of time that each control group leaves this process."""
     quotas = []
-    for content in _control_groups("cpu.max", _CPU, "cpu.cfs_quota_us", root):
-        with suppress(ValueError, ZeroDivisionError):
-            allowed, _, period = content.partition(" ")
+    for group, unified in control_groups("cpu", root):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no quota: "max", or no such file
+            if unified:
+                allowed, _, period = (group / "cpu.max").read_text().partition(" ")
+            else:
+                allowed, period = ((group / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
             if int(allowed) > 0:
                 quotas.append(int(allowed) / int(period))
     return quotas
 
 
-def _numbers(unified: str, controller: str, legacy: str, root: Path) -> list[int]:
-    """What each control group's file says that says a number; "max" is none."""
+def _numbers(controller: str, file: str, older: str, root: Path) -> list[int]:
+    """What ``file`` of each control group says, or ``older`` of version 1, where it says a number."""
     found = []
-    for content in _control_groups(unified, controller, legacy, root):
-        with suppress(ValueError):
-            found.append(int(content))
+    for group, unified in control_groups(controller, root):
+        with suppress(OSError, ValueError):  # no limit: "max", or no such file
+            found.append(int((group / (file if unified else older)).read_text()))
     return found
-
-
-def _control_groups(unified: str, controller: str, legacy: str, root: Path) -> Iterator[str]:
-    """The content of a file of each control group that this process is in, or below: of version 2, and of version 1.
-
-    A quota of version 1 is completed by its period, as version 2 writes it.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    top = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, name = line.split(":", 2)
-        if number == "0":
-            base, file = top, unified
-        elif controller in controllers.split(","):
-            base, file = top / controller, legacy
-        else:
-            continue
-        folder = base / name.lstrip("/")
-        for group in (folder, *folder.parents):
-            with suppress(OSError):
-                content = (group / file).read_text().strip()
-                if file == "cpu.cfs_quota_us":
-                    content += f" {(group / 'cpu.cfs_period_us').read_text().strip()}"
-                yield content
-            if group == base:
-                break

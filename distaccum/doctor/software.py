@@ -25,10 +25,10 @@ def installed() -> Look:
     """Python, torch and what compiles."""
     found = Look()
     found.tell("distaccum", distaccum.__version__)
-    here = ".".join(map(str, PYTHON))
+    wanted = ".".join(map(str, PYTHON))
     found.tell("Python", f"{platform.python_version()} ({sys.executable})", platform.python_version())
     if sys.version_info < PYTHON:
-        found.find(f"Python {platform.python_version()} is older than {here}", f"install Python {here} or later")
+        found.find(f"Python {platform.python_version()} is older than {wanted}", f"install Python {wanted} or later")
     _torch(found)
     _compilers(found)
     return found

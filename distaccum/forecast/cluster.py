@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
-from distaccum.config.checks import require, require_count, require_positive, require_types
+from distaccum.config.checks import require, require_annotated, require_count, require_positive
 from distaccum.forecast.collectives import Link
 
 BITS, GIGA, MILLI = 8, 1e9, 1e-3
@@ -42,9 +42,7 @@ class Cluster:
     memory_gib: Optional[float] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
-        numbers = dict.fromkeys(("link_gbps", "local_gbps", "latency_us", "update_ms"), float)
-        optional = dict.fromkeys(("micro_step_ms", "memory_gib"), (float, type(None)))
-        require_types("cluster", self, nodes=int, gpus=int, measure=bool, **optional, **numbers)
+        require_annotated("cluster", self)
         require_count("cluster.nodes", self.nodes, least=1)
         require_count("cluster.gpus", self.gpus, least=1)
         require_positive("cluster.link_gbps", self.link_gbps)

@@ -5,7 +5,6 @@ Exit codes: 0 written, 1 a file cannot be read or written, 2 a folder is no run.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from contextlib import suppress
@@ -33,18 +32,13 @@ def main() -> None:
     """Runs ``distaccum-report``."""
     program.start()
     name = program.name_of("report")
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description="One HTML file of a run, or of several; a browser opens it from disk.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "One HTML file of a run, or of several; a browser opens it from disk."
+    parser = program.Arguments("report", description, _EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, as hydra.run.dir names it")
     output_help = f"default: RUN/{NAME}; of several runs ./{NAME}"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
     parser.add_argument("--png", action="store_true", help="each chart as a picture beside it, too (extra: plot)")
-    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-    given = parser.parse_args()
+    given = parser.of()
     try:
         runs = read_runs(given.runs)
         output = given.output or (runs[0].path / NAME if len(runs) == 1 else Path(NAME))

@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
+from distaccum.config.describe import groups
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig, conf_dir
 from distaccum.report.columns import Columns, Number, final, finite
 from distaccum.report.read import REFERENCE, YAML, Node, Run
 
-# The groups whose settings no dataclass knows, and what is chosen by default: see conf/config.yaml.
-_GROUPS = {"model": "gpt", "data": "docs", "loss": "cross_entropy", "schedule": "cosine"}
+_GROUPS = ("model", "data", "loss", "schedule")  # whose settings no dataclass knows
 _LOWER = re.compile(r"loss(?!_scale)|bits_per_byte|perplexity|error|_time_s$|_wait_s$|memory|skipped|nonfinite|retries")
 _HIGHER = re.compile(r"accuracy|_per_s$|mfu|tflops|f1|auroc|bleu|rouge|recall|precision")
 MISSING = object()
@@ -39,8 +39,9 @@ def defaults(config: Node) -> dict[str, Any]:
     engine = ENGINES.get(str(chosen.get("name"))) if isinstance(chosen, dict) else None
     if engine is not None:
         node["engine"] = {**asdict(engine()), "name": node["engine"]["name"]}
-    for group, choice in _GROUPS.items():
-        node[group] = yaml.load((conf_dir() / group / f"{choice}.yaml").read_bytes(), Loader=YAML)  # noqa: S506
+    choices = {one.key: one.default for one in groups()}
+    for group in _GROUPS:
+        node[group] = yaml.load((conf_dir() / group / f"{choices[group]}.yaml").read_bytes(), Loader=YAML)  # noqa: S506
     of_run = flat(config)
 
     def resolved(value: Any) -> Any:

@@ -55,11 +55,14 @@ class Run:
         damaged: lines of it that are no records.
         superseded: records that a resumed run has made again.
         status: ``state``, ``step`` and ``reason``.
+        history: of ``history.json``: when the run began, what was saved last, its rollbacks.
+        plan: of ``plan.json``.
         starts: each process that has trained in this folder, of ``environment.json``.
         config: the settings, nested.
         overrides: the command line's.
         kept: steps of the checkpoints that are there.
         best: of ``best.json``.
+        log: of the ranks.
     """
 
     name: str

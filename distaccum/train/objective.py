@@ -10,46 +10,13 @@ from typing import Any
 
 from distaccum.errors import ConfigError, DistaccumError, near_misses, shorten
 from distaccum.train.metrics.loggers import records_of
+from distaccum.train.metrics.names import OF_RECORDS
 
 DEFAULT = "eval_loss"
 
 
 class NoObjectiveError(DistaccumError):
     """A run has ended without the number that a sweeper is to be given."""
-
-
-# The numbers of a window's record, or patterns of them; what an evaluation gives begins with eval_.
-OF_RECORDS = (
-    "step",
-    "window",
-    "epoch",
-    "loss",
-    "loss_*",
-    "grad_norm",
-    "grad_norm_zscore",
-    "lr",
-    "loss_scale",
-    "applied",
-    "skipped",
-    "nonfinite",
-    "underflow_share",
-    "samples",
-    "tokens",
-    "samples_per_s",
-    "tokens_per_s",
-    "step_time_s",
-    "data_wait_s",
-    "memory_bytes",
-    "memory_reserved_bytes",
-    "memory_retries",
-    "tflops_per_rank",
-    "mfu",
-    "recompiles",
-    "slowest_rank",
-    "slowest_over_median",
-    "spikes",
-    "rollbacks",
-)
 
 
 def names_of(objective: Any) -> list[str]:

@@ -5,7 +5,6 @@ Reads, and changes nothing. Exit codes: 0 all is whole, 1 something is damaged o
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -129,21 +128,16 @@ def _status(file: Path) -> Iterator[Finding]:
 def main() -> None:
     """Runs ``distaccum-verify``."""
     program.start()
-    parser = argparse.ArgumentParser(
-        prog=program.name_of("verify"),
-        description="What a run directory holds, whole or not. Reads, and changes nothing.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "What a run directory holds, whole or not. Reads, and changes nothing."
+    parser = program.Arguments("verify", description, _EPILOG)
     parser.add_argument("run", type=Path, help="a run directory, as hydra.run.dir names it")
-    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-    given = parser.parse_args()
+    given = parser.of()
     if not RunDir(given.run).holds_results() and not (given.run / "status.json").exists():
-        parser.exit(2, f"distaccum: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
+        parser.exit(2, f"{parser.prog}: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
     try:
         found = inspect(given.run)
     except (OSError, CheckpointError) as error:
-        parser.exit(1, f"distaccum: {given.run}: {error}\n")
+        parser.exit(1, f"{parser.prog}: {given.run}: {error}\n")
     for one in found:
         sys.stdout.write(f"{one.name:<{_WIDTH}}{one.text}\n")
     sys.exit(not all(one.whole for one in found))

@@ -15,24 +15,11 @@ from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
+from distaccum.train.metrics.names import MEASURED
 from distaccum.train.verify import inspect
 from launch.soak.attempt import status_of
 from launch.soak.run import STEPS, step_of
 
-# What a clock or the machine says; everything else is the run's.
-_MEASURED = {
-    "samples_per_s",
-    "tokens_per_s",
-    "step_time_s",
-    "data_wait_s",
-    "memory_bytes",
-    "memory_reserved_bytes",
-    "memory_retries",
-    "tflops_per_rank",
-    "mfu",
-    "slowest_rank",
-    "slowest_over_median",
-}
 _BELONGS = {
     ".hydra",
     "checkpoints",
@@ -106,7 +93,7 @@ def _records(path: Path, *, damaged: bool = False) -> list[dict[str, Any]]:
             if not damaged:
                 raise
         else:
-            found.append({key: value for key, value in record.items() if key not in _MEASURED})
+            found.append({key: value for key, value in record.items() if key not in MEASURED})
     return found
 
 

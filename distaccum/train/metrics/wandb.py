@@ -16,7 +16,6 @@ import logging
 import os
 import queue
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -393,7 +392,7 @@ examples:
   distaccum wandb-upload runs/NAME
   distaccum wandb-upload runs/NAME --offline       then: wandb sync
 
-exit codes: 0 done; 1 it could not be made, and why
+exit codes: 0 done; 1 it could not be made, and why; 2 bad arguments
 """
 
 
@@ -409,23 +408,18 @@ def _plan(run_dir: Path) -> dict[str, Any]:
 def main() -> None:
     """``distaccum-wandb-upload RUN``: exit code 0, or 1 and one line on stderr."""
     program.start()
-    parser = ArgumentParser(
-        prog=program.name_of("wandb-upload"),
-        description="Makes a W&B run of a run's metrics.jsonl, each record once.",
-        epilog=_EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    description = "Makes a W&B run of a run's metrics.jsonl, each record once."
+    parser = program.Arguments("wandb-upload", description, _EPILOG)
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--id", help="of the new W&B run (default: a new one)")
     parser.add_argument("--offline", action="store_true", help="into a folder that `wandb sync` uploads")
-    parser.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-    given = parser.parse_args()
+    given = parser.of()
     if not (given.run / "metrics.jsonl").is_file():
-        sys.exit(f"distaccum-wandb-upload: {given.run}: no run, it has no metrics.jsonl. Name a run's folder")
+        parser.exit(1, f"{parser.prog}: {given.run}: no run, it has no metrics.jsonl. Name a run's folder\n")
     try:
         number = upload(given.run, mode="offline" if given.offline else "online", run_id=given.id)
     except Exception as error:  # W&B's own, of many kinds
-        sys.exit(f"distaccum-wandb-upload: {type(error).__name__}: {error}")
+        parser.exit(1, f"{parser.prog}: {type(error).__name__}: {error}\n")
     sys.stdout.write(f"{number} records of {given.run / 'metrics.jsonl'}\n")
 
 

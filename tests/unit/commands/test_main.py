@@ -42,7 +42,6 @@ def test_each_subcommand_is_the_function_of_its_script(command: Command) -> None
     module, _, function = command.target.partition(":")
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert command.example.startswith(f"distaccum {command.name}")
 
 
 def test_each_script_is_a_subcommand_and_each_of_the_table_is_there() -> None:
@@ -51,8 +50,8 @@ def test_each_script_is_a_subcommand_and_each_of_the_table_is_there() -> None:
 
 
 def test_a_command_whose_module_is_missing_is_not_listed() -> None:
-    assert not Command("gone", "distaccum.no_such_room.command:main", "", "").is_there()
-    assert not Command("gone", "distaccum.no_such_file:main", "", "").is_there()
+    assert not Command("gone", "distaccum.no_such_room.command:main", "").is_there()
+    assert not Command("gone", "distaccum.no_such_file:main", "").is_there()
 
 
 def test_help_and_version_load_neither_torch_nor_hydra() -> None:
@@ -132,6 +131,73 @@ def test_what_is_no_command_is_refused_in_one_line(
     assert said.err.startswith(f"distaccum: {message}")
     assert said.err.count("\n") == 1
     assert not said.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify --nosuch",
+        "export --nosuch",
+        "export FOLDER --nosuch=3 FILE",
+        "report --nosuch",
+        "report RUN --nosuch",
+        "report -oFILE --png --nosuch",
+        "report --output FILE --nosuch",
+        "doctor --nosuch",
+        "wandb-upload --nosuch",
+        "audit --nosuch",
+        "audit --nosuch train.py --lr 3",
+        "audit --windows 3 --nosuch",
+    ],
+)
+def test_an_unknown_flag_is_named(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words.split(maxsplit=1)[0]
+    assert _call(monkeypatch, *words.split()) == 2
+    said = capsys.readouterr()
+    error = f"distaccum {command}: error: --nosuch: no such flag. `distaccum {command} --help` lists those there are"
+    assert said.err.splitlines()[-1] == error
+    assert said.err.startswith(f"usage: distaccum {command} ")
+    assert not said.out
+    monkeypatch.setenv("RANK", "1")
+    assert _call(monkeypatch, *words.split()) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("report --outptu FILE", "--outptu: no such flag; did you mean --output? `distaccum report --help` lists"),
+        ("report --out FILE RUN", "--out: no such flag; did you mean --output?"),  # its beginning is not enough
+        ("report --output --nosuch", "argument -o/--output: expected one argument"),
+        ("report", "the following arguments are required: RUN"),
+        ("report -- --nosuch --png", "RUN=--nosuch: no such folder"),
+        ("audit --windows x train.py --nosuch", "argument --windows: invalid int value: 'x'"),  # the script's flag
+        ("audit train.py --windows x --nosuch", "argument --windows: invalid int value: 'x'"),
+    ],
+)
+def test_what_else_is_wrong_with_the_arguments_is_named(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _call(monkeypatch, *words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("verify NOWHERE", 2, "NOWHERE holds no run"),
+        ("export NOWHERE FILE", 2, "NOWHERE: there is no such folder"),
+        ("report NOWHERE", 2, "configuration error: RUN=NOWHERE: no such folder"),
+        ("wandb-upload NOWHERE", 1, "NOWHERE: no run"),
+    ],
+)
+def test_an_error_begins_with_the_command_as_it_was_called(
+    words: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _call(monkeypatch, *words.split()) == code
+    assert capsys.readouterr().err.startswith(f"distaccum {words.split(maxsplit=1)[0]}: {message}")
 
 
 def test_only_rank_0_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_settings_are_taken_as_they_are(engine: Any) -> None:
         (lambda: DDPConfig(find_unused_parameters=1), r"engine\.find_unused_parameters=1: not of type bool"),  # type: ignore[arg-type]
         (lambda: FSDP2Config(replicas=True), r"engine\.replicas=True: not of type int"),
         (lambda: FSDP2Config(blocks="layers.*"), r"engine\.blocks=layers\.\*: not of type list"),  # type: ignore[arg-type]
-        (lambda: FSDP2Config(blocks=[3]), r"engine\.blocks=\[3\]: not a list of texts"),  # type: ignore[list-item]
+        (lambda: FSDP2Config(blocks=[3]), r"engine\.blocks=\[3\]: not of type list\[str\]"),  # type: ignore[list-item]
         (lambda: DeepSpeedConfig(stage=2.0), r"engine\.stage=2\.0: not of type int"),  # type: ignore[arg-type]
         (lambda: DeepSpeedConfig(offload_optimizer="cpu"), r"engine\.offload_optimizer=cpu: not of type bool"),  # type: ignore[arg-type]
         (lambda: DDPConfig(name="fsdp2"), r"engine\.name=fsdp2: this is DDPConfig"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from distaccum.config.checks import require_fraction
+from distaccum.config.engine import Zero1Config
 from distaccum.config.instantiate import build
 from distaccum.config.precision import PRECISIONS, PrecisionConfig
 from distaccum.config.schema import BatchConfig, CheckpointConfig, OptimConfig, RunConfig, TrainerConfig, conf_dir
@@ -46,6 +48,9 @@ def test_a_micro_batch_that_is_not_stated_is_never_more_than_the_global_batch(
 def test_an_engine_and_a_precision_may_be_given_by_name() -> None:
     config = RunConfig.from_dict({"engine": "ddp", "precision": "16-mixed"})
     assert (config.engine.name, config.precision.name) == ("ddp", "fp16")
+    named: dict[str, Any] = {"engine": "zero1", "precision": "16-mixed", "compile": "blocks"}
+    assert RunConfig(**named) == RunConfig.from_dict(named)
+    assert RunConfig(**named).engine == Zero1Config()
     with pytest.raises(ConfigError, match="precision=fp8: no such choice"):
         RunConfig.from_dict({"precision": "fp8"})
 

@@ -102,7 +102,7 @@ def test_half_a_launcher_is_wrong_and_the_rest_is_shown(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--jsn"], "unrecognized arguments: --jsn"),
+        (["--jsn"], "--jsn: no such flag; did you mean --json?"),
         (["--only", "dsk"], "dsk: no such part; did you mean disk?; there are software, kernels, gpus"),
         (["--only", ""], "no part; there are"),
         (["--folder"], "expected one argument"),

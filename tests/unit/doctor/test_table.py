@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from distaccum.doctor.facts import Look, rate, seconds, size
+from distaccum.doctor.facts import Look, rate, seconds
 from distaccum.doctor.table import Examination, Section, lines
 
 LONG = "kernels that can be built: " + ", ".join(f"kernel_{number}" for number in range(30))
@@ -84,12 +84,5 @@ def test_notes_alone_are_not_wrong() -> None:
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [size(one) for one in (0, 512, 2**20, 1.5 * 2**30, 250 * 2**30)] == [
-        "0 B",
-        "512 B",
-        "1.0 MiB",
-        "1.5 GiB",
-        "250 GiB",
-    ]
     assert [seconds(one) for one in (2.0, 0.0015, 2.5e-7)] == ["2 s", "1.5 ms", "0.25 µs"]
     assert [rate(one) for one in (1e10, 2.5e8)] == ["10 Gbit/s", "250 Mbit/s"]

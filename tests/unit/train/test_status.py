@@ -157,7 +157,14 @@ def test_time_as_a_clock_shows_it(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**53, "8192.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (250 * 2**30, "250 GiB"),
+        (2**53, "8192 TiB"),
+    ],
 )
 def test_bytes_with_their_unit(count: float, text: str) -> None:
     assert size_of(count) == text

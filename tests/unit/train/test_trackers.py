@@ -202,6 +202,9 @@ def test_wandbs_variables_count_where_the_configuration_is_silent() -> None:
     assert decided(silent, {"WANDB_SWEEP_ID": "s", "WANDB_MODE": "offline"})[0] == "offline"
     with pytest.raises(ConfigError, match=r"WANDB_MODE=on: no such mode\. Use one of offline, online, disabled"):
         resolved(silent, {"WANDB_MODE": "on"})
+    with pytest.raises(ConfigError, match=r"^WANDB_CONSOLE=on: no such choice\. Use one of off, wrap"):
+        resolved(silent, {"WANDB_CONSOLE": "on"})
+    assert decided(stated, {"WANDB_CONSOLE": "on"})[3] == "wrap"
     assert run_id({"WANDB_RUN_ID": "agents"}) == "agents"
     assert run_id({}) != run_id({})
 
@@ -388,7 +391,12 @@ def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "step-4" / "engine" / "part").read_text() == "weights 4"
 
 
-def test_an_upload_of_what_is_no_run_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_of_what_is_no_run_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["distaccum-wandb-upload", str(tmp_path)])
-    with pytest.raises(SystemExit, match="no run, it has no metrics"):
+    with pytest.raises(SystemExit) as ended:
         upload()
+    assert ended.value.code == 1
+    said = f"distaccum-wandb-upload: {tmp_path}: no run, it has no metrics.jsonl. Name a run's folder\n"
+    assert capsys.readouterr().err == said
