@@ -38,6 +38,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
+from distaccum.program import outlive_output
 from distaccum.train.check import passed
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
@@ -106,6 +107,7 @@ def _run_job(
     """
 
     run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+    outlive_output()
 
     with watched_start(job.config, run_dir, environment.rank) as (within_s, ready):
 
