@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import posixpath
+import random
 import re
 import resource
 import signal
@@ -101,7 +102,27 @@ class CannotBegin(Breaks):
         raise RuntimeError("no server")
 
 
-def _train(run_dir: Path, given: list[Logger], **metrics: Any) -> None:
+class Draws(Logger):
+    """Shuffles, and has its requests wait for a random time, as clients of servers do; and fails in between."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        random.random()  # noqa: S311
+        torch.rand(2)
+        raise OSError("refused")
+
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        np.random.rand()  # noqa: NPY002  the global generator
+
+
+class Noisy(list[Any]):
+    """Samples that are another each time, from the generators that a user's program draws from."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + random.random() + np.random.rand() + torch.rand(4), y  # noqa: NPY002, S311
+
+
+def _train(run_dir: Path, given: list[Logger], *, kind: type[list[Any]] = list, **metrics: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 4)
     samples: Any = [(row, row[:3].argmax()) for row in x]
@@ -111,7 +132,7 @@ def _train(run_dir: Path, given: list[Logger], **metrics: Any) -> None:
         "checkpoint": {"every": 3, "best": "eval_loss", "background": False},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}, **metrics},
     }
-    data = DataSpec(train=samples, eval_dataset=samples[:8], description="")
+    data = DataSpec(train=kind(samples), eval_dataset=samples[:8], description="")
     config = RunConfig.from_dict(values)
     Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=config, loggers=given, run_dir=run_dir).fit()
 
@@ -142,6 +163,13 @@ def test_loggers_of_ones_own_have_every_record_and_end_no_run(
         f"logger Breaks: OSError: http://<redacted>@host refuses (in log); the run goes on, {goes_on}",
         "logger Breaks: 4 of its calls failed; metrics.jsonl has every record",
     ]
+
+
+def test_a_logger_of_ones_own_that_draws_random_numbers_changes_no_weight(gloo_world: World, tmp_path: Path) -> None:
+    for name, given in (("without", []), ("with", [Draws()])):
+        _train(tmp_path / name, given, kind=Noisy)
+    of = "checkpoints/step-4/model.safetensors"
+    assert (tmp_path / "with" / of).read_bytes() == (tmp_path / "without" / of).read_bytes()
 
 
 def test_the_logger_of_the_page_works(gloo_world: World, tmp_path: Path) -> None:
