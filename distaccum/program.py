@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import platform
 import shutil
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 
 import distaccum
 from distaccum.errors import near_misses
+
+_log = logging.getLogger(__name__)
 
 _WIDEST = 120
 _BAD_ARGUMENTS = 2
@@ -164,6 +167,19 @@ def quiet_pipes() -> None:
             setattr(sys, name, _quiet(stream))
 
 
+def outlive_output() -> None:
+    """From here on what cannot be written to stdout or stderr is lost, as on a full disk: a warning says so once.
+
+    For a run of hours, whose results are elsewhere; another command whose output is not whole has failed.
+    """
+    for name in ("stdout", "stderr"):
+        buffer = getattr(getattr(sys, name), "buffer", None)
+        raw = getattr(buffer, "raw", buffer)
+        if isinstance(raw, _Unread):
+            raw.loses = True
+            raw.is_told = name == "stdout"  # nothing can be told through stderr from within
+
+
 def _quiet(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     raw = _Unread(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
@@ -178,6 +194,11 @@ def _quiet(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 class _Unread(io.FileIO):
     """A descriptor that becomes one of the null device once its reader is gone, for child processes as well."""
 
+    loses = False
+    """Whether what cannot be written for another reason is lost, too, and the next write tried again."""
+    is_told = False
+    """Whether a warning says so, once."""
+
     def write(self, data: object, /) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type]
@@ -185,4 +206,10 @@ class _Unread(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            return memoryview(data).nbytes  # type: ignore[arg-type]
+        except OSError as error:
+            if not self.loses:
+                raise
+            told, self.is_told = self.is_told, False
+            if told:
+                _log.warning("stdout: %s; what is printed there is lost, and the run goes on", error)
+        return memoryview(data).nbytes  # type: ignore[arg-type]

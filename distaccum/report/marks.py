@@ -34,6 +34,14 @@ def marks(run: Run, whole: Columns) -> list[Mark]:
         i = min(max(i, 0), len(windows) - 1)
         return tuple(whole.x[axis][i] for axis in AXES)
 
+    def at_step(step: int) -> tuple[Number, ...]:
+        """Between two records, where both are at some distance."""
+        i = bisect_left(steps, step)
+        if not 0 < i < len(steps) or steps[i] == step:
+            return at(i)
+        share = (step - steps[i - 1]) / (steps[i] - steps[i - 1])
+        return tuple(low + (high - low) * share for low, high in zip(at(i - 1), at(i), strict=True))
+
     def mark(kind: str, i: int, text: str) -> Mark:
         return Mark(kind, at(i), text)
 
@@ -48,7 +56,7 @@ def marks(run: Run, whole: Columns) -> list[Mark]:
     best = str(run.best.get("checkpoint", ""))
     for step in run.kept:
         text = f"checkpoint of update {step}" + (", the best" if best.endswith(f"step-{step}") else "")
-        found.append(mark("checkpoint", bisect_left(steps, step), text))
+        found.append(Mark("checkpoint", at_step(step), text))
     skips = [i for i, record in enumerate(run.records) if record.get("applied") is False]
     found += [mark("skip", i, f"attempt {windows[i]} was skipped") for i in skips]
     return [one for kind in KINDS for one in _some([mark for mark in found if mark.kind == kind])]

@@ -25,6 +25,8 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,6 +40,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
+from distaccum.program import outlive_output
 from distaccum.train.check import passed
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
@@ -49,6 +52,7 @@ from distaccum.train.objective import DEFAULT, NoObjectiveError, objective_of, r
 from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.submitit import SubmititJob
+from distaccum.train.swept import require_same_choice
 
 _BAD_CONFIGURATION = 2
 _RUN_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -106,6 +110,7 @@ def _run_job(
     """
 
     run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+    outlive_output()
 
     with watched_start(job.config, run_dir, environment.rank) as (within_s, ready):
 
@@ -214,6 +219,8 @@ class _Jobs:
         config, tried = plain(node), _is_tried()
         if tried and config.get("objective") is None:
             config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
+        if HydraConfig.get().mode == RunMode.MULTIRUN and config.get("resume") == "auto":
+            require_same_choice(_swept(HydraConfig.get().overrides.task, sys.argv[1:]), run_dir)
         job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=tried)
         if self._planned is not None:
             components = _make_components(job, self._planned)
@@ -231,6 +238,18 @@ class _Jobs:
             return None
         objective = objective_of(config.get("objective"), result.evaluation, run_dir.metrics)
         return require_finite(objective, config["objective"]) if tried else objective
+
+
+def _swept(overrides: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+    """Of a job's overrides those that the sweeper has chosen, which the command line does not state as they are."""
+    stated, parser = set(), OverridesParser.create()
+    for argument in arguments:
+        with suppress(HydraException):  # a flag of Hydra's
+            override = parser.parse_override(argument)
+            if not override.is_sweep_override():
+                stated.add(override.get_key_element())
+    split = (one.partition("=") for one in overrides)
+    return {key: value for key, _, value in split if key not in stated}
 
 
 def _is_tried() -> bool:

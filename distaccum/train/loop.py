@@ -197,7 +197,10 @@ class Loop:
             self._settle(at_end=True)
             raise
         except BaseException:
-            self._saver.rescue()
+            if (rescued := self._saver.rescue()) is not None:
+                step, path = rescued  # whoever goes on from it tells of later ones alone
+                for logger in self._loggers:
+                    logger.checkpoint(path, step=step, best=False)
             raise
         return self._finish()
 

@@ -399,7 +399,10 @@ def _open_loggers(
     )
     print_header(components, engine, run_dir, note, screen.console, modules=modules)
     run_dir.write_artifacts(engine.artifacts)
-    return build_loggers(config.metrics, config.checkpoint, info, screen.logger, given=components.loggers)
+    device = accumulator.world.device
+    return build_loggers(
+        config.metrics, config.checkpoint, info, screen.logger, device=device, given=components.loggers
+    )
 
 
 def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:

@@ -181,18 +181,24 @@ class Saver:
             self._failed(written.step, first, error, at_end=at_end)
         self._time_limit.saved(behind=written.seconds)
 
-    def rescue(self) -> None:
-        """Publishes what was saved in the background before an error, without a collective: ranks may be gone."""
+    def rescue(self) -> tuple[int, Path] | None:
+        """Publishes what was saved in the background before an error, without a collective: ranks may be gone.
+
+        Returns:
+            On rank 0 the step and the checkpoint, if it is there now.
+        """
         if self._background is None or not self._background.pending:
-            return
+            return None
         try:
             written = self._background.take(_RESCUE_S)
             if self._world.is_main and written.error is None:
                 folder = self._store.folder_of(written.step)
                 self._publish(written.step, self._background.left_by_all(folder, _RESCUE_S))
                 self._run_dir.note_saved(written.step)
+                return written.step, self._store.root / f"step-{written.step}"
         except (OSError, ValueError, DistaccumError) as error:
             _log.warning("step %d, which was being saved, is lost (%s)", self._background.step, error)
+        return None
 
     def mark_best(self, evaluation: Mapping[str, float]) -> None:
         """Makes the checkpoint of this step, which is there, the best so far."""

@@ -68,6 +68,22 @@ def test_a_run_that_diverges_is_a_failed_trial_and_the_sweep_goes_on(tmp_path: P
     assert "NaN" in finished.stderr
 
 
+def test_a_sweep_takes_no_result_of_another_choice_for_its_own(tmp_path: Path) -> None:
+    """Without a fixed seed Optuna chooses other rates for the same folders."""
+    sweep, interval = tmp_path / "sweep", "optim.lr=tag(log, interval(1e-4, 1e-1))"
+    short = (*SHORT, "checkpoint.every=3", "resume=auto", "hydra.sweeper.n_trials=2")
+    settings = (*OPTUNA, *short, interval, f"hydra.sweep.dir={sweep}")
+    succeed(*settings, SEEDED, world=2)
+    first = _found(sweep)
+    other = run(*settings, "hydra.sweeper.sampler.seed=2", world=2)
+    assert other.returncode == 2
+    (said,) = [line for line in other.stderr.splitlines() if line.startswith("distaccum: ")]
+    assert re.search(r"optim\.lr=\S+: the run in \S+/sweep/0 was made with \S+, and resume=auto would take its", said)
+    assert (_found(sweep), status(sweep / "0")["state"]) == (first, "done")
+    succeed(*settings, SEEDED, "trainer.log_every=2", world=2)  # what is not swept may change
+    assert _found(sweep) == first
+
+
 def _rate_and_state(folder: Path) -> tuple[float, str]:
     overrides = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
     rate = next(one for one in overrides if one.startswith("optim.lr="))

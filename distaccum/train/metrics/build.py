@@ -20,7 +20,7 @@ from distaccum.train.metrics.tolerant import Tolerant
 from distaccum.train.metrics.wandb_environment import resolved
 
 if TYPE_CHECKING:
-    pass
+    import torch
 
 _MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
 _SERVER_TIMEOUT_S = 10.0  # of one that has not answered yet
@@ -54,11 +54,13 @@ def build_loggers(
     run: RunInfo,
     console: Logger | None,
     *,
+    device: torch.device,
     given: Sequence[Logger] = (),
 ) -> list[Logger]:
     """The loggers of rank 0, begun: ``metrics.jsonl`` first, then what the settings turn on, then those ``given``.
 
-    ``console`` is the console's, which stands already; None without one. All but the first two raise nothing.
+    ``console`` is the console's, which stands already; None without one. ``device`` is the training's. All but the
+    first two raise nothing.
     """
     loggers: list[Logger] = [JsonlLogger(run.folder / "metrics.jsonl")]
     others: list[Logger] = []
@@ -76,8 +78,8 @@ def build_loggers(
     if metrics.mlflow.enabled:
         others.append(_mlflow(metrics.mlflow, run))
     for name, node in metrics.loggers.items():
-        others.append(Tolerant(name, partial(build, f"metrics.loggers.{name}", node)))
-    others += [Tolerant(type(logger).__name__, partial(_itself, logger)) for logger in given]
+        others.append(Tolerant(name, partial(build, f"metrics.loggers.{name}", node), draws_on=device))
+    others += [Tolerant(type(logger).__name__, partial(_itself, logger), draws_on=device) for logger in given]
     for logger in others:
         logger.begin(run)
     return [*loggers, *others]

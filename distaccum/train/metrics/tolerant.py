@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distaccum.config.secrets import redact_text, values_of_environment
+from distaccum.distributed.random import RNGState
 from distaccum.train.metrics.loggers import Logger, Record, RunInfo
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -19,10 +23,12 @@ class Tolerant(Logger):
     Args:
         name: in the messages.
         make: makes the logger, when the run begins; one that cannot be made, or begin, is not called again.
+        draws_on: the device of a training whose random numbers are left as they were, whatever the logger draws; None
+            for one that draws none, or that is called by another thread than the training's.
     """
 
-    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
-        self._name, self._make, self._logger = name, make, Logger()
+    def __init__(self, name: str, make: Callable[[], Logger], *, draws_on: torch.device | None = None) -> None:
+        self._name, self._make, self._logger, self._draws_on = name, make, Logger(), draws_on
         self.failures = 0
         """Calls that raised."""
 
@@ -62,6 +68,7 @@ class Tolerant(Logger):
         self._logger = logger
 
     def _try(self, method: Callable[..., None], *positional: Any, **named: Any) -> None:
+        generators = None if self._draws_on is None else RNGState.capture(self._draws_on)
         try:
             method(*positional, **named)
         except Exception as error:  # whatever fails in there is no reason to lose a training run
@@ -73,3 +80,6 @@ class Tolerant(Logger):
                 goes_on = "the run goes on" if call != "begin" else "the run goes on without it"
                 text = "logger %s: %s (in %s); %s, and metrics.jsonl has every record"
                 _log.warning(text, self._name, said, call, goes_on)
+        finally:
+            if generators is not None:
+                generators.restore()

@@ -243,6 +243,24 @@ def test_a_reader_that_leaves_stops_the_printing_and_nothing_else(tmp_path: Path
     assert (tmp_path / "file").read_text() == "written"
 
 
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("outlives", [True, False])
+def test_a_full_disk_of_the_output_ends_all_but_a_run(
+    tmp_path: Path, unbuffered: Sequence[str], *, outlives: bool
+) -> None:
+    option, script = _writes(2000, tmp_path / "file")
+    script = script.replace(
+        "quiet_pipes()\n", "quiet_pipes()\nprogram.outlive_output()\n" if outlives else "quiet_pipes()\n"
+    )
+    with Path("/dev/full").open("w") as full:
+        process = _fresh(*unbuffered, option, script, stdout=full, stderr=subprocess.PIPE)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode == 0, (tmp_path / "file").exists()) == (outlives, outlives)
+    assert said.count("No space left on device") == 1
+    assert not outlives or "stdout: [Errno 28] No space left on device; what is printed there is lost" in said
+    assert not outlives or said.count("also ") == 2000
+
+
 def test_what_is_read_is_whole(tmp_path: Path) -> None:
     process = _fresh(*_writes(3, tmp_path / "file"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.communicate(timeout=60) == ("line 0\nline 1\nline 2\n", "also 0\nalso 1\nalso 2\n")

@@ -205,6 +205,17 @@ def test_marks_stand_where_it_happened(tmp_path: Path) -> None:
     assert found["rollback"]["text"] == "rolled back to update 10"
 
 
+def test_a_checkpoint_between_two_records_stands_between_them(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", [record(step) for step in (10, 20, 30)])
+    for step in (5, 10, 24, 30, 35):
+        (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    marks = _page(folder).data["runs"][0]["marks"]
+    assert [mark["at"][:3] for mark in marks] == [
+        [pytest.approx(step), pytest.approx(8 * step), pytest.approx(record(step)["tokens"])]
+        for step in (10, 10, 24, 30, 30)  # as near as the first and the last record
+    ]
+
+
 def test_many_records_keep_their_extremes(tmp_path: Path) -> None:
     """Each part of the records keeps its least and its greatest value, in their order, and every odd one a mark."""
     values = [math.sin(i * i) for i in range(5000)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum import CrossEntropy, DataSpec, Logger, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore, verify
@@ -51,7 +51,9 @@ class Watch(Callback):
         self.seen.append((self.updated, path.name))
 
 
-def _train(folder: Path, *callbacks: Callback, steps: int = 8, **checkpoint: Any) -> None:
+def _train(
+    folder: Path, *callbacks: Callback, steps: int = 8, loggers: Sequence[Logger] = (), **checkpoint: Any
+) -> None:
     config = {
         "batch": {"global_size": 4, "micro_size": 2},
         "schedule": {"_target_": "distaccum.train.schedules.Constant"},
@@ -67,6 +69,7 @@ def _train(folder: Path, *callbacks: Callback, steps: int = 8, **checkpoint: Any
         DataSpec(train=DATA),
         config=RunConfig.from_dict(config),
         callbacks=callbacks,
+        loggers=loggers,
         run_dir=folder,
     ).fit()
 
@@ -218,10 +221,20 @@ def test_the_last_save_waits_and_is_made_again(
         _train(tmp_path / "always", background=True)
 
 
-def test_an_error_in_the_run_waits_for_the_save(gloo_world: Any, tmp_path: Path) -> None:
+def test_an_error_in_the_run_waits_for_the_save_and_tells_trackers_of_it(gloo_world: Any, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Told(Logger):
+        def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+            verify(path)
+            told.append(f"{path.name} of {step}")
+
     with pytest.raises(ValueError, match="on purpose"):
-        _train(tmp_path, Watch(raises=5), background=True)
+        _train(tmp_path, Watch(raises=5), background=True, loggers=[Told()])
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-4\n"
+    assert told == ["step-2 of 2", "step-4 of 4"]
+    _train(tmp_path, steps=6, background=True, loggers=[Told()])
+    assert told == ["step-2 of 2", "step-4 of 4", "step-6 of 6"]
 
 
 def test_a_run_that_was_taken_over_touches_nothing_of_what_the_other_one_saves(gloo_world: Any, tmp_path: Path) -> None:

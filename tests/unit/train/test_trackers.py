@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import posixpath
+import random
 import re
+import resource
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.kept import KeptCheckpoints
 from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.metrics.mlflow import MLflowLogger, flat
-from distaccum.train.metrics.tensorboard import TensorBoardLogger
+from distaccum.train.metrics.tensorboard import TensorBoardLogger, _EventFile
 from distaccum.train.metrics.wandb import best_of
 from distaccum.train.metrics.wandb import main as upload
 from distaccum.train.metrics.wandb_environment import resolved, run_id
@@ -98,7 +102,27 @@ class CannotBegin(Breaks):
         raise RuntimeError("no server")
 
 
-def _train(run_dir: Path, given: list[Logger], **metrics: Any) -> None:
+class Draws(Logger):
+    """Shuffles, and has its requests wait for a random time, as clients of servers do; and fails in between."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        random.random()  # noqa: S311
+        torch.rand(2)
+        raise OSError("refused")
+
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        np.random.rand()  # noqa: NPY002  the global generator
+
+
+class Noisy(list[Any]):
+    """Samples that are another each time, from the generators that a user's program draws from."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + random.random() + np.random.rand() + torch.rand(4), y  # noqa: NPY002, S311
+
+
+def _train(run_dir: Path, given: list[Logger], *, kind: type[list[Any]] = list, **metrics: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 4)
     samples: Any = [(row, row[:3].argmax()) for row in x]
@@ -108,7 +132,7 @@ def _train(run_dir: Path, given: list[Logger], **metrics: Any) -> None:
         "checkpoint": {"every": 3, "best": "eval_loss", "background": False},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}, **metrics},
     }
-    data = DataSpec(train=samples, eval_dataset=samples[:8], description="")
+    data = DataSpec(train=kind(samples), eval_dataset=samples[:8], description="")
     config = RunConfig.from_dict(values)
     Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=config, loggers=given, run_dir=run_dir).fit()
 
@@ -139,6 +163,13 @@ def test_loggers_of_ones_own_have_every_record_and_end_no_run(
         f"logger Breaks: OSError: http://<redacted>@host refuses (in log); the run goes on, {goes_on}",
         "logger Breaks: 4 of its calls failed; metrics.jsonl has every record",
     ]
+
+
+def test_a_logger_of_ones_own_that_draws_random_numbers_changes_no_weight(gloo_world: World, tmp_path: Path) -> None:
+    for name, given in (("without", []), ("with", [Draws()])):
+        _train(tmp_path / name, given, kind=Noisy)
+    of = "checkpoints/step-4/model.safetensors"
+    assert (tmp_path / "with" / of).read_bytes() == (tmp_path / "without" / of).read_bytes()
 
 
 def test_the_logger_of_the_page_works(gloo_world: World, tmp_path: Path) -> None:
@@ -270,6 +301,52 @@ def test_tensorboard_that_is_turned_on_later_has_what_was_before(tmp_path: Path)
     logger.log(_record(3))
     logger.close(failed=False)
     assert [step for step, _ in _scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3]
+
+
+@contextmanager
+def _limited(size: int) -> Iterator[None]:
+    """The kernel's limit on the size of files stands for a full disk: what passes it is cut, and then refused."""
+    before, unlimited = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_did_not_fit_on_the_disk_reaches_tensorboard_later(tmp_path: Path, *, resumes: bool) -> None:
+    records = [_record(window) for window in range(1, 6)]
+    first, folder = TensorBoardLogger(), tmp_path / "tensorboard"
+    first.begin(_info(tmp_path))
+    first.log(records[0])
+    (file,) = folder.iterdir()
+    size = file.stat().st_size
+    with _limited(size + 40):
+        with pytest.raises(OSError, match=re.escape(str(file))):
+            first.log(records[1])
+        first.log(records[2])  # is one failure, not two
+        assert file.stat().st_size == size
+        _write(tmp_path, records[:4])
+        if resumes:
+            with pytest.raises(OSError, match="too large"):
+                first.close(failed=True)
+    if resumes:
+        files = [folder / f"events.out.tfevents.100000000{i}.host.1" for i in range(4)]
+        file.rename(files[0])
+        _EventFile(tmp_path, 2).path.rename(files[1])  # of a process that had room for the beginning of a file alone
+        files[2].touch()  # that had none at all
+        files[3].write_bytes(b"\x03" + bytes(11) + b"xyz" + bytes(4))  # and damaged
+        last = TensorBoardLogger()
+        last.begin(_info(tmp_path, 4))
+    else:
+        last = first
+        last.sync()
+    last.log(records[4])
+    shown = _scalars(folder)["train/loss"]
+    assert shown == [(record["window"], float(np.float32(record["loss"]))) for record in records]
+    last.close(failed=False)
 
 
 # --------------------------------------------------------------------------------------------------- MLflow
