@@ -66,7 +66,7 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
         files = TensorFiles(path)
     except CheckpointError as error:
         remedy = "Name a safetensors file, a checkpoint, or a folder with model.safetensors"
-        raise ConfigError(key, path, str(error), remedy) from error
+        raise ConfigError(key, path, str(error).removeprefix(f"{path}: "), remedy) from error
     own, ties = model_state(model), tied_names(model)
     given = WithTies(files, ties)
     missing = [name for name in own if name not in given and not (is_extra(name) and key == "init_from")]

@@ -176,7 +176,9 @@ class _Jobs:
             NonFiniteError, SpikeError, NoObjectiveError: the run diverged while a sweeper tries it: its trial failed.
         """
         self.stop_capturing()
-        sys.stderr.write(self._captured.getvalue())  # Hydra's warnings
+        sys.stderr.write(self._captured.getvalue())  # Hydra's warnings, and what a sweeper has said
+        self._captured.seek(0)
+        self._captured.truncate()  # the next job of a sweep tells what is new
         self.composed = True
         secrets = values_of(OmegaConf.to_container(node, resolve=False))  # what cannot be resolved is an error below
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(secrets))

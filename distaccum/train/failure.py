@@ -72,7 +72,8 @@ def lines_of(run_dir: RunDir, own: str = "") -> list[str]:
         lines.append(f"to go on: the same command with resume=auto hydra.run.dir={run_dir.path}")
     logs = sorted(run_dir.logs.glob("rank-*.log")) if run_dir.logs.is_dir() else []
     if logs:
-        lines.append(f"logs and tracebacks: {run_dir.logs}/rank-N.log (of {len(logs)} ranks)")
+        ranks = "1 rank" if len(logs) == 1 else f"{len(logs)} ranks"
+        lines.append(f"logs and tracebacks: {run_dir.logs}/rank-N.log (of {ranks})")
     return lines
 
 

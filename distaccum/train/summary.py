@@ -24,8 +24,15 @@ from distaccum.train.run_dir import RunDir, State
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
 _MARGIN = 11  # columns of the header's names
+
+
+def _class_of(model: nn.Module) -> str:
+    """The model's own class, where ``fully_shard`` has made one of it and of torch's."""
+    classes = type(model).__mro__
+    return next(kind.__name__ for kind in classes if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def print_header(
@@ -45,7 +52,7 @@ def print_header(
         "engine": f"{config.engine.name}: {engine.describe()}",
         "precision": describe(components.model, components.policy),
         "data": components.data.description,
-        "model": f"{type(components.model).__name__}, {components.parameters:,} parameters",
+        "model": f"{_class_of(components.model)}, {components.parameters:,} parameters",
         **_loading(components),
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {_updates(components)}",

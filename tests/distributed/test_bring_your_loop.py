@@ -70,6 +70,12 @@ def test_where_the_program_is_right_the_changed_one_trains_to_its_weights(name: 
     assert _distance(before, after) < EXACT
 
 
+@pytest.mark.heavy
+def test_hugging_faces_program_has_the_same_global_batch_on_two_processes(tmp_path: Path) -> None:
+    before = _weights(tmp_path / "before", (PROGRAMS / "from_transformers.py").read_text(), world=2)
+    assert _distance(before, _weights(tmp_path / "after", changed("from_transformers"), world=2)) < EXACT
+
+
 def _plain_loop(folder: Path) -> dict[str, torch.Tensor]:
     """The truth: no micro-batches, no ranks; each update is made of the whole global batch at once."""
     program = """

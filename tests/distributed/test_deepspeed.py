@@ -23,7 +23,7 @@ WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 # Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.
 TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
 UPDATED = {"fp32": 1e-6, "bf16": 6e-3, "fp16": 3e-4}  # of the weights after 20 updates
-QUICK = ("older", "nonfinite", "reductions", "resume", "refusals")
+QUICK = ("older", "nonfinite", "reductions", "resume", "refusals", "ends")
 SLOW = ("exact", "variants", "offload", "adamw", "accumulation", "overflow", "given_up", "weights")
 
 
@@ -110,6 +110,10 @@ def test_a_window_that_is_given_up_leaves_nothing(found: Mapping[str, Any]) -> N
 def test_one_reduction_a_window(quick: Mapping[str, Any]) -> None:
     assert len(quick["reductions"]) == 24
     assert {tuple(counts) for counts in quick["reductions"].values()} == {(0, 0, 0, 0, 1)}
+
+
+def test_an_engine_that_is_closed_has_no_reduction_left_to_make(quick: Mapping[str, Any]) -> None:
+    assert quick["ends"] == []
 
 
 def test_an_older_deepspeed_is_refused_by_what_it_lacks(quick: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path, says: Callabl
     assert said[-3:] == [
         f"distaccum: last logged step: 2; step 2 is saved in {tmp_path}/checkpoints",
         f"distaccum: to go on: the same command with resume=auto hydra.run.dir={tmp_path}",
-        f"distaccum: logs and tracebacks: {tmp_path}/logs/rank-N.log (of 1 ranks)",
+        f"distaccum: logs and tracebacks: {tmp_path}/logs/rank-N.log (of 1 rank)",
     ]
     assert "sys.exit(0)" in (tmp_path / "logs" / "rank-0.log").read_text()
     resumed = _run(tmp_path, "resume=auto")

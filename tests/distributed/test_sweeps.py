@@ -41,7 +41,8 @@ def _last(folder: Path, name: str) -> float:
 def test_optuna_finds_the_best_of_what_the_runs_recorded(tmp_path: Path, world: int) -> None:
     sweep = tmp_path / "sweep"
     interval = "optim.lr=tag(log, interval(1e-4, 1e-1))"
-    succeed(*OPTUNA, *SHORT, SEEDED, interval, f"hydra.sweep.dir={sweep}", world=world)
+    finished = succeed(*OPTUNA, *SHORT, SEEDED, interval, f"hydra.sweep.dir={sweep}", world=world)
+    assert finished.stderr.count("A new study created") == 1  # and not once more with each job
     losses = {number: _last(sweep / str(number), "eval_loss") for number in range(3)}
     best = min(losses, key=lambda number: losses[number])
     found = _found(sweep)

@@ -486,6 +486,9 @@ class DeepSpeedEngine(Engine):
         if self._uneven_inputs is not None:
             self._uneven_inputs.remove()
         internals.forget_accumulated(self._trained)
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            internals.end_without_reducing(self._engine, hold)
         self._step_hook.remove()
         self._lock.release()
         with self._groups:

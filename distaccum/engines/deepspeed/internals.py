@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -295,6 +295,21 @@ def forget_accumulated(trained: Sequence[nn.Parameter]) -> None:
     """Drops what backwards have left at the parameters."""
     for parameter in trained:
         parameter.grad = parameter.grad_accum = None  # type: ignore[attr-defined]  # DeepSpeed's
+
+
+def end_without_reducing(engine: Any, hold: AbstractContextManager[object]) -> None:
+    """Leaves ``hold``, in which an engine that is done with keeps its reduction back, and makes none.
+
+    DeepSpeed makes one as it leaves, of no gradient too: at the latest when the engine's memory is freed, where the
+    process group has ended, and a run that is done would close with a traceback.
+    """
+    for name in ("_flush_coalesced_reduction_zero12", "_flush_coalesced_reduction_zero3"):
+        setattr(engine, name, _nothing)
+    hold.__exit__(None, None, None)
+
+
+def _nothing(optimizer: Any) -> None:
+    """In place of a reduction of ``optimizer``'s gradients."""
 
 
 def complete(optimizer: Any, trained: Sequence[nn.Parameter]) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from common import collate, text
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -23,7 +25,7 @@ trainer = Trainer(
         output_dir="out",
         use_cpu=True,
         per_device_train_batch_size=8,
-        gradient_accumulation_steps=8,
+        gradient_accumulation_steps=8 // int(os.environ.get("WORLD_SIZE", "1")),
         num_train_epochs=1,
         learning_rate=1e-3,
         lr_scheduler_type="linear",

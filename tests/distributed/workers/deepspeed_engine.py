@@ -603,6 +603,26 @@ def refusals(world: World) -> Any:
     return found | {"describe": engine.describe(), "artifacts": list(engine.artifacts)}
 
 
+@part
+def ends(world: World) -> Any:
+    """Errors of which only a traceback tells, where closed engines are freed after DeepSpeed's group has ended.
+
+    The last of the parts: it takes DeepSpeed the group away.
+    """
+    said: list[str] = []
+    closed = []
+    sys.unraisablehook = lambda error: said.append(str(error.exc_value))
+    for stage in STAGES:
+        engine = wrap(world, stage, "fp32", lambda p: SGD(p, lr=LR))
+        train_on(engine, make_window("full", 0, world.size, alike=True), world)
+        engine.close()
+        closed.append(engine)
+    sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+    for engine in closed:
+        vars(engine).clear()
+    return said
+
+
 def main() -> None:
     world = World.join()
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()

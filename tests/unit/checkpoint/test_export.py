@@ -85,8 +85,9 @@ def test_weights_of_another_model_are_refused_by_name(
 def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no weights")
     for path in (tmp_path / "absent", tmp_path / "notes.txt", tmp_path):
-        with pytest.raises(ConfigError, match=r"^init_from=.*Name a safetensors file"):
+        with pytest.raises(ConfigError, match=r"^init_from=.*Name a safetensors file") as refused:
             weights.check(nn.Linear(1, 1), path)
+        assert str(refused.value).count(f"{path}: ") == 1
 
 
 def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(gloo_world: World, tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ def test_the_introduction_says_what_computes_in_what(gloo_world: World, tmp_path
     assert len({line.index(lines[name]) for name, line in zip(lines, text.getvalue().splitlines(), strict=True)}) == 1
 
 
+def test_a_sharded_model_has_its_own_name(gloo_world: World, tmp_path: Path) -> None:
+    data = to_data_spec(TensorDataset(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)))
+    settings = {"batch": {"global_size": 4, "micro_size": 2}, "engine": {"name": "fsdp2"}}
+    config, model = RunConfig.from_dict(settings), nn.Sequential(nn.Linear(2, 3))
+    components = build_components(config, data, model, CrossEntropy(), world_size=1, device=torch.device("cpu"))
+    engine, text = create_engine(model, components.optimizers, gloo_world, engine=config.engine), StringIO()
+    print_header(components, engine, RunDir(tmp_path), "", Console(file=text, width=80))
+    assert "model      Sequential, 9 parameters" in text.getvalue()
+
+
 @pytest.mark.fault(
     "an evaluation that is NaN",
     group="numbers",
