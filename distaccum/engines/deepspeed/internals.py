@@ -256,6 +256,8 @@ _OF_ENGINE = (
     "_backward_post_hook",
     "_backward_prologue",
     "_backward_prologue_per_tensor",
+    "_flush_coalesced_reduction_zero12",
+    "_flush_coalesced_reduction_zero3",
     "_get_gradients_for_reduction",
 )
 
