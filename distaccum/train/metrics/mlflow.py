@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import get_ident
+from threading import current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distaccum.train.metrics.kept import files_of
@@ -57,7 +57,8 @@ class MLflowLogger(Logger):
         from mlflow import MlflowClient  # noqa: PLC0415  seconds of imports
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table it makes
-        _RETRIES.addFilter(_ToldOnce(get_ident()))
+        self._told = ToldOnce()
+        _RETRIES.addFilter(self._told)
         self._client: MlflowClient = MlflowClient(self._uri)
         self._run = self._find(run) or self._create(run)
         self._client.update_run(self._run, status="RUNNING")
@@ -95,8 +96,11 @@ class MLflowLogger(Logger):
     def close(self, *, failed: bool) -> None:
         """Ends the run as ``FINISHED``, ``FAILED`` or, where another process is to continue it, ``KILLED``."""
         status = "FAILED" if failed else "KILLED" if self._preempted else "FINISHED"
-        if self._run:
-            self._client.set_terminated(self._run, status)
+        try:
+            if self._run:
+                self._client.set_terminated(self._run, status)
+        finally:
+            _RETRIES.removeFilter(self._told)
 
     def _find(self, run: RunInfo) -> str:
         """The run of this name's id in the experiment; empty if there is none."""
@@ -154,16 +158,16 @@ class MLflowLogger(Logger):
         return [Metric(name, float(value), now, window) for name, value in numbers.items()]
 
 
-class _ToldOnce(logging.Filter):
-    """Tells of the first of the repeated requests of one thread, in our words, and of no other."""
+class ToldOnce(logging.Filter):
+    """Tells of the first of the repeated requests of the thread that makes it, in our words, and of no other."""
 
-    def __init__(self, thread: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._thread, self._told = thread, False
+        self._thread, self._told = current_thread(), False  # not its number, which the next one may have
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is let through: it is of another thread, or tells of something else."""
-        if record.thread != self._thread or not record.getMessage().startswith("Retrying "):
+        if current_thread() is not self._thread or not record.getMessage().startswith("Retrying "):
             return True
         if not self._told:
             self._told = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import posixpath
 import random
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from distaccum.train.metrics.background import InThread
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.kept import KeptCheckpoints
 from distaccum.train.metrics.loggers import rewind_jsonl
-from distaccum.train.metrics.mlflow import MLflowLogger, flat
+from distaccum.train.metrics.mlflow import MLflowLogger, ToldOnce, flat
 from distaccum.train.metrics.tensorboard import TensorBoardLogger, _EventFile
 from distaccum.train.metrics.wandb import best_of
 from distaccum.train.metrics.wandb import main as upload
@@ -466,6 +468,27 @@ def test_a_kept_checkpoint_outlives_the_runs_own(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "kept" / "step-2").iterdir()] == ["part"]
     assert [(path.name, step, best) for path, step, best in kept.all(9)] == [("step-2", 2, False), ("step-4", 4, True)]
     assert (tmp_path / "kept" / "step-4" / "engine" / "part").read_text() == "weights 4"
+
+
+def test_each_job_of_a_sweep_is_told_that_its_server_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Threads follow one another, and have one another's number."""
+    retries = logging.getLogger("urllib3.connectionpool")
+    before = list(retries.filters)
+
+    def ask() -> None:
+        retries.addFilter(ToldOnce())
+        for _ in range(3):
+            retries.warning("Retrying (%r) after connection broken", 1)
+
+    try:
+        for _ in range(8):
+            thread = Thread(target=ask)
+            thread.start()
+            thread.join()
+    finally:
+        retries.filters[:] = before
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["logger mlflow: its server does not answer, and is asked again while the run goes on"] * 8
 
 
 def test_an_upload_of_what_is_no_run_is_refused_in_a_line(
