@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from json import loads
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 from distaccum.config.checks import require, require_annotated, require_choice, require_count, require_positive
@@ -27,7 +29,7 @@ ACTIVATION_CHECKPOINTS = ("none", "blocks", "selective")
 GATHER_DTYPES = ("compute", "fp32")
 STAGES = (0, 1, 2, 3)
 BY_PARAMETER = "kept by parameter name"
-"""The format of optimizer state that all engines but DeepSpeed read and write, at any world size."""
+"""The format of optimizer state that all engines read and write, at any world size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,12 @@ class EngineConfig(ABC):
         require(self.name == own, "engine.name", self.name, f"this is {type(self).__name__}", "Leave it out")
 
     def optimizer_format(self, world_size: int, precision: str) -> str:
-        """Which checkpoints' optimizer state the engine reads, on ``world_size`` ranks in that precision."""
+        """In which form checkpoints hold the optimizer's state, on ``world_size`` ranks in that precision."""
         return BY_PARAMETER
+
+    def reads(self, optimizer_format: str, world_size: int, precision: str) -> bool:
+        """Whether the engine reads optimizer state of that form there."""
+        return optimizer_format == self.optimizer_format(world_size, precision)
 
     @abstractmethod
     def sharding(self) -> Sharding:
@@ -173,8 +179,28 @@ class DeepSpeedConfig(EngineConfig):
         require(given, "engine.json", self.json, "neither a file nor a mapping", "Give the path of a JSON file")
 
     def optimizer_format(self, world_size: int, precision: str) -> str:
-        """DeepSpeed's own: for one stage, one precision and one number of ranks."""
+        """DeepSpeed's own on an NVMe drive: for one stage, one precision and one number of ranks."""
+        return self._own_files(world_size, precision) if self._swaps_optimizer else BY_PARAMETER
+
+    def reads(self, optimizer_format: str, world_size: int, precision: str) -> bool:
+        """See ``EngineConfig``; DeepSpeed's own files, which an older distaccum wrote, where they fit."""
+        own = optimizer_format == self._own_files(world_size, precision)
+        return own or super().reads(optimizer_format, world_size, precision)
+
+    def _own_files(self, world_size: int, precision: str) -> str:
         return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
+
+    @property
+    def _swaps_optimizer(self) -> bool:
+        given = self.json
+        if isinstance(given, str | PathLike):
+            try:
+                given = loads(Path(given).read_text())
+            except (OSError, ValueError):
+                return False  # said where the file is read
+        zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
+        offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+        return isinstance(offload, Mapping) and offload.get("device") == "nvme"
 
     def sharding(self) -> Sharding:
         """See ``EngineConfig``; by the ZeRO paper."""

@@ -40,9 +40,8 @@ def collect(
     optimizers = list(optimizers)
     kept = {id(p): entries for optimizer in optimizers for p, entries in optimizer.state.items()}
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {**kinds(optimizers)}
     for i, optimizer in enumerate(optimizers):
-        values[f"{_KIND}{i}"] = type(optimizer).__name__
         for key, value in optimizer.state.items():
             if isinstance(key, Tensor):
                 continue
@@ -104,20 +103,8 @@ def load(
     optimizers = list(optimizers)
     if any(map(is_packed, tensors)):
         raise ValueError("the optimizer's state is DeepSpeed's own: start from the weights alone, without it")
-    before = [str(value) for name, value in sorted(values.items()) if name.startswith(_KIND)]
-    now = [type(optimizer).__name__ for optimizer in optimizers]
-    if before and before != now:
-        problem = f"the state is that of {', '.join(before)}, and it would be loaded into {', '.join(now)}"
-        raise MisuseError(f"{problem}: continue with the same optimizers, or load the model's weights alone")
-    kept: dict[str, dict[str, str]] = {}  # by parameter: by key: the whole name
-    own: dict[int, dict[Any, Any]] = {}  # by optimizer: what belongs to none of its parameters
-    for full_name, value in values.items():
-        if full_name.startswith(_OWN):
-            n, key = full_name.removeprefix(_OWN).split(".", 1)
-            own.setdefault(int(n), {})[key] = value
-    for full_name in (name for name in (*tensors, *values) if name.startswith(_PREFIX)):
-        name, _, key = full_name.removeprefix(_PREFIX).rpartition(".")
-        kept.setdefault(name, {})[key] = full_name
+    check_kinds(optimizers, values)
+    kept, own = by_owner(tensors, values)
     unknown = kept.keys() - parameters.keys()
     if unknown:
         raise KeyError(f"optimizer state of {sorted(unknown)[0]!r}, which is no trained parameter of the model")
@@ -137,6 +124,41 @@ def load(
                 name, changed = names[id(held[i])], _types(optimizer.state[held[i]][key]) != _types(value)
                 if changed and name in model and model[name].dtype == held[i].dtype:  # only then it is read
                     optimizer.state[held[i]][key] = _moved(value, held[i].device)
+
+
+def kinds(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """Of each optimizer its class, as values to keep."""
+    return {f"{_KIND}{i}": type(optimizer).__name__ for i, optimizer in enumerate(optimizers)}
+
+
+def check_kinds(optimizers: Iterable[Optimizer], values: Mapping[str, Any]) -> None:
+    """Raises MisuseError where the state is that of optimizers of other classes."""
+    before = [str(value) for name, value in sorted(values.items()) if name.startswith(_KIND)]
+    now = list(kinds(optimizers).values())
+    if before and before != now:
+        problem = f"the state is that of {', '.join(before)}, and it would be loaded into {', '.join(now)}"
+        raise MisuseError(f"{problem}: continue with the same optimizers, or load the model's weights alone")
+
+
+def entry(name: str, key: str) -> str:
+    """What the state ``key`` of the parameter ``name`` is called."""
+    return f"{_PREFIX}{name}.{key}"
+
+
+def by_owner(
+    tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, str]], dict[int, dict[Any, Any]]]:
+    """By parameter: by key: the whole name of what was kept; by optimizer: what belongs to none of its parameters."""
+    kept: dict[str, dict[str, str]] = {}
+    own: dict[int, dict[Any, Any]] = {}
+    for full_name, value in values.items():
+        if full_name.startswith(_OWN):
+            n, key = full_name.removeprefix(_OWN).split(".", 1)
+            own.setdefault(int(n), {})[key] = value
+    for full_name in (name for name in (*tensors, *values) if name.startswith(_PREFIX)):
+        name, _, key = full_name.removeprefix(_PREFIX).rpartition(".")
+        kept.setdefault(name, {})[key] = full_name
+    return kept, own
 
 
 def _types(value: Any) -> list[torch.dtype]:

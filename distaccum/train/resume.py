@@ -71,17 +71,17 @@ def find_checkpoint(
         saved = None if config.resume == "never" else _read_named(config.resume)
     if saved is None:
         return None
-    path, optimizer_format = saved.folder, config.optimizer_format(world_size)
-    if config.resume == "auto" and saved.run.optimizer_format != optimizer_format:
+    path, readable = saved.folder, config.reads_optimizer(saved.run.optimizer_format, world_size)
+    if config.resume == "auto" and not readable:
         problem = f"cannot resume {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
-        raise ConfigError("engine", None, problem + optimizer_format, remedy)
+        raise ConfigError("engine", None, problem + config.optimizer_format(world_size), remedy)
     mismatch = position_mismatch(saved.run.position, position)
     if mismatch is not None:
         key, before, value = mismatch
         remedy = f"Continue with {key}={before}, or start a new run in another hydra.run.dir"
         raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
-    if saved.run.optimizer_format == optimizer_format:
+    if readable:
         _check_optimizers(saved.run.config, record, path)
         _check_groups(saved.run.config, record, path)
     weights.check(model, path, key="resume")
@@ -191,7 +191,7 @@ class Restore:
         config = components.config
         self._saved, self._components, self._is_main = saved, components, world.is_main
         self._init_from = Path(config.init_from) if config.init_from and saved is None else None
-        self._with_optimizer = saved is not None and saved.run.optimizer_format == config.optimizer_format(world.size)
+        self._with_optimizer = saved is not None and config.reads_optimizer(saved.run.optimizer_format, world.size)
         self._on_meta = is_meta(components.model)
         # By the names of the model that is not wrapped yet: which of them are tied is known here.
         on_meta = self._on_meta and self._init_from is not None

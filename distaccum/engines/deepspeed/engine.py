@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+from distaccum.engines import optimizer_state
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import files as deepspeed_files
 from distaccum.engines.deepspeed import internals
+from distaccum.engines.deepspeed import optimizer_state as flat_state
 from distaccum.engines.deepspeed.compat import check_optimizers, load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.module import EngineLock, compute_in
 from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
@@ -72,7 +74,7 @@ class DeepSpeedEngine(Engine):
         ConfigError: DeepSpeed is not installed, or cannot do what the arguments ask for.
     """
 
-    state_layout = StateLayout.EXTERNAL
+    state_layout = StateLayout.SHARDED
     watches_backward = True
 
     def __init__(
@@ -114,10 +116,10 @@ class DeepSpeedEngine(Engine):
         self._stage: int = int(self._engine.zero_optimization_stage())
         self._gradients = internals.gradients_of(self._engine, parameters)
         internals.check(self._engine, self._gradients, deepspeed.__version__)
+        if getattr(self._engine.optimizer, "swap_optimizer", False):
+            self.state_layout = StateLayout.EXTERNAL
         self._edited = EditedWeights(self._engine, self._gradients, self._trained)
         self._groups.show(state_is_whole=not self.steps_parts, copies=self.steps_parts)
-        # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
-        self._coalesces = self._gradients.sharded
         for parameter in self._trained:
             internals.accumulate_in_fp32(parameter)
         self.forward_communicates = gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
@@ -200,7 +202,9 @@ class DeepSpeedEngine(Engine):
     def _hold_back(self) -> None:
         """From here on a backward reduces nothing, a window's or any other; :meth:`_reduce` ends it."""
         if self._hold is None:
-            self._hold = self._engine.coalesce_grad_reduction() if self._coalesces else self._engine.no_sync()
+            # The wrappers of stage 0, and of stage 1 in bf16, reduce all at once on request.
+            coalesces = self._gradients.sharded
+            self._hold = self._engine.coalesce_grad_reduction() if coalesces else self._engine.no_sync()
             self._hold.__enter__()
 
     @contextmanager
@@ -225,7 +229,7 @@ class DeepSpeedEngine(Engine):
         self._watch.forget()  # or it would hold the whole gradients through the step
         self._news = self._tell(internals.complete(self._engine.optimizer, self._trained))
         hold.__exit__(None, None, None)
-        if not self._coalesces:
+        if not self._gradients.sharded:
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.allreduce_gradients()
 
@@ -422,22 +426,47 @@ class DeepSpeedEngine(Engine):
         return self._weights.whole(self._engine, keep=self._world.is_main)
 
     def state(self) -> EngineState:
-        """Rank 0's weights, and what is no tensor; a collective. :meth:`save_files` keeps the optimizer's state."""
+        """Rank 0's weights, and this rank's share of the optimizer's state, whole by parameter; a collective.
+
+        Optimizer state on an NVMe drive is not in it: :meth:`save_files` keeps that.
+        """
         scaler = self._scaler.state_dict() if self._scaler else {}
-        values = self._settings.changed()
-        return EngineState(model=self.whole_model(), optimizer={}, optimizer_values=values, scaler=scaler)
+        tensors, values = ({}, {}) if self.state_layout is StateLayout.EXTERNAL else self._optimizer_state()
+        values |= self._settings.changed()
+        return EngineState(model=self.whole_model(), optimizer=tensors, optimizer_values=values, scaler=scaler)
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        owners = {name: n % self._world.size for n, name in enumerate(self._names)}
+        if not self._gradients.flat:
+            return optimizer_state.collect(
+                self._optimizers, self._stepped(), owns=lambda n: owners[self._names[n]] == self._world.rank
+            )
+        return flat_state.collect(
+            self._optimizers[0],
+            self._gradients.flats(),
+            {id(p): name for name, p in zip(self._names, self._trained, strict=True)},
+            owns=lambda name: owners[name] == self._world.rank,
+        )
+
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """By name what the optimizer steps at stage 0."""
+        copies: Mapping[int, Any] = internals.fp32_copies(self._engine.optimizer)
+        return {name: copies.get(id(p), p) for name, p in zip(self._names, self._trained, strict=True)}
 
     def load_state(self, state: EngineState) -> None:
-        """Restores weights, whichever engine saved them, and the loss scale; or all of it, from DeepSpeed's own files.
+        """Restores weights, the optimizer's state and the loss scale, whichever engine saved them.
 
-        A collective where there are files.
+        A collective where the optimizer's state is in DeepSpeed's own files, which hold the weights too.
 
         Raises:
-            CheckpointError: as :meth:`load_files`, or the optimizer's state is that of another engine.
+            CheckpointError: as :meth:`load_files`; or parameters that are stepped as one have different states.
+            MisuseError: it is the state of an optimizer of another class.
+            RuntimeError, KeyError, ValueError: the tensors belong to another model.
         """
         files = [name for name in state.optimizer if is_packed(name)]
-        if len(files) != len(state.optimizer):
-            problem = "DeepSpeed takes no optimizer state of another engine"
+        by_name = bool(state.optimizer) and not files
+        if by_name and self.state_layout is StateLayout.EXTERNAL:
+            problem = "DeepSpeed takes no optimizer state of another engine onto an NVMe drive"
             raise CheckpointError(f"{problem}: start from its weights alone (state['optimizer'] = {{}})")
         if files:
             with unpacked(state.optimizer) as folder:
@@ -445,9 +474,22 @@ class DeepSpeedEngine(Engine):
         elif state.model:
             self._weights.load(self._engine, state.model)
             self._own_edits()
+        if by_name:
+            self._load_optimizer(state)
         self._settings.restore(state.optimizer_values)
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))
+
+    def _load_optimizer(self, state: EngineState) -> None:
+        with self._groups:
+            if not self._gradients.flat:
+                optimizer_state.load(
+                    self._optimizers, self._stepped(), state.optimizer, state.optimizer_values, model=state.model
+                )
+                return
+            names = {id(p): name for name, p in zip(self._names, self._trained, strict=True)}
+            flats = self._gradients.flats()
+            flat_state.load(self._optimizers[0], flats, names, state.optimizer, state.optimizer_values)
 
     def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
         """See :class:`Engine`: all at stage 0; at the others each rank keeps a part."""
@@ -461,13 +503,21 @@ class DeepSpeedEngine(Engine):
         return {"world_size": self._world.size, "stage": self._stage, "precision": self._policy.name}
 
     def save_files(self, folder: Path) -> None:
-        """DeepSpeed's own checkpoint, in the folder ``deepspeed``."""
+        """DeepSpeed's own checkpoint, in the folder ``deepspeed``, where an NVMe drive has the optimizer's state."""
+        if self.state_layout is not StateLayout.EXTERNAL:
+            return
         self._edited.take_in()
         with self._groups:
             deepspeed_files.save(self._engine, folder, self._about(), self._world)
 
     def load_files(self, folder: Path) -> None:
-        """Restores :meth:`save_files`, bit by bit; see :func:`distaccum.engines.deepspeed.files.load`."""
+        """Restores DeepSpeed's own checkpoint, where one is there: :meth:`save_files`', or that of an older distaccum.
+
+        Raises:
+            CheckpointError: see :func:`distaccum.engines.deepspeed.files.load`.
+        """
+        if self.state_layout is not StateLayout.EXTERNAL and not deepspeed_files.are_in(folder):
+            return
         self._edited.take_in()  # what was put elsewhere lies in its place again
         with self._groups:
             deepspeed_files.load(self._engine, folder, self._about())

@@ -39,6 +39,11 @@ def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> N
     world.barrier()
 
 
+def are_in(folder: Path) -> bool:
+    """Whether :func:`save` has written there."""
+    return (folder / _FOLDER / _ABOUT).exists()
+
+
 def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
     """Restores :func:`save`, bit by bit; learning rates and other settings stay this run's. A collective.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,24 @@ WORKING = ("0.19.1", "0.19.8")
 """The oldest and the newest version whose names are these."""
 
 Named = tuple[str, Tensor]
+
+
+class Piece(NamedTuple):
+    """What lies of a parameter in a flat tensor of this rank: ``numel`` elements, of some ranks none."""
+
+    parameter: nn.Parameter
+    start: int
+    """In the flat tensor."""
+    offset: int
+    """In the parameter."""
+    numel: int
+
+
+class Flat(NamedTuple):
+    """A flat tensor that this rank steps, and every parameter that some rank has a piece of in the same one."""
+
+    tensor: Tensor
+    pieces: Sequence[Piece]
 
 
 class Gradients(Protocol):
@@ -36,6 +54,9 @@ class Gradients(Protocol):
 
     def held(self) -> Iterator[Named]:
         """Pairs of a parameter's name and this rank's part of its gradient."""
+
+    def flats(self) -> Iterator[Flat]:
+        """What the optimizer steps, where that is :attr:`flat`; the same ones, in the same order, on every rank."""
 
     def divide(self, divisor: float) -> None:
         """Makes the next step use the gradient over ``divisor``; once a window."""
@@ -65,6 +86,10 @@ class Replicated:
     def held(self) -> Iterator[Named]:
         """Whole gradients."""
         yield from ((name, p.grad) for name, p in self._trained.items() if p.grad is not None)
+
+    def flats(self) -> Iterator[Flat]:
+        """None: it steps the parameters, or copies of each."""
+        return iter(())
 
     def divide(self, divisor: float) -> None:
         """Divides in place."""
@@ -111,6 +136,10 @@ class MasterCopies:
         for group, gradients in zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True):
             yield from ((names[p], gradient) for p, gradient in zip(group, gradients, strict=True))
 
+    def flats(self) -> Iterator[Flat]:
+        """One of each group."""
+        return _linked(self._optimizer.fp32_groups_flat_partition, self._optimizer.bf16_groups)
+
     def divide(self, divisor: float) -> None:
         """Divides in place."""
         _divide(self._optimizer.fp32_groups_gradients_flat, divisor)
@@ -150,6 +179,7 @@ class Partitions(_Sharded):
         "cpu_offload",
         "micro_step_id",
         "all_grad_tensors",
+        "bit16_groups",
         "parallel_partitioned_bit16_groups",
         "single_partition_of_fp32_groups",
         "real_dp_process_group",
@@ -160,6 +190,10 @@ class Partitions(_Sharded):
         optimizer = self._optimizer
         groups = optimizer.parallel_partitioned_bit16_groups
         return _own_partitions(optimizer, groups, optimizer.single_partition_of_fp32_groups)
+
+    def flats(self) -> Iterator[Flat]:
+        """One of each group."""
+        return _linked(self._optimizer.single_partition_of_fp32_groups, self._optimizer.bit16_groups)
 
     def held(self) -> Iterator[Named]:
         """This rank's slices, without padding."""
@@ -191,6 +225,8 @@ class ParameterShards(_Sharded):
     names = (
         *_Sharded.names,
         "fp16_groups",
+        "get_param_id",
+        "grad_position",
         "offload_optimizer",
         "grad_partitions_flat_buffer",
         "parameter_offload",
@@ -206,6 +242,17 @@ class ParameterShards(_Sharded):
             optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
         ):
             yield own, master.detach()
+
+    def flats(self) -> Iterator[Flat]:
+        """One of each of DeepSpeed's groups, of which a user's has one or several."""
+        optimizer, rank = self._optimizer, torch.distributed.get_rank()
+        for flat, parameters in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            pieces = []
+            for p in parameters:
+                _, start, size = optimizer.grad_position[optimizer.get_param_id(p)]
+                offset = min(int(size) * rank, int(p.ds_numel))
+                pieces.append(Piece(p, int(start), offset, min(int(size), int(p.ds_numel) - offset)))
+            yield Flat(flat, pieces)
 
     def held(self) -> Iterator[Named]:
         """This rank's slices."""
@@ -234,6 +281,20 @@ class ParameterShards(_Sharded):
 def _own_partitions(optimizer: Any, groups: Any, masters: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for partitions, master, members in zip(groups, masters, optimizer.real_dp_process_group, strict=True):
         yield partitions[torch.distributed.get_rank(group=members)], master.detach()
+
+
+def _linked(flats: Any, groups: Any) -> Iterator[Flat]:
+    """By what DeepSpeed notes at each parameter that lies in this rank's partition of its group."""
+    for flat, parameters in zip(flats, groups, strict=True):
+        pieces = []
+        for p in parameters:
+            here = p._hp_mapping
+            if here is None:
+                pieces.append(Piece(p, 0, 0, 0))
+            else:
+                within, of = here.hp_fragment_address, here.lp_fragment_address
+                pieces.append(Piece(p, int(within.start), int(of.start), int(of.numel)))
+        yield Flat(flat, pieces)
 
 
 def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
 from distaccum.data.spec import DataSpec
-from distaccum.engines.base import StateLayout
 from distaccum.engines.state import whole_state
 from distaccum.errors import DistaccumError
 from tests.support.resized import MICRO, SIZES, make_model, samples
@@ -51,9 +50,8 @@ def train(acc: Accumulator, begin: int, end: int) -> None:
 
 
 def weights(acc: Accumulator) -> list[float]:
-    """All of them; a collective. Of DeepSpeed on rank 0 only."""
-    external = acc.engine.state_layout is StateLayout.EXTERNAL
-    model = (acc.engine.state() if external else whole_state(acc.engine, acc.world)).model
+    """All of them; a collective."""
+    model = whole_state(acc.engine, acc.world).model
     return [number for name in sorted(model) for number in model[name].flatten().tolist()]
 
 

@@ -25,10 +25,12 @@ from torch.utils._pytree import tree_flatten
 from distaccum import World
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.base import EngineState
+from distaccum.engines.deepspeed import files as deepspeed_files
 from distaccum.engines.deepspeed.compat import load_deepspeed
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.engines.deepspeed.internals import Partitions
 from distaccum.engines.factory import create_engine
+from distaccum.engines.state import whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.losses.normalize import normalize_loss
 from distaccum.precision.loss_scale import LossScale
@@ -507,12 +509,11 @@ def reductions(world: World) -> Any:
 
 @part
 def resume(world: World) -> Any:
-    """Four windows, beside two, a file, and two more: bit by bit; and files that fit another engine."""
+    """Four windows, beside two, the state, and two more: bit by bit; and DeepSpeed's files for another engine."""
     found: dict[str, Any] = {}
     box = [tempfile.mkdtemp() if world.is_main else ""]
     dist.broadcast_object_list(box)
     for stage, precision in product(STAGES, PRECISIONS):
-        folder = Path(box[0]) / f"{stage} {precision}"
 
         def make(stage: int = stage, precision: str = precision) -> DeepSpeedEngine:
             settings = ScalerConfig(initial_scale_power=10, growth_interval=2)
@@ -525,12 +526,10 @@ def resume(world: World) -> Any:
 
         engine = make()
         go(engine, (0, 1))
-        engine.save_files(folder)
-        state = engine.state()
+        state = whole_state(engine, world)
         go(engine, (2, 3))
         resumed = make()
         go(resumed, (5,))
-        resumed.load_files(folder)
         resumed.load_state(state)
         go(resumed, (2, 3))
         found[f"{stage} {precision}"] = (
@@ -538,10 +537,11 @@ def resume(world: World) -> Any:
             and all(map(torch.equal, state_of(engine), state_of(resumed)))
             and engine.state().scaler == resumed.state().scaler
         )
+    folder = Path(box[0])  # as an older distaccum has left it
+    older = wrap(world, 0, "fp32", lambda p: SGD(p, lr=1.0))
+    deepspeed_files.save(older._engine, folder, older._about(), world)
     for other, name in (((1, "fp32"), "stage 0 (now 1)"), ((0, "bf16"), "precision fp32 (now bf16)")):
-        found[name] = refusal(
-            lambda other=other: wrap(world, *other, lambda p: SGD(p, lr=1.0)).load_files(Path(box[0]) / "0 fp32")
-        )
+        found[name] = refusal(lambda other=other: wrap(world, *other, lambda p: SGD(p, lr=1.0)).load_files(folder))
     return found
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
-from distaccum.engines.base import StateLayout
 from distaccum.engines.state import whole_state
 
 SAMPLES, GLOBAL, MICRO = 48, 24, 2  # shares of 24, 12, 8 and 6 samples: the same micro-batches on 1, 2, 3 and 4 ranks
@@ -62,9 +61,8 @@ def train(acc: Accumulator, windows: int) -> None:
 
 
 def weights(acc: Accumulator) -> list[float]:
-    """All of them; a collective. Of DeepSpeed on rank 0 only."""
-    external = acc.engine.state_layout is StateLayout.EXTERNAL
-    model = (acc.engine.state() if external else whole_state(acc.engine, acc.world)).model
+    """All of them; a collective."""
+    model = whole_state(acc.engine, acc.world).model
     return [number for name in sorted(model) for number in model[name].flatten().tolist()]
 
 

@@ -1,7 +1,7 @@
 """Run by torchrun: trains on each engine, saves half-way, and goes on from every checkpoint there is.
 
-``interchange.py save|resume FOLDER RESULT PRECISION``. ``save`` writes ``FOLDER/ENGINE-WORLD/step-3``, and the
-losses of an uninterrupted run; ``resume`` goes on from each of those with each engine. Both write JSON: losses, and
+``interchange.py save|resume FOLDER RESULT PRECISION [ENGINE ...]``. ``save`` writes ``FOLDER/ENGINE-WORLD/step-3``, and
+the losses of an uninterrupted run; ``resume`` goes on from each of those with each engine. Both write JSON: losses, and
 bytes of the final weights, by name.
 """
 
@@ -21,13 +21,13 @@ from torch import Tensor
 from distaccum import Accumulator, World
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore, verify
-from distaccum.config.engine import EngineConfig, engine_config
+from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.state import whole_state
 from distaccum.losses.cross_entropy import cross_entropy
 from distaccum.models.gpt import GPT
 
-ENGINES = ("ddp", "zero1", "fsdp2")
+ENGINES = ("ddp", "zero1", "fsdp2")  # and "deepspeed STAGE"
 BEFORE, ALL = 3, 7  # windows: the epoch's end lies between
 VOCABULARY, LENGTH = 23, 8
 
@@ -116,8 +116,9 @@ def main() -> None:
     mode, root, result, precision = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     world = World.join()
     found = {}
-    for name in ENGINES:
-        engine = engine_config(name)
+    for name in sys.argv[5:] or ENGINES:
+        kind, _, stage = name.partition(" ")
+        engine = DeepSpeedConfig(stage=int(stage)) if stage else engine_config(kind)
         if mode == "save":
             run = Run(engine, precision, world, seed=1)
             run.train(BEFORE)
