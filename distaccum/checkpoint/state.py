@@ -143,7 +143,6 @@ class Part:
         with HashingWriter(folder) as writer:
             for name, content in self.files():
                 writer.write(name, content)
-            engine.save_files(folder)
             return writer.digests
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from json import loads
 from os import PathLike
-from pathlib import Path
 from typing import Any, ClassVar
 
 from distaccum.config.checks import require, require_annotated, require_choice, require_count, require_positive
@@ -38,9 +36,17 @@ class EngineConfig(ABC):
 
     An engine is one subclass here, listed in ``ENGINES``; one line in ``engines/factory.py``; and
     ``conf/engine/NAME.yaml``.
+
+    Args:
+        activation_checkpoint (none | blocks | selective): recompute in the backward what ``blocks`` computed, or all of
+            it but the matrix products (``selective``).
+        blocks: globs of the modules that are recomputed one by one, and on fsdp2 sharded; empty: the model's own
+            blocks.
     """
 
     name: str = ""
+    activation_checkpoint: str = "none"
+    blocks: list[str] = field(default_factory=list)
     over_gloo: ClassVar[bool] = True
     """Whether a GPU's tensors may go over gloo between ranks."""
 
@@ -48,14 +54,11 @@ class EngineConfig(ABC):
         require_annotated("engine", self)
         own = type(self).name
         require(self.name == own, "engine.name", self.name, f"this is {type(self).__name__}", "Leave it out")
-
-    def optimizer_format(self, world_size: int, precision: str) -> str:
-        """In which form checkpoints hold the optimizer's state, on ``world_size`` ranks in that precision."""
-        return BY_PARAMETER
+        require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
 
     def reads(self, optimizer_format: str, world_size: int, precision: str) -> bool:
-        """Whether the engine reads optimizer state of that form there."""
-        return optimizer_format == self.optimizer_format(world_size, precision)
+        """Whether the engine reads optimizer state of that form, on ``world_size`` ranks in that precision."""
+        return optimizer_format == BY_PARAMETER
 
     @abstractmethod
     def sharding(self) -> Sharding:
@@ -113,11 +116,8 @@ class FSDP2Config(EngineConfig):
         reshard_after_forward: free a block's gathered parameters after its forward, and gather them once more for the
             backward.
         gather_dtype (compute | fp32): parameters travel in the format that the forward computes in, or in ``fp32``.
-        activation_checkpoint (none | blocks | selective): recompute in the backward what ``blocks`` computed, or all of
-            it but the matrix products (``selective``).
         offload: keep the shards on the CPU.
         replicas: groups of ranks that hold the same shards; the ranks of one share a model.
-        blocks: globs of the modules to shard one by one; empty: the model's own blocks.
         meta_init: build the model on the meta device, and make its weights block by block.
     """
 
@@ -125,17 +125,14 @@ class FSDP2Config(EngineConfig):
     sync: str = "boundary"
     reshard_after_forward: bool = True
     gather_dtype: str = "compute"
-    activation_checkpoint: str = "none"
     offload: bool = False
     replicas: int = 1
-    blocks: list[str] = field(default_factory=list)
     meta_init: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("engine.sync", self.sync, SYNCS)
         require_choice("engine.gather_dtype", self.gather_dtype, GATHER_DTYPES)
-        require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
         require_count("engine.replicas", self.replicas, least=1)
 
     def sharding(self) -> Sharding:
@@ -175,32 +172,16 @@ class DeepSpeedConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.stage in STAGES, "engine.stage", self.stage, "no such ZeRO stage", "Use 0, 1, 2 or 3")
+        fits = self.stage < PARAMETER_STAGE or self.activation_checkpoint != "selective"
+        problem, remedy = "DeepSpeed's stage 3 computes a block otherwise the second time", "Use blocks, or stage 2"
+        require(fits, "engine.activation_checkpoint", self.activation_checkpoint, problem, remedy)
         given = self.json is None or isinstance(self.json, str | PathLike | Mapping)
         require(given, "engine.json", self.json, "neither a file nor a mapping", "Give the path of a JSON file")
 
-    def optimizer_format(self, world_size: int, precision: str) -> str:
-        """DeepSpeed's own on an NVMe drive: for one stage, one precision and one number of ranks."""
-        return self._own_files(world_size, precision) if self._swaps_optimizer else BY_PARAMETER
-
     def reads(self, optimizer_format: str, world_size: int, precision: str) -> bool:
-        """See ``EngineConfig``; DeepSpeed's own files, which an older distaccum wrote, where they fit."""
-        own = optimizer_format == self._own_files(world_size, precision)
-        return own or super().reads(optimizer_format, world_size, precision)
-
-    def _own_files(self, world_size: int, precision: str) -> str:
-        return f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
-
-    @property
-    def _swaps_optimizer(self) -> bool:
-        given = self.json
-        if isinstance(given, str | PathLike):
-            try:
-                given = loads(Path(given).read_text())
-            except (OSError, ValueError):
-                return False  # said where the file is read
-        zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
-        offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
-        return isinstance(offload, Mapping) and offload.get("device") == "nvme"
+        """See ``EngineConfig``; and DeepSpeed's own files, which an older distaccum wrote, where they fit."""
+        own = f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
+        return optimizer_format == own or super().reads(optimizer_format, world_size, precision)
 
     def sharding(self) -> Sharding:
         """See ``EngineConfig``; by the ZeRO paper."""

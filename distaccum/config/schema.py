@@ -536,10 +536,6 @@ class RunConfig:
         """
         return _from_plain(values)
 
-    def optimizer_format(self, world_size: int) -> str:
-        """The format of the optimizer state that this run's engine saves, on ``world_size`` ranks."""
-        return str(self.engine.optimizer_format(world_size, self.precision.name))
-
     def reads_optimizer(self, optimizer_format: str, world_size: int) -> bool:
         """Whether this run's engine loads optimizer state of that format, on ``world_size`` ranks."""
         return bool(self.engine.reads(optimizer_format, world_size, self.precision.name))

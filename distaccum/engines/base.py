@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
+from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.compiled import Compiled
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
@@ -101,7 +102,6 @@ class StateLayout(Enum):
 
     FULL = "the whole state"
     SHARDED = "its share of the state"
-    EXTERNAL = "the weights; optimizer state goes to files"
 
 
 WholeWeights = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
@@ -144,6 +144,8 @@ class Engine(ABC):
     meet: Callable[[], object] | None = None
     """Called before a forward outside of a window where :attr:`forward_communicates`: a collective by which ranks that
     have gone on without it notice; None: nobody does."""
+    activation_checkpoints: Checkpoints | None = None
+    """What is computed again in a backward, if anything; the factory sets it."""
     compiled: Compiled | None = None
     """What is compiled of the model; ``factory.create`` sets it."""
     artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
@@ -396,11 +398,8 @@ class Engine(ABC):
             RuntimeError, KeyError, ValueError: the state belongs to another model.
         """
 
-    def save_files(self, folder: Path) -> None:  # noqa: B027  most engines keep all of their state in `state`
-        """Writes state that :meth:`state` leaves out, in the engine's own format; a collective. By default none."""
-
     def load_files(self, folder: Path) -> None:  # noqa: B027
-        """Restores what :meth:`save_files` wrote, before the first window; a collective."""
+        """Restores files in an engine's own format, of an older distaccum, before the first window; a collective."""
 
     def close(self) -> None:
         """Gives model and optimizers back: unwrapped, without hooks, guards and gradients; local, and final.
@@ -414,6 +413,8 @@ class Engine(ABC):
         self._close_window()
         if self.compiled is not None:
             self.compiled.undo()
+        if self.activation_checkpoints is not None:
+            self.activation_checkpoints.undo()
         if self.ownership is not None:
             self.ownership.release(keeps_optimizers=not self.gives_optimizers_back)
 

@@ -29,7 +29,9 @@ from distaccum.config.engine import (
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines import compiled
+from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.base import Engine
+from distaccum.engines.blocks import blocks_of
 from distaccum.engines.context import EngineContext
 from distaccum.engines.model_checks import check_dtypes, check_sparse, check_wrappers
 from distaccum.engines.modules import is_meta, trained
@@ -189,17 +191,21 @@ def create(
     if world.device.type == "cuda" and world.backend == GLOO:
         refuse_gloo(context.engine, world.device, key="backend")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    ownership = Ownership(model, optimizers)
+    ownership, checkpoints = Ownership(model, optimizers), None
     try:
         _check_optimizers(model, optimizers)
         if world.is_main:
             hardware.warn(context.policy, world.device)
         hardware.configure(context.policy, world.device)
         parts = _parts_to_compile(model, context)
+        checkpoints = checkpoint_activations(model, context.engine, compiled=bool(parts))
         made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
     except BaseException:
+        if checkpoints is not None:
+            checkpoints.undo()
         ownership.release()
         raise
+    made.activation_checkpoints = checkpoints
     if parts:
         made.compiled = compiled.Compiled(parts, context.compile, tells=world.is_main)
     ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
@@ -227,10 +233,8 @@ def _parts_to_compile(model: nn.Module, context: EngineContext) -> list[nn.Modul
         return [model]
     named = context.compile.blocks
     if not named:
-        return compiled.innermost(blocks_of(model, context.engine))
-    from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
-
-    return compiled.innermost(wrap.blocks_of(model, named, key="compile.blocks"))
+        return compiled.innermost(blocks_of(model, context.engine.blocks))
+    return compiled.innermost(blocks_of(model, named, key="compile.blocks"))
 
 
 def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
@@ -260,6 +264,7 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
             casts=context.policy.casts,
             device=None if context.planned else context.device,
         )
+    _recomputed(model, context.engine)
     generated = _load(spec.check)(model, context) if spec.check else None
     return generated or {}
 
@@ -294,25 +299,23 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
         _log.warning("%s: %s. Give them to an optimizer, or freeze them: requires_grad_(False)", shorten(left), problem)
 
 
-def blocks_of(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:
-    """The modules that are sharded one by one, inner ones first: those that the settings name, or else the layers.
+def checkpoint_activations(model: nn.Module, engine: EngineConfig, *, compiled: bool = False) -> Checkpoints | None:
+    """Has a model that is not wrapped yet recompute in the backward what the settings say.
 
     Raises:
-        ConfigError: a name matches nothing.
+        ConfigError: a name of a block matches nothing, or the model has no blocks.
     """
-    from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
+    blocks = _recomputed(model, engine)
+    selective = engine.activation_checkpoint == "selective"
+    return Checkpoints(model, blocks, selective=selective, compiled=compiled) if blocks else None
 
-    return wrap.blocks_of(model, getattr(engine, "blocks", ()))
 
-
-def checkpoint_activations(model: nn.Module, engine: EngineConfig) -> None:
-    """Has a model that is not wrapped recompute in the backward what it would where the engine has wrapped it.
-
-    Raises:
-        ConfigError: as :func:`blocks_of`.
-    """
-    how = getattr(engine, "activation_checkpoint", "none")
-    if how != "none":
-        from distaccum.engines.fsdp2 import wrap  # noqa: PLC0415  few need it, and it takes long to import
-
-        wrap.checkpoint_activations(model, blocks_of(model, engine), selective=how == "selective")
+def _recomputed(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:
+    how = engine.activation_checkpoint
+    if how == "none":
+        return []
+    blocks = blocks_of(model, engine.blocks)
+    if not blocks:
+        problem = f"{type(model).__name__} has no list of layers that train"
+        raise ConfigError("engine.activation_checkpoint", how, problem, "Name its blocks: engine.blocks=[layer*]")
+    return blocks

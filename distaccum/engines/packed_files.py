@@ -1,4 +1,4 @@
-"""An engine's own files as tensors of their bytes, where a state is kept in memory."""
+"""DeepSpeed's own files as tensors of their bytes, ``files.PATH``: so an older distaccum kept a state in memory."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from torch import Tensor
 
 _PREFIX = "files."
-
-
-def pack(folder: Path) -> dict[str, Tensor]:
-    """The bytes of every file in a folder, as uint8, by ``files.PATH``."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        f"{_PREFIX}{path.relative_to(folder).as_posix()}": torch.frombuffer(
-            bytearray(path.read_bytes()), dtype=torch.uint8
-        )
-        for path in paths
-        if path.stat().st_size  # scripts that a format adds may be empty
-    }
 
 
 def is_packed(name: str) -> bool:
@@ -32,7 +19,7 @@ def is_packed(name: str) -> bool:
 
 @contextmanager
 def unpacked(tensors: Mapping[str, Tensor]) -> Iterator[Path]:
-    """A folder, for the block, with the files that :func:`pack` read."""
+    """A folder, for the block, with the files that they are of."""
     with TemporaryDirectory(prefix="distaccum-") as made:
         folder = Path(made)
         for name, content in tensors.items():

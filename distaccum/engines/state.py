@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
-from distaccum.engines.packed_files import pack
 
 _PICKLED = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
@@ -54,15 +51,8 @@ def whole_state(engine: Engine, world: World) -> EngineState:
 
     The copy is made tensor by tensor, where the tensors are: on the device, or on the host if that is where an engine
     gathers them. It is all the memory that this takes beside one tensor more.
-
-    An engine's own files are written to a temporary folder of each rank, and become tensors of their bytes.
     """
     state = engine.state()
-    if engine.state_layout is StateLayout.EXTERNAL:
-        with TemporaryDirectory(prefix="distaccum-") as folder:
-            engine.save_files(Path(folder))
-            files = pack(Path(folder))
-        return replace(state, model=gathered(state.model, world), optimizer=gathered(files, world))
     parts, values = [dict(state.model), dict(state.optimizer)], state.optimizer_values
     rest = replace(state, model={}, optimizer={})
     del state  # so that what was gathered is freed as it is copied

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from distaccum import program
-from distaccum.config.engine import BY_PARAMETER, DDPConfig
+from distaccum.config.engine import DDPConfig
 from distaccum.config.instantiate import build
 from distaccum.config.schema import OptimConfig, RunConfig
 from distaccum.data.counter import GlobalCounter
@@ -30,7 +30,7 @@ from distaccum.data.factory import build_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
-from distaccum.engines.factory import blocks_of
+from distaccum.engines.blocks import blocks_of
 from distaccum.errors import ConfigError
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.memory import MicroStep, gathered, host, peak
@@ -63,7 +63,7 @@ def sizes_of(config: RunConfig) -> Sizes:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     claimed: set[int] = set()
     blocks = []
-    for block in blocks_of(model, config.engine):  # inner ones first
+    for block in blocks_of(model, config.engine.blocks):  # inner ones first
         own = [p for p in block.parameters() if p.requires_grad and id(p) not in claimed]
         claimed |= {id(parameter) for parameter in own}
         blocks.append(sum(parameter.numel() for parameter in own))
@@ -264,8 +264,7 @@ def memory_of(config: RunConfig, job: Job, ranks: int, *, measures: bool) -> Val
     micro_step = measured_micro_step(config, max(job.micro_sizes(ranks))) if measures else switched_off
     trainer, checkpoint = config.trainer, config.checkpoint
     windows = 1 + (trainer.prefetch_windows if trainer.num_workers else 0)
-    own_format = config.engine.optimizer_format(ranks, config.precision.name) == BY_PARAMETER
-    copies = checkpoint.background and checkpoint.saves and own_format
+    copies = checkpoint.background and checkpoint.saves
     return {
         "peak": peak(job, ranks, micro_step, prefetch=trainer.prefetch),
         "host": host(job, ranks, micro_step, windows=windows, copies_checkpoint=copies),

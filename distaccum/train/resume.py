@@ -14,6 +14,7 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.config.engine import BY_PARAMETER
 from distaccum.config.schema import RunConfig
 from distaccum.data.cursor import position_mismatch
 from distaccum.data.fingerprint import differs
@@ -75,7 +76,7 @@ def find_checkpoint(
     if config.resume == "auto" and not readable:
         problem = f"cannot resume {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
-        raise ConfigError("engine", None, problem + config.optimizer_format(world_size), remedy)
+        raise ConfigError("engine", None, problem + BY_PARAMETER, remedy)
     mismatch = position_mismatch(saved.run.position, position)
     if mismatch is not None:
         key, before, value = mismatch

@@ -16,7 +16,6 @@ from distaccum.config.checks import AUTO
 from distaccum.data.loader import WindowLoader
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.free_memory import lacks
-from distaccum.engines.base import StateLayout
 from distaccum.errors import DistaccumError, PeerError
 from distaccum.train.background_save import BackgroundSave, clear
 from distaccum.train.best import BestCheckpoint
@@ -208,9 +207,7 @@ class Saver:
 
     def _make_background(self) -> BackgroundSave | None:
         asked, reason = self._components.config.checkpoint.background is True, ""
-        if self._accumulator.engine.state_layout is StateLayout.EXTERNAL:
-            reason = "the engine writes files of its own"
-        elif not asked and any(map(looks_at_checkpoints, self._components.callbacks)):
+        if not asked and any(map(looks_at_checkpoints, self._components.callbacks)):
             reason = "a callback's on_checkpoint may look at the model"
         if reason:
             if self._world.is_main:
@@ -229,7 +226,6 @@ class Saver:
             wandb_id=self._wandb_id,
             config=self._components.record,
             callbacks=callback_states(self._components.callbacks),
-            optimizer_format=self._components.config.optimizer_format(self._world.size),
             facts=self._components.facts if self._world.is_main else {},
             spikes={} if spikes is None else spikes.state_dict(),
             logged=logged,

@@ -104,7 +104,9 @@ class GradientProof:
         self._recorded.provisional_count = provisional_count
         if self._recorded.loss is not None or self._problem:
             return
-        if self._engine.forward_communicates or self._engine.watches_backward:
+        checkpoints = self._engine.activation_checkpoints
+        once = checkpoints is not None and checkpoints.selective
+        if once or self._engine.forward_communicates or self._engine.watches_backward:
             self._problem = "this engine does not let its graph be walked twice: call acc.verify(window, loss)"
             return
         try:

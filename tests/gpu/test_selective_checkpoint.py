@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from distaccum.engines.fsdp2 import wrap
+from distaccum.engines.activation_checkpoint import Checkpoints
 from tests.unit.engines.test_selective_checkpoint import Attention, Calls
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ def test_a_backward_computes_no_attention_again(kernel: SDPBackend) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     module = Attention(64, kernel).to("cuda", torch.bfloat16)
-    wrap.checkpoint_activations(module, [module], selective=True)
+    Checkpoints(module, [module], selective=True, compiled=False)
     with Calls() as calls:
         module(torch.randn(2, 128, 128, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
     assert calls.attention == [KERNELS[kernel]]

@@ -6,8 +6,8 @@ brings: model, data, the formula of the loss. Its optimizers are written out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import combinations, product
 from math import sqrt
@@ -41,6 +41,18 @@ AXES: dict[str, tuple[str, ...]] = {
     "data": ("full", "ragged", "unequal"),
     "update": ("sgd", "adamw"),
 }
+# What a mode changes of an engine's settings.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "blocks": {"activation_checkpoint": "blocks"},
+    "selective": {"activation_checkpoint": "selective"},
+}
+OF_MODES: dict[str, tuple[str, ...]] = {
+    "mode": tuple(MODES)[1:],
+    "engine": AXES["engine"],
+    "data": AXES["data"],
+    "update": AXES["update"],
+}
 UPDATES = 20
 RATE, BETAS, DECAY = 0.05, (0.9, 0.999), 0.1
 # Adam divides each element by its own size. With an epsilon below what rounding does to a gradient, an element that is
@@ -70,6 +82,12 @@ class Cell:
     precision: str
     data: str
     update: str
+    mode: str = "plain"
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings."""
+        return replace(ENGINES[self.engine], **MODES[self.mode])
 
     @property
     def tolerance(self) -> float:
@@ -79,27 +97,37 @@ class Cell:
 
 def every_cell() -> list[Cell]:
     """The whole matrix."""
-    return [Cell(world=world, **dict(zip(AXES, values, strict=True))) for world in WORLDS for values in _points()]
+    points = list(product(*AXES.values()))
+    return [Cell(world=world, **dict(zip(AXES, values, strict=True))) for world in WORLDS for values in points]
 
 
-def covering_set() -> list[Cell]:
+def cells_of_modes(world: int) -> list[Cell]:
+    """Every mode on every engine, in fp32."""
+    points = [point for point in product(*OF_MODES.values()) if not is_refused(*point)]
+    return [Cell(world=world, precision="fp32", **dict(zip(OF_MODES, values, strict=True))) for values in points]
+
+
+def is_refused(mode: str, engine: str, *_: str) -> bool:
+    """Whether the engine refuses the mode by name."""
+    return (mode, engine) == ("selective", "deepspeed 3")
+
+
+def covering_set(
+    axes: Mapping[str, tuple[str, ...]] = AXES, left_out: Callable[..., bool] = lambda *_: False, **fixed: str
+) -> list[Cell]:
     """Few cells of two ranks in which every two values of every two axes meet: greedily, so always the same ones."""
 
     def pairs(point: tuple[str, ...]) -> set[Any]:
         return set(combinations(enumerate(point), 2))
 
-    points = list(_points())
+    points = [point for point in product(*axes.values()) if not left_out(*point)]
     wanted = set().union(*map(pairs, points))
     chosen = []
     while wanted:
         best = max(points, key=lambda point: len(pairs(point) & wanted))
-        chosen.append(Cell(world=2, **dict(zip(AXES, best, strict=True))))
+        chosen.append(Cell(world=2, **fixed, **dict(zip(axes, best, strict=True))))
         wanted -= pairs(best)
     return chosen
-
-
-def _points() -> Iterable[tuple[str, ...]]:
-    return product(*AXES.values())
 
 
 class Block(nn.Module):

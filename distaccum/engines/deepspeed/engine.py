@@ -35,7 +35,7 @@ from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.engines.whole_groups import WholeGroups
-from distaccum.errors import CheckpointError, MisuseError, shorten
+from distaccum.errors import MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -116,8 +116,6 @@ class DeepSpeedEngine(Engine):
         self._stage: int = int(self._engine.zero_optimization_stage())
         self._gradients = internals.gradients_of(self._engine, parameters)
         internals.check(self._engine, self._gradients, deepspeed.__version__)
-        if getattr(self._engine.optimizer, "swap_optimizer", False):
-            self.state_layout = StateLayout.EXTERNAL
         self._edited = EditedWeights(self._engine, self._gradients, self._trained)
         self._groups.show(state_is_whole=not self.steps_parts, copies=self.steps_parts)
         for parameter in self._trained:
@@ -426,12 +424,9 @@ class DeepSpeedEngine(Engine):
         return self._weights.whole(self._engine, keep=self._world.is_main)
 
     def state(self) -> EngineState:
-        """Rank 0's weights, and this rank's share of the optimizer's state, whole by parameter; a collective.
-
-        Optimizer state on an NVMe drive is not in it: :meth:`save_files` keeps that.
-        """
+        """Rank 0's weights, and this rank's share of the optimizer's state, whole by parameter; a collective."""
         scaler = self._scaler.state_dict() if self._scaler else {}
-        tensors, values = ({}, {}) if self.state_layout is StateLayout.EXTERNAL else self._optimizer_state()
+        tensors, values = self._optimizer_state()
         values |= self._settings.changed()
         return EngineState(model=self.whole_model(), optimizer=tensors, optimizer_values=values, scaler=scaler)
 
@@ -465,9 +460,6 @@ class DeepSpeedEngine(Engine):
         """
         files = [name for name in state.optimizer if is_packed(name)]
         by_name = bool(state.optimizer) and not files
-        if by_name and self.state_layout is StateLayout.EXTERNAL:
-            problem = "DeepSpeed takes no optimizer state of another engine onto an NVMe drive"
-            raise CheckpointError(f"{problem}: start from its weights alone (state['optimizer'] = {{}})")
         if files:
             with unpacked(state.optimizer) as folder:
                 self.load_files(folder)
@@ -502,21 +494,13 @@ class DeepSpeedEngine(Engine):
     def _about(self) -> dict[str, Any]:
         return {"world_size": self._world.size, "stage": self._stage, "precision": self._policy.name}
 
-    def save_files(self, folder: Path) -> None:
-        """DeepSpeed's own checkpoint, in the folder ``deepspeed``, where an NVMe drive has the optimizer's state."""
-        if self.state_layout is not StateLayout.EXTERNAL:
-            return
-        self._edited.take_in()
-        with self._groups:
-            deepspeed_files.save(self._engine, folder, self._about(), self._world)
-
     def load_files(self, folder: Path) -> None:
-        """Restores DeepSpeed's own checkpoint, where one is there: :meth:`save_files`', or that of an older distaccum.
+        """Restores DeepSpeed's own checkpoint, of an older distaccum, where one is there; a collective.
 
         Raises:
             CheckpointError: see :func:`distaccum.engines.deepspeed.files.load`.
         """
-        if self.state_layout is not StateLayout.EXTERNAL and not deepspeed_files.are_in(folder):
+        if not deepspeed_files.are_in(folder):
             return
         self._edited.take_in()  # what was put elsewhere lies in its place again
         with self._groups:

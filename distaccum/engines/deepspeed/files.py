@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint, inside distaccum's verified folder."""
+"""DeepSpeed's own checkpoint, inside the verified folder of an older distaccum; it is read, and written no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from distaccum.distributed.world import World
 from distaccum.engines.deepspeed.compat import suppress_output
 from distaccum.errors import CheckpointError
 
@@ -27,25 +26,13 @@ _CLASSES = (
 )
 
 
-def save(engine: Any, folder: Path, about: Mapping[str, Any], world: World) -> None:
-    """Writes DeepSpeed's files and ``about``, the run that they fit, into the folder ``deepspeed``; a collective."""
-    target = folder / _FOLDER
-    with suppress_output():
-        engine.save_checkpoint(str(target), tag=_TAG, save_latest=False)
-    world.barrier()
-    check_inert(target, "save")  # the same on every rank: what cannot be read back is not there
-    if world.is_main:
-        (target / _ABOUT).write_text(json.dumps(about))
-    world.barrier()
-
-
 def are_in(folder: Path) -> bool:
-    """Whether :func:`save` has written there."""
+    """Whether an older distaccum has saved them there."""
     return (folder / _FOLDER / _ABOUT).exists()
 
 
 def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
-    """Restores :func:`save`, bit by bit; learning rates and other settings stay this run's. A collective.
+    """Restores what an older distaccum saved, bit by bit; learning rates and the like stay this run's. A collective.
 
     DeepSpeed unpickles its files without restriction. So they are first read with torch's ``weights_only``, which runs
     no code, by memory map: they hold nothing but tensors, plain values and a few of DeepSpeed's own classes.
@@ -61,7 +48,7 @@ def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
     if differing:
         remedy = "resume so, or export the weights and start from them"
         raise CheckpointError(f"{source} was saved with {differing}, and DeepSpeed's files fit that alone: {remedy}")
-    check_inert(source, "load")
+    check_inert(source)
     groups = engine.optimizer.param_groups
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     with suppress_output():
@@ -72,7 +59,7 @@ def load(engine: Any, folder: Path, about: Mapping[str, Any]) -> None:
         group.update(setting)
 
 
-def check_inert(folder: Path, verb: str) -> None:
+def check_inert(folder: Path) -> None:
     """Raises CheckpointError if one of DeepSpeed's files would run code where it is unpickled."""
     allowed: list[Any] = []
     for name in _CLASSES:  # what an older or newer DeepSpeed lacks, its files do not hold
@@ -86,4 +73,4 @@ def check_inert(folder: Path, verb: str) -> None:
         except (pickle.UnpicklingError, RuntimeError) as error:
             line = next((line for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), str(error))
             problem = f"{file} holds more than tensors and plain values ({line.strip()[:_LONGEST]})"
-            raise CheckpointError(f"cannot {verb}: {problem}. Keep that out of the optimizer's state") from error
+            raise CheckpointError(f"cannot load: {problem}. Start from the weights alone: init_from") from error

@@ -26,6 +26,7 @@ from distaccum.engines.base import (
     StepOutput,
     WholeWeights,
 )
+from distaccum.engines.blocks import blocks_of
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like, to_local
@@ -155,13 +156,11 @@ class FSDP2Engine(Engine):
 
     def _shard(self, model: nn.Module, config: FSDP2Config, seed: int) -> None:
         """Block by block, so that one at a time is whole on the device."""
-        blocks = wrap.blocks_of(model, config.blocks)
+        blocks = blocks_of(model, config.blocks)
         names = {module: name for name, module in model.named_modules()}
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False  # a dense gradient has the same numbers, and can be sharded
-        if config.activation_checkpoint != "none":
-            wrap.checkpoint_activations(model, blocks, selective=config.activation_checkpoint == "selective")
         for unit in [*blocks, model]:
             if is_meta(unit):
                 wrap.materialize(unit, names, seed)

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_flatten
 from distaccum import World
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.base import EngineState
-from distaccum.engines.deepspeed import files as deepspeed_files
 from distaccum.engines.deepspeed.compat import load_deepspeed
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.engines.deepspeed.internals import Partitions
@@ -539,7 +538,8 @@ def resume(world: World) -> Any:
         )
     folder = Path(box[0])  # as an older distaccum has left it
     older = wrap(world, 0, "fp32", lambda p: SGD(p, lr=1.0))
-    deepspeed_files.save(older._engine, folder, older._about(), world)
+    older._engine.save_checkpoint(str(folder / "deepspeed"), tag="state", save_latest=False)
+    (folder / "deepspeed" / "distaccum.json").write_text(json.dumps(older._about()))
     for other, name in (((1, "fp32"), "stage 0 (now 1)"), ((0, "bf16"), "precision fp32 (now bf16)")):
         found[name] = refusal(lambda other=other: wrap(world, *other, lambda p: SGD(p, lr=1.0)).load_files(folder))
     return found

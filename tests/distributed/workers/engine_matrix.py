@@ -22,7 +22,7 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed import world as world_module
 from distaccum.engines.base import Engine
 from tests.support import engine_matrix, matrix
-from tests.support.engine_matrix import BETAS, DECAY, ENGINES, EPSILON, MICRO_SIZES, RATE, UPDATES, Cell
+from tests.support.engine_matrix import BETAS, DECAY, EPSILON, MICRO_SIZES, RATE, UPDATES, Cell
 from tests.support.matrix import GLOBAL_SIZE, SEED
 
 
@@ -54,7 +54,7 @@ def accumulator(cell: Cell, model: nn.Module, optimizer: Optimizer, world: World
         count=matrix.Two().count,
         seed=SEED,
         world=world,
-        engine=ENGINES[cell.engine],
+        engine=cell.config,
         precision=precision_of(cell.precision),
     )
 

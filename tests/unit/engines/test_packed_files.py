@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distaccum.engines import optimizer_state
-from distaccum.engines.packed_files import is_packed, pack, unpacked
+from distaccum.engines.packed_files import is_packed, unpacked
+
+
+def pack(folder: Path) -> dict[str, Tensor]:
+    """As an older distaccum did."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    contents = {path.relative_to(folder).as_posix(): bytearray(path.read_bytes()) for path in paths}
+    return {f"files.{name}": torch.frombuffer(content, dtype=torch.uint8) for name, content in contents.items()}
 
 
 def test_files_come_back_byte_by_byte(tmp_path: Path) -> None:

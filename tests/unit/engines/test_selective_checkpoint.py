@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from distaccum.engines.fsdp2 import wrap
+from distaccum.engines import activation_checkpoint
 
 # The forward of an attention kernel. One of Apple's GPUs is left out, and torch's without a kernel (made of products).
 ATTENTION = re.compile(
@@ -43,13 +43,13 @@ def test_torch_has_the_kernels_of_a_gpu() -> None:
 def test_attention_is_kept_whichever_kernel_computes_it(name: str) -> None:
     operator = _overload(name)
     expected = not operator._schema.is_mutable  # what writes into its arguments cannot be had again
-    assert (wrap._keeps(None, operator) is CheckpointPolicy.MUST_SAVE) == expected
+    assert (activation_checkpoint._keeps(None, operator) is CheckpointPolicy.MUST_SAVE) == expected
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm"])
 def test_matrix_products_are_kept_and_their_forms_in_place_are_not(name: str) -> None:
-    assert wrap._keeps(None, _overload(name)) is CheckpointPolicy.MUST_SAVE
-    assert wrap._keeps(None, _overload(f"{name}.out")) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert activation_checkpoint._keeps(None, _overload(name)) is CheckpointPolicy.MUST_SAVE
+    assert activation_checkpoint._keeps(None, _overload(f"{name}.out")) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Calls(TorchDispatchMode):
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 def test_a_backward_computes_no_attention_again() -> None:
     module = Attention(4, SDPBackend.FLASH_ATTENTION)
-    wrap.checkpoint_activations(module, [module], selective=True)
+    activation_checkpoint.Checkpoints(module, [module], selective=True, compiled=False)
     with Calls() as calls:
         module(torch.ones(1, 4, 8)).sum().backward()
     assert calls.attention == ["_scaled_dot_product_flash_attention_for_cpu"]

@@ -13,6 +13,7 @@ from torch import nn
 
 from distaccum import DataSpec, Trainer
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.config.engine import BY_PARAMETER
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
@@ -145,18 +146,8 @@ def test_deepspeeds_own_files_are_for_one_stage_precision_and_world_size(change:
     config = RunConfig.from_dict({"engine": "deepspeed", "precision": "fp32"} | change)
     assert config.reads_optimizer(older, 2) is taken
     assert not config.reads_optimizer(older, 4)
-    assert config.reads_optimizer(config.optimizer_format(4), 2)
+    assert config.reads_optimizer(BY_PARAMETER, 2)
     assert not RunConfig.from_dict({"engine": "ddp"}).reads_optimizer(older, 2)
-
-
-def test_the_state_of_all_engines_has_one_format(tmp_path: Path) -> None:
-    formats = {RunConfig.from_dict({"engine": name}).optimizer_format(2) for name in ("ddp", "fsdp2", "deepspeed")}
-    assert len(formats) == 1
-    nvme = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/none"}}}
-    (file := tmp_path / "ds.json").write_text(json.dumps(nvme))
-    for given in (nvme, str(file)):
-        swapped = RunConfig.from_dict({"engine": {"name": "deepspeed", "stage": 3, "json": given}})
-        assert swapped.optimizer_format(2) == "in DeepSpeed's files, for ZeRO stage 3 on 2 ranks in fp32"
 
 
 def test_auto_refuses_another_precision_where_the_state_is_for_one(gloo_world: World, tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""Blocks that are computed again: what would be wrong then is refused before a weight moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum import Accumulator
+from distaccum.config.engine import DDPConfig
+from distaccum.distributed.world import World
+from distaccum.engines.activation_checkpoint import Checkpoints
+from distaccum.errors import ConfigError, MisuseError
+
+
+class Block(nn.Module):
+    """A linear layer without a bias, and what is made of its result."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 4, bias=False), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.change(y)
+        return y.sin()
+
+
+def whole(y: Tensor) -> None:
+    y.mul_(2)
+
+
+def by_view(y: Tensor) -> None:
+    y.view(-1)[::2].mul_(2)
+
+
+def by_data(y: Tensor) -> None:
+    y.data.mul_(2)
+
+
+def relu(y: Tensor) -> None:
+    F.relu_(y)
+
+
+@pytest.mark.parametrize("change", [whole, by_view, by_data, relu])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_a_product_written_in_place_is_refused(change: Callable[[Tensor], Any], shape: tuple[int, ...]) -> None:
+    block = Block(change)
+    Checkpoints(block, [block], selective=True, compiled=False)
+    with pytest.raises(MisuseError, match=r"writes in place into a matrix product .* Write it out of place"):
+        block(torch.ones(shape)).sum().backward()
+
+
+def test_a_product_written_in_place_after_the_block_is_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4, bias=False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            y.mul_(2)
+            return y.sin()
+
+    model = Outer()
+    Checkpoints(model, [model.inner], selective=True, compiled=False)
+    with pytest.raises(MisuseError, match="of the block inner"):
+        model(torch.ones(2, 3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_what_is_not_written_has_the_same_gradient_and_forward_comes_back(selective: bool, shape: Any) -> None:
+    torch.manual_seed(0)
+    block, x = Block(lambda y: None), torch.randn(shape)
+    block(x).sum().backward()
+    (expected,) = [parameter.grad for parameter in block.parameters()]
+    block.zero_grad()
+    checkpoints = Checkpoints(block, [block], selective=selective, compiled=False)
+    block(x).sum().backward()
+    assert torch.equal(next(block.parameters()).grad, expected)
+    checkpoints.undo()
+    assert "forward" not in vars(block)
+
+
+def test_with_blocks_a_write_in_place_is_exact() -> None:
+    torch.manual_seed(0)
+    block, x = Block(whole), torch.randn(2, 3, 4)
+    block(x).sum().backward()
+    (expected,) = [parameter.grad for parameter in block.parameters()]
+    block.zero_grad()
+    Checkpoints(block, [block], selective=False, compiled=False)
+    block(x).sum().backward()
+    assert torch.equal(next(block.parameters()).grad, expected)
+
+
+class Layers(nn.Module):
+    """Two blocks, and what comes after them."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def _step(model: nn.Module, engine: DDPConfig) -> None:
+    acc = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        global_batch_size=4,
+        micro_batch_size=2,
+        engine=engine,
+        verify="never",
+    )
+    try:
+        for window in acc.windows(torch.utils.data.DataLoader(list(torch.ones(4, 4)), batch_size=2)):
+            for micro in window:
+                with acc.accumulate():
+                    acc.backward(acc.model(micro.batch).sum(), 2, reduction="sum")
+    finally:
+        acc.close()
+
+
+@pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning")
+def test_a_buffer_that_a_block_changes_is_refused_before_a_step(gloo_world: World) -> None:
+    model = Layers(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(MisuseError, match=r"Sequential changes the buffer layers\.0\.1\."):
+        _step(model, DDPConfig(activation_checkpoint="blocks"))
+    assert all(map(torch.equal, before, model.parameters()))
+    model.eval()
+    _step(model, DDPConfig(activation_checkpoint="blocks"))  # then it changes none
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_a_model_without_blocks_is_refused_by_name(gloo_world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with pytest.raises(ConfigError, match=r"Sequential has no list of layers .* engine.blocks="):
+        _step(model, DDPConfig(activation_checkpoint="blocks"))
+    _step(model, DDPConfig(activation_checkpoint="blocks", blocks=["0"]))
+    with pytest.raises(ConfigError, match=r"engine\.blocks=none: matches no module"):
+        _step(model, DDPConfig(activation_checkpoint="blocks", blocks=["none"]))
