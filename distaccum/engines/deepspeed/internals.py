@@ -175,6 +175,8 @@ class Partitions(_Sharded):
 
     names = (
         *_Sharded.names,
+        "dtype",
+        "gradient_accumulation_dtype",
         "params_in_partition",
         "cpu_offload",
         "micro_step_id",
@@ -184,6 +186,12 @@ class Partitions(_Sharded):
         "single_partition_of_fp32_groups",
         "real_dp_process_group",
     )
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        # DeepSpeed copies the reduced gradient into a buffer in the format of the first parameter that the optimizer
+        # was given, frozen or not: where that is of 16 bits it would round what is in fp32.
+        self._optimizer.dtype = getattr(self._optimizer, "gradient_accumulation_dtype", torch.float32)
 
     def masters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Of this rank's slice of each group."""
