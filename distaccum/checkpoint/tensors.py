@@ -126,7 +126,26 @@ class TensorFiles(Mapping[str, Tensor]):
 def _files(path: Path, kind: str) -> list[Path]:
     if not path.is_dir():
         return [path]
+    index = path / f"{kind}.safetensors.index.json"  # Hugging Face's, of a model in several files
+    if index.exists():
+        return [path / name for name in _indexed(index)]
     return sorted((*path.glob(f"{kind}.safetensors"), *path.glob(f"{kind}-*.safetensors")))
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names, once each.
+
+    Raises:
+        CheckpointError: it is none, or names a file that is elsewhere.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        plain = all(name == Path(name).name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: no index of safetensors files ({error!r})") from error
+    if not (names and plain):
+        raise CheckpointError(f"{index}: no index of safetensors files beside it")
+    return names
 
 
 def _open(file: Path) -> Any:

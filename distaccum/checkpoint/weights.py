@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.engines.extra_state import is_extra, set_extra_state, to_bytes
-from distaccum.engines.modules import clean
+from distaccum.engines.modules import clean, is_meta
 from distaccum.engines.state import model_state
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
@@ -24,11 +26,12 @@ class WithTies(Mapping[str, Tensor]):
     Args:
         files: to read from.
         names: groups of names that are one tensor in the model.
+        without: names of the files that are left out.
     """
 
-    def __init__(self, files: TensorFiles, names: list[list[str]]) -> None:
+    def __init__(self, files: TensorFiles, names: list[list[str]], *, without: Sequence[str] = ()) -> None:
         self._files = files
-        self._stored: dict[str, str] = {name: name for name in files}
+        self._stored: dict[str, str] = {name: name for name in files if name not in without}
         for group in names:
             stored = next((name for name in group if name in files), None)
             if stored is not None:
@@ -57,10 +60,42 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
-    """Raises ConfigError for ``key`` unless the file, or the folder's model, has the model's tensors and no others.
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """Names in which files differ from a model, and may."""
+
+    missing: tuple[str, ...] = ()
+    """The model's; they keep its initial values."""
+    unexpected: tuple[str, ...] = ()
+    """The files'; they are left out."""
+
+    def __str__(self) -> str:
+        kept = f"initial values of {shorten(self.missing)}" if self.missing else ""
+        left = f"without {shorten(self.unexpected)}" if self.unexpected else ""
+        return "; ".join(part for part in (kept, left) if part)
+
+
+def check(
+    model: nn.Module,
+    path: Path,
+    *,
+    key: str = "init_from",
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+) -> Differences:
+    """In what the file, or the folder's model, differs from the model, where it may.
 
     Of the names of a tied weight one is enough. Initial weights may leave out the extra state of modules.
+
+    Args:
+        model: not wrapped yet.
+        path: of a safetensors file, or a folder.
+        key: the setting that names it.
+        missing: globs of the model's names that need not be there.
+        unexpected: globs of other names that may be.
+
+    Raises:
+        ConfigError: it differs in anything else, cannot be read, or a glob fits no name.
     """
     try:
         files = TensorFiles(path)
@@ -69,14 +104,25 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
         raise ConfigError(key, path, str(error).removeprefix(f"{path}: "), remedy) from error
     own, ties = model_state(model), tied_names(model)
     given = WithTies(files, ties)
-    missing = [name for name in own if name not in given and not (is_extra(name) and key == "init_from")]
-    if missing:
-        problem = f"has no {shorten(missing, most=1)}{near_misses(missing[0], files)}"
-        raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
+    _check_globs("init.missing", missing, own)
+    _check_globs("init.unexpected", unexpected, files)
+    absent = [name for name in own if name not in given and not (is_extra(name) and key == "init_from")]
+    remedy = f"Use weights of this {type(model).__name__}"
+    refused = [name for name in absent if not _fits(name, missing)]
+    if refused:
+        problem = f"has no {shorten(refused, most=1)}{near_misses(refused[0], files)}"
+        allow = f"; or init.missing=[{refused[0]}] keeps its initial values" if key == "init_from" else ""
+        raise ConfigError(key, path, problem, remedy + allow)
     unknown = [name for name in files if name not in own]
-    if unknown:
-        problem = f"has {shorten(unknown, most=1)}, which the model has not"
-        raise ConfigError(key, path, problem, f"Use weights of this {type(model).__name__}")
+    refused = [name for name in unknown if not _fits(name, unexpected)]
+    if refused:
+        problem = f"has {shorten(refused, most=1)}, which the model has not"
+        allow = f"; or init.unexpected=[{refused[0]}] leaves it out" if key == "init_from" else ""
+        raise ConfigError(key, path, problem, remedy + allow)
+    if absent and is_meta(model):
+        problem = f"{shorten(absent)} would keep initial values, and a model on the meta device has none"
+        raise ConfigError("init.missing", list(missing), problem, "Use engine.meta_init=false")
+    own = {name: tensor for name, tensor in own.items() if name not in absent}
     for name, tensor in own.items():
         if not is_extra(name) and given.shape(name) != tuple(tensor.shape):
             problem = f"has {name} of shape {list(given.shape(name))}, and the model of {list(tensor.shape)}"
@@ -87,6 +133,17 @@ def check(model: nn.Module, path: Path, *, key: str = "init_from") -> None:
             if not _same(files[name], files[stored[0]]):
                 problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
                 raise ConfigError(key, path, problem, "Untie them in the model, or use weights that were tied")
+    return Differences(missing=tuple(absent), unexpected=tuple(unknown))
+
+
+def _check_globs(key: str, globs: Sequence[str], names: Iterable[str]) -> None:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ConfigError(key, glob, f"fits no name{near_misses(glob, names)}", "Leave it out, or mend it")
+
+
+def _fits(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -117,16 +174,18 @@ def check_storable(model: nn.Module) -> None:
             raise ConfigError(key, type(model).__name__, problem, remedy)
 
 
-def read(model: nn.Module, path: Path) -> WithTies:
+def read(model: nn.Module, path: Path, *, unexpected: Sequence[str] = ()) -> WithTies:
     """The tensors of a file, or of the folder's model, by all names that they have in ``model``."""
-    return WithTies(TensorFiles(path), tied_names(model))
+    return WithTies(TensorFiles(path), tied_names(model), without=unexpected)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, path: Path) -> None:
-    """Overwrites every parameter and buffer; one tensor is read at a time."""
+def fill(model: nn.Module, path: Path, *, missing: Sequence[str] = ()) -> None:
+    """Overwrites every parameter and buffer but those ``missing``; one tensor is read at a time."""
     given = read(model, path)
     for name, tensor in model_state(model).items():
+        if name in missing:
+            continue
         if not is_extra(name):
             tensor.copy_(given[name])
         elif name in given:

@@ -415,6 +415,23 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """In what the files of ``init_from`` may differ from the model; all else is refused.
+
+    Args:
+        missing: globs of the model's names that the files need not have: they keep the values that the model was built
+            with.
+        unexpected: globs of names in the files that the model has not: they are left out.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_annotated("init", self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """Which windows are profiled, and what is written of them beside the table of phases.
 
@@ -478,6 +495,7 @@ class RunConfig:
         callbacks: callbacks by name, each with a ``_target_``.
         checkpoint: when checkpoints are made, and which are kept.
         metrics: the loggers.
+        init: in what the files of ``init_from`` may differ from the model.
         profile: windows whose time is looked at.
         objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
             evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
@@ -503,9 +521,14 @@ class RunConfig:
     callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    init: InitConfig = field(default_factory=InitConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
+        for name in ("missing", "unexpected"):
+            globs = getattr(self.init, name, [])
+            needed = self.init_from is not None or not globs
+            require(needed, f"init.{name}", globs, "and init_from is null, so that nothing is read", "State init_from")
         for name, made in (("engine", engine_config), ("precision", PrecisionConfig.of), ("compile", CompileConfig.of)):
             object.__setattr__(self, name, made(getattr(self, name)))  # which may be a name
         require_annotated("", self)

@@ -217,7 +217,7 @@ def build_components(
     if config.checkpoint.saves:
         weights.check_storable(model)
     if config.init_from is not None:
-        weights.check(model, Path(config.init_from))
+        weights.check(model, Path(config.init_from), missing=config.init.missing, unexpected=config.init.unexpected)
     total_steps = _total_steps(config, plan)
     check_profile(config.profile, device, total_steps)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]

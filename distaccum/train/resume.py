@@ -195,15 +195,21 @@ class Restore:
         self._with_optimizer = saved is not None and config.reads_optimizer(saved.run.optimizer_format, world.size)
         self._on_meta = is_meta(components.model)
         # By the names of the model that is not wrapped yet: which of them are tied is known here.
-        on_meta = self._on_meta and self._init_from is not None
-        self._tensors = weights.read(components.model, self._init_from) if on_meta and self._init_from else None
+        self._differences, self._tensors = weights.Differences(), None
+        if self._init_from is not None:
+            init = config.init
+            self._differences = weights.check(
+                components.model, self._init_from, missing=init.missing, unexpected=init.unexpected
+            )
+        if self._on_meta and self._init_from is not None:
+            self._tensors = weights.read(components.model, self._init_from, unexpected=self._differences.unexpected)
 
     def before_wrap(self) -> None:
         """Copies weights into the model that the engine cannot load."""
         if not self._on_meta and not self._with_optimizer:
             path = self._saved.folder if self._saved else self._init_from
             if path is not None:
-                weights.fill(self._components.model, path)
+                weights.fill(self._components.model, path, missing=self._differences.missing)
 
     def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
         """Restores engine, random numbers, progress, data position and callbacks.
@@ -244,7 +250,7 @@ class Restore:
         if self._on_meta:
             assert self._tensors is not None
             engine.load_state(EngineState(model=self._tensors, optimizer={}, optimizer_values={}))
-        return f"weights of {self._init_from}"
+        return f"weights of {self._init_from}" + (f"; {self._differences}" if str(self._differences) else "")
 
     def _note(self, saved: SavedState, *, continued: bool) -> str:
         run, ranks = saved.run, saved.world_size
