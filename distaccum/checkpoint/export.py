@@ -1,7 +1,8 @@
-"""``distaccum-export CHECKPOINT FILE``: a checkpoint's weights, of any engine, in one safetensors file.
+"""``distaccum-export CHECKPOINT TARGET``: a checkpoint's weights, of any engine, in one file or a Hugging Face folder.
 
-The file loads with ``model.load_state_dict(safetensors.torch.load_file(FILE))``, and with ``init_from=FILE``. Exit
-codes: 0 done, 2 no such checkpoint, or nowhere to write to.
+A ``TARGET`` that ends with ``.safetensors`` is one file: it loads with
+``model.load_state_dict(safetensors.torch.load_file(FILE))``, and with ``init_from=FILE``. Any other is a folder, for
+``from_pretrained`` and ``init_from``. Exit codes: 0 done, 2 no such checkpoint, or nowhere to write to.
 """
 
 from __future__ import annotations
@@ -9,49 +10,89 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+
 from distaccum import program
+from distaccum.checkpoint.pretrained import cast, save_folder
 from distaccum.checkpoint.store import verify
 from distaccum.checkpoint.tensors import TensorFiles, save_whole
-from distaccum.errors import CheckpointError
+from distaccum.config.sizes import bytes_of
+from distaccum.errors import CheckpointError, ConfigError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EPILOG = """\
 examples:
   distaccum export runs/NAME/checkpoints/step-300 weights.safetensors
   distaccum train init_from=weights.safetensors
+  distaccum export runs/NAME/checkpoints/step-300 my-llama --dtype bf16 --config-from llama
 
 exit codes: 0 done; 2 no such checkpoint, or nowhere to write to
 """
 
 
-def export(checkpoint: Path, file: Path) -> int:
+def export(
+    checkpoint: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    config_from: Path | None = None,
+) -> int:
     """Writes the weights, in fp32 as the optimizer steps them; returns their number.
 
+    Args:
+        checkpoint: a folder ``checkpoints/step-N``.
+        target: a safetensors file, or a folder that is not there.
+        dtype: of floating-point weights: ``fp32``, ``bf16`` or ``fp16``; None: as they are.
+        max_shard_size: of a folder's files.
+        config_from: a folder whose ``config.json`` and tokenizer go into the target's.
+
     Raises:
-        CheckpointError: the checkpoint is not there, or damaged.
-        OSError: the file cannot be written.
+        ConfigError: no such size.
+        CheckpointError: the checkpoint is not there, or damaged; the folder is there, or has no configuration.
+        OSError: something cannot be written.
     """
     if not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in checkpoint.parent.glob("step-*")))
         raise CheckpointError(f"{checkpoint}: there is no such folder{there and f'; beside it are {there}'}")
+    size = int(bytes_of("--max-shard-size", max_shard_size))
+    one_file = target.suffix == ".safetensors"
+    if one_file and config_from is not None:
+        raise CheckpointError(f"{target} is one file, and --config-from describes a folder: name a folder")
     verify(checkpoint)
     tensors = TensorFiles(checkpoint, "model")
-    save_whole(tensors, file)
+    form = DTYPES[dtype] if dtype else None
+    if one_file:
+        save_whole({name: cast(tensors[name], form) for name in tensors} if form else tensors, target)
+    else:
+        save_folder(tensors, target, dtype=form, shard_bytes=size, source=config_from)
     return len(tensors)
 
 
 def main() -> None:
     """Runs ``distaccum-export``."""
     program.start()
-    description = "Writes a checkpoint's weights, of any engine, into one safetensors file."
+    description = "Writes a checkpoint's weights into one file, or a Hugging Face folder."
     parser = program.Arguments("export", description, _EPILOG)
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N")
-    parser.add_argument("file", type=Path, help="the safetensors file to write")
+    parser.add_argument("target", type=Path, help="the safetensors file to write; any other name is a folder")
+    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; by default as they are trained")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a folder's files: 5GB, the default")
+    parser.add_argument(
+        "--config-from", type=Path, metavar="FOLDER", help="whose config.json and tokenizer go into the folder"
+    )
     given = parser.of()
     try:
-        count = export(given.checkpoint, given.file)
-    except (CheckpointError, OSError) as error:
+        count = export(
+            given.checkpoint,
+            given.target,
+            dtype=given.dtype,
+            max_shard_size=given.max_shard_size,
+            config_from=given.config_from,
+        )
+    except (CheckpointError, ConfigError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    sys.stdout.write(f"{given.file}: {count} tensors of {given.checkpoint}\n")
+    sys.stdout.write(f"{given.target}: {count} tensors of {given.checkpoint}\n")
 
 
 if __name__ == "__main__":
