@@ -171,7 +171,7 @@ def test_engines_are_named_in_their_factory_only() -> None:
         "guard",
         "host_copy",
     }
-    shared |= {"modules", "ownership", "state"}
+    shared |= {"blocks", "modules", "ownership", "state"}
     for path in FILES:
         for module in _imports(_parse(path)):
             if module.startswith("distaccum.engines.") and _room(path) != "engines":

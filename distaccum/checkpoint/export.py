@@ -24,7 +24,7 @@ _EPILOG = """\
 examples:
   distaccum export runs/NAME/checkpoints/step-300 weights.safetensors
   distaccum train init_from=weights.safetensors
-  distaccum export runs/NAME/checkpoints/step-300 my-llama --dtype bf16 --config-from llama
+  distaccum export runs/NAME/checkpoints/step-300 out --config-from llama
 
 exit codes: 0 done; 2 no such checkpoint, or nowhere to write to
 """
