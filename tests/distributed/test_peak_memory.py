@@ -17,7 +17,7 @@ SETTINGS = ("metrics=jsonl", "trainer.verify=never", "batch.global_size=32", "ba
 @pytest.mark.parametrize(
     ("world", "arguments", "held"),
     [
-        (1, ["engine=ddp"], 0.05),
+        (1, ["engine=ddp"], 0.1),
         (2, ["engine=zero1", "precision=bf16"], 0.2),
         (2, ["engine=fsdp2", "precision=bf16", "engine.activation_checkpoint=selective"], 0.2),
     ],
@@ -26,8 +26,9 @@ SETTINGS = ("metrics=jsonl", "trainer.verify=never", "batch.global_size=32", "ba
 def test_a_run_takes_what_was_forecast(world: int, arguments: list[str], held: float) -> None:
     """Activations are more than half; on fsdp2 two whole blocks are counted throughout.
 
-    Collectives of several ranks hold their buffers until their threads let go, which comes at other times in each run:
-    up to ``held`` of what was taken is none of the forecast.
+    Collectives hold their buffers until their threads let go, which comes at other times in each run: up to ``held``
+    of what was taken is none of the forecast. On one rank these are the gradients once more (6 % here): the buckets
+    that DDP replaces after its first window.
     """
     finished = succeed(*SETTINGS, *arguments, world=world, script=WORKER)
     found = json.loads(finished.stdout.splitlines()[-1])

@@ -56,7 +56,7 @@ def test_the_check_knows_the_number_of_processes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+engine.sink=1"], "engine.sink=1: no such setting of engine=ddp. It takes bucket_cap_mb, find_unused_"),
+        (["+engine.sink=1"], "engine.sink=1: no such setting of engine=ddp. It takes activation_checkpoint, blocks, b"),
         (["engine.bucket_cap_mbb=1"], "no such setting of engine=ddp; did you mean bucket_cap_mb?"),
         (["engine.stage=3"], "engine.stage=3: a setting of engine=deepspeed, not of engine=ddp. Use engine=deepspeed,"),
         (["+engine.sync=every"], "engine.sync=every: a setting of engine=fsdp2, not of engine=ddp. Use engine=fsdp2,"),
