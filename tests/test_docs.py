@@ -92,6 +92,9 @@ ELSEWHERE = {
         "distributed/test_examples.py::test_the_text_classifier_learns"
     ),
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
+    "python launch/examples/seq2seq.py launch/examples/dates.jsonl": (
+        "distributed/test_examples.py::test_the_encoder_decoder_learns"
+    ),
     "distaccum-train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
         "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
     ),
