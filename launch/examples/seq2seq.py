@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 launch/examples/seq2seq.py launch/examples/dates.jsonl
     python launch/examples/seq2seq.py summaries.jsonl --pretrained google-t5/t5-small --lr 3e-4 --tokens 16384
 
-The file has a JSON object per line, with ``source`` and ``target``. The 2,000 dates of ``dates.jsonl`` are made up: dates
+The file has a JSON object per line, with ``source`` and ``target``. The 2,000 dates of ``dates.jsonl`` are made up:
 as people write them, and as ISO 8601 does. The global batch is stated in tokens, those of the source and the target.
 Needs ``pip install 'distaccum[hf]'``.
 """

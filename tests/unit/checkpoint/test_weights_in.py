@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distaccum.checkpoint import weights
+from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.schema import RunConfig
+from distaccum.engines.dtensor import shard_like
 from distaccum.errors import ConfigError
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -154,3 +157,37 @@ def test_only_what_the_index_names_is_read(tmp_path: Path) -> None:
     weights.check(model, tmp_path)
     weights.fill(model, tmp_path)
     assert torch.equal(model.layers[0].weight, body.layers[0].weight)
+
+
+def _read_a_shard(file: Path, told: Path) -> None:
+    """As rank 1 of 2: the pages of the file that were mapped for a shard, in bytes, and the shard's first value."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: PLC0415
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  no second process is needed
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    files = TensorFiles(file)
+    rows, columns = files.shape("weight")
+    mesh = init_device_mesh("cpu", (2,))
+    pattern = DTensor.from_local(torch.empty(rows // 2, columns), mesh, [Shard(0)], run_check=False)
+    before = _mapped()
+    shard: Any = shard_like(files["weight"], pattern)
+    told.write_text(json.dumps([_mapped() - before, float(shard.to_local()[0, 0])]))
+
+
+def _mapped() -> int:
+    """Bytes of files that this process has mapped and touched."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile")]
+    return int(line.split()[1]) * 1024
+
+
+def test_a_sharded_engine_reads_its_slices_alone(tmp_path: Path) -> None:
+    weight = torch.arange(1024.0)[:, None].expand(-1, 16384).contiguous()  # 64 MiB
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+    arguments = (tmp_path / "model.safetensors", tmp_path / "told.json")
+    process = multiprocessing.get_context("spawn").Process(target=_read_a_shard, args=arguments)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    read, first = json.loads((tmp_path / "told.json").read_text())
+    assert first == 512.0
+    assert 0.5 * weight.nbytes <= read < 0.6 * weight.nbytes
