@@ -18,24 +18,31 @@ from distaccum.engines.state import model_state
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
-class WithTies(Mapping[str, Tensor]):
+class InModel(Mapping[str, Tensor]):
     """The tensors of files under every name that they have in a model.
 
-    safetensors and Hugging Face write a tied weight under one of its names only.
+    safetensors and Hugging Face write a tied weight under one of its names only, and a model without its head under
+    names without the head's ``base_model_prefix``.
 
     Args:
+        model: not wrapped yet.
         files: to read from.
-        names: groups of names that are one tensor in the model.
         without: names of the files that are left out.
     """
 
-    def __init__(self, files: TensorFiles, names: list[list[str]], *, without: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, files: TensorFiles, *, without: Sequence[str] = ()) -> None:
         self._files = files
-        self._stored: dict[str, str] = {name: name for name in files if name not in without}
-        for group in names:
-            stored = next((name for name in group if name in files), None)
-            if stored is not None:
-                self._stored |= {name: stored for name in group if name not in files}
+        renamed = _renamed(model, files)
+        self._stored: dict[str, str] = {name: stored for stored, name in renamed.items() if stored not in without}
+        self.ties = _tied_names(model)
+        for group in self.ties:
+            first = next((name for name in group if name in renamed.values()), None)
+            if first is not None and first in self._stored:
+                self._stored |= {name: self._stored[first] for name in group if name not in renamed.values()}
+
+    def stored(self, name: str) -> str:
+        """The name of a tensor in the files."""
+        return self._stored[name]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._stored[name]]
@@ -51,7 +58,20 @@ class WithTies(Mapping[str, Tensor]):
         return self._files.shape(self._stored[name])
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
+def _renamed(model: nn.Module, files: Iterable[str]) -> dict[str, str]:
+    """The model's name of each of the files' names, as transformers finds it by ``base_model_prefix``."""
+    stored, own = list(files), {clean(name) for name in model.state_dict()}
+    known = getattr(model, "base_model_prefix", None)
+    prefix = f"{known}." if isinstance(known, str) and known else None
+    if prefix is None:
+        return {name: name for name in stored}
+    expected, given = (any(name.startswith(prefix) for name in names) for names in (own, stored))
+    if expected and not given:
+        return {name: prefix + name if prefix + name in own else name for name in stored}
+    return {name: name if expected else name.removeprefix(prefix) for name in stored}
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
     """The names of each tensor that the model has under several."""
     names: dict[int, list[str]] = {}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -102,8 +122,7 @@ def check(
     except CheckpointError as error:
         remedy = "Name a safetensors file, a checkpoint, or a folder with model.safetensors"
         raise ConfigError(key, path, str(error).removeprefix(f"{path}: "), remedy) from error
-    own, ties = model_state(model), tied_names(model)
-    given = WithTies(files, ties)
+    own, given = model_state(model), InModel(model, files)
     _check_globs("init.missing", missing, own)
     _check_globs("init.unexpected", unexpected, files)
     absent = [name for name in own if name not in given and not (is_extra(name) and key == "init_from")]
@@ -113,7 +132,7 @@ def check(
         problem = f"has no {shorten(refused, most=1)}{near_misses(refused[0], files)}"
         allow = f"; or init.missing=[{refused[0]}] keeps its initial values" if key == "init_from" else ""
         raise ConfigError(key, path, problem, remedy + allow)
-    unknown = [name for name in files if name not in own]
+    unknown = [given.stored(name) for name in given if name not in own]
     refused = [name for name in unknown if not _fits(name, unexpected)]
     if refused:
         problem = f"has {shorten(refused, most=1)}, which the model has not"
@@ -127,8 +146,8 @@ def check(
         if not is_extra(name) and given.shape(name) != tuple(tensor.shape):
             problem = f"has {name} of shape {list(given.shape(name))}, and the model of {list(tensor.shape)}"
             raise ConfigError(key, path, problem, "Give the model the sizes that it was trained with")
-    for group in ties:
-        stored = [name for name in group if name in files]
+    for group in given.ties:
+        stored = list(dict.fromkeys(given.stored(name) for name in group if name in given))
         for name in stored[1:]:
             if not _same(files[name], files[stored[0]]):
                 problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
@@ -174,9 +193,9 @@ def check_storable(model: nn.Module) -> None:
             raise ConfigError(key, type(model).__name__, problem, remedy)
 
 
-def read(model: nn.Module, path: Path, *, unexpected: Sequence[str] = ()) -> WithTies:
+def read(model: nn.Module, path: Path, *, unexpected: Sequence[str] = ()) -> InModel:
     """The tensors of a file, or of the folder's model, by all names that they have in ``model``."""
-    return WithTies(TensorFiles(path), tied_names(model), without=unexpected)
+    return InModel(model, TensorFiles(path), without=unexpected)
 
 
 @torch.no_grad()

@@ -59,6 +59,23 @@ def test_a_folder_of_hugging_face_comes_back_bit_by_bit(make: Callable[[], Any],
     assert all(torch.equal(found[name], again[name]) for name in again)
 
 
+@pytest.mark.parametrize("head", [True, False], ids=["a new head", "without the head"])
+def test_a_model_and_its_body_have_one_anothers_names(head: bool, tmp_path: Path) -> None:
+    """As from_pretrained: a body's file has names without the prefix, a whole model's file has them with it."""
+    torch.manual_seed(0)
+    whole = _bert()
+    saved, model = (whole.bert, _bert()) if head else (whole, _bert().bert)
+    saved.save_pretrained(tmp_path)
+    allowed = {"missing": ["classifier.*"]} if head else {"unexpected": ["classifier.*"]}
+    found = weights.check(model, tmp_path, **allowed)
+    assert set(found.missing if head else found.unexpected) == {"classifier.weight", "classifier.bias"}
+    assert not (found.unexpected if head else found.missing)
+    weights.fill(model, tmp_path, missing=found.missing)
+    body = model.bert if head else model
+    expected = whole.bert.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in body.state_dict().items())
+
+
 class Body(nn.Module):
     """What was trained before."""
 
