@@ -35,6 +35,7 @@ from distaccum.config.checks import (
 from distaccum.config.compile import CompileConfig
 from distaccum.config.durations import seconds_of
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
+from distaccum.config.evaluation import EvalConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.sizes import bytes_of
 from distaccum.errors import ConfigError, near_misses
@@ -497,6 +498,7 @@ class RunConfig:
         metrics: the loggers.
         init: in what the files of ``init_from`` may differ from the model.
         profile: windows whose time is looked at.
+        eval: texts that the model writes at evaluations.
         objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
             evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
             evaluation.
@@ -523,6 +525,7 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     init: InitConfig = field(default_factory=InitConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         for name in ("missing", "unexpected"):

@@ -10,6 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
+
+class Tokenizer(Protocol):
+    """Texts to token ids and back; those of transformers are such."""
+
+    def encode(self, text: str, /) -> list[int]: ...
+
+    def decode(self, ids: list[int], /) -> str: ...
+
+
 Ignored = Mapping[str, float] | Mapping[int, float]
 """Parts of a batch, by name or position, and the value with which a row of it counts nothing."""
 
@@ -68,6 +77,7 @@ class DataSpec:
         pad_rows: whether micro-batches of fewer samples than the others are filled up with such rows.
         bytes_per_token: for text, to report bits per byte; None where the loss cannot be read so.
         baselines: computes the bits per byte of simple models on the evaluation samples, by name.
+        tokenizer: from texts to the samples' token ids and back, for the texts of evaluations.
     """
 
     train: MapDataset | Iterable[Any]
@@ -86,6 +96,7 @@ class DataSpec:
     pad_rows: bool = False
     bytes_per_token: float | None = None
     baselines: Callable[[], Mapping[str, float]] = dict
+    tokenizer: Tokenizer | None = None
 
     @property
     def held_out(self) -> dict[str, MapDataset]:

@@ -98,6 +98,11 @@ class GPT(nn.Module):
         for block in blocks:
             block.scale_residuals()
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return self._vocab_size
+
     def forward(self, ids: Tensor, output: Callable[..., Tensor] = F.linear) -> Tensor:
         """Logits; or what ``output(hidden, weight)`` gives in their place, such as a loss in chunks.
 
@@ -123,6 +128,29 @@ class GPT(nn.Module):
         if output is F.linear:
             return F.linear(x, weight[: self._vocab_size])  # logits[..., :n] would be a view: FSDP2 warns
         return output(x, weight, classes=self._vocab_size)
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, *, max_new_tokens: int, temperature: float = 1.0) -> Tensor:
+        """Goes on with token ids ``(B, T)``; gives them with the new ones behind, ``(B, T + max_new_tokens)``.
+
+        Tokens are drawn by torch's global generator of the host, whatever the device; at a temperature of 0 the
+        likeliest is taken. There is one forward for each new token. A logit of NaN counts as 0.
+
+        Raises:
+            ValueError: the whole is longer than ``seq_len``.
+        """
+        if ids.shape[1] + max_new_tokens > self.seq_len:
+            whole = f"{ids.shape[1]} tokens and {max_new_tokens} new ones"
+            raise ValueError(f"{whole}, but the model was built for seq_len={self.seq_len}")
+        for _ in range(max_new_tokens):
+            logits = self(ids)[:, -1].float().cpu().nan_to_num()
+            if temperature:
+                below = logits - logits.amax(-1, keepdim=True)
+                following = torch.multinomial((below / temperature).softmax(-1), 1)
+            else:
+                following = logits.argmax(-1, keepdim=True)
+            ids = torch.cat((ids, following.to(ids.device)), dim=1)
+        return ids
 
 
 class TokenEmbedding(nn.Embedding):

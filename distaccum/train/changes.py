@@ -12,7 +12,7 @@ from distaccum.config.instantiate import signature_of, target_of
 from distaccum.errors import ConfigError
 
 _ABSENT = "not there"
-_IGNORED = ("resume", "resume_allow", "init_from", "init", "objective", "profile")
+_IGNORED = ("resume", "resume_allow", "init_from", "init", "objective", "profile", "eval")
 # What the saved tensors and numbers mean depends on these.
 _MEANING = ("model", "loss")
 _MOST_SHOWN = 6

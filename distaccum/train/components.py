@@ -43,6 +43,8 @@ from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
 from distaccum.train.evaluate import EvaluationMetric
+from distaccum.train.generation import Prompts
+from distaccum.train.generation import prepare as prepare_texts
 from distaccum.train.held_out_checks import check_held_out, check_results, evaluates
 from distaccum.train.metrics.flops import ModelFlops, Utilization
 from distaccum.train.metrics.loggers import Logger
@@ -80,6 +82,7 @@ class TrainingComponents:
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
     loggers: Sequence[Logger] = ()
+    prompts: Prompts | None = None
     engine: EngineContext
     device: torch.device
     total_steps: int
@@ -223,6 +226,7 @@ def build_components(
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=evaluates(data, config))
     check_results(data, config, everyone, loss=loss, metrics=metrics or {})
+    prompts = prepare_texts(data, model, config)
     if optimizers and config.optim.groups:
         problem = "and optimizers are given, which have groups of their own"
         raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
@@ -247,6 +251,7 @@ def build_components(
         callbacks=everyone,
         metrics=metrics or {},
         loggers=loggers,
+        prompts=prompts,
         engine=engine,
         device=device,
         total_steps=total_steps,

@@ -19,13 +19,14 @@ from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.errors import MisuseError, NonFiniteError, SpikeError
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.train.callbacks import Callback, Run, watches_updates
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
+from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import Logger
+from distaccum.train.metrics.loggers import TEXTS, Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.profiling import Profiler
@@ -123,6 +124,10 @@ class Loop:
         self._profiler = profiler
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._evaluator = self._make_evaluator() if self._evaluates else None
+        self._generation: Generation | None = None
+        if components.prompts is not None:
+            self._generation = Generation(accumulator.engine, components.prompts, components.config.eval)
+        self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
         self._watched = self._rolls_back or any(map(watches_updates, components.callbacks))
@@ -321,6 +326,10 @@ class Loop:
         self._accumulator.use_evaluation_weights()
         found = self._evaluator.run()
         self._evaluation = (self.progress.step, found)
+        self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
+        if twice := found.keys() & self._texts.keys():
+            problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
+            raise MisuseError(f"{problem}: give the metric or the score another name")
         self._world.activity.phase = Phase.BETWEEN
         self._call(lambda callback: callback.on_eval(self, found))
         if self._components.callbacks:
@@ -339,7 +348,7 @@ class Loop:
             record |= self._accumulator.spikes.metrics
         if evaluates:
             assert self._evaluator is not None
-            record |= self._evaluate() | self._evaluator.samples
+            record |= self._evaluate() | self._evaluator.samples | self._texts
         if self._world.is_main:
             self._run_dir.require_owned()
         for logger in self._loggers:
@@ -360,6 +369,7 @@ class Loop:
             "tokens": tokens,
             **self._evaluate(),
             **self._evaluator.samples,
+            **self._texts,
         }
         if self._world.is_main:
             self._run_dir.require_owned()

@@ -28,6 +28,7 @@ MORE = {  # where a setting's page says more
     "resume": "checkpoints.md#resuming",
     "resume_allow": "checkpoints.md#resuming",
     "schedule": "trainer.md#schedules",
+    "eval.samples": "trainer.md#texts",
     "metrics.loggers": "trackers.md#a-tracker-of-your-own",
     "metrics.mlflow.enabled": "trackers.md",
     "metrics.report": "report.md",

@@ -109,3 +109,19 @@ def test_a_result_of_no_set_is_a_bad_configuration(tmp_path: Path) -> None:
     refused = run(*TINY, *data, "callbacks=early_stop", "batch.global_size=3", "batch.micro_size=3")
     assert refused.returncode == 2
     assert "Use one of eval_news_loss, eval_code_loss" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.heavy
+def test_every_engine_writes_the_same_texts(tmp_path: Path) -> None:
+    """Of the same weights, drawn, on one rank and on two."""
+    asked = [*TINY, "metrics=jsonl", "trainer.max_steps=0", "trainer.eval_samples=3", "eval.samples=3"]
+    asked += ["eval.prompt_tokens=5", "eval.max_new_tokens=9"]
+    engines = [(1, "ddp"), (2, "ddp"), (2, "zero1"), (2, "fsdp2"), (2, "deepspeed")]
+    texts = []
+    for world, engine in engines:
+        folder = tmp_path / f"{engine}{world}"
+        stage = ["engine.stage=3"] if engine == "deepspeed" else []
+        succeed(*asked, f"engine={engine}", *stage, f"hydra.run.dir={folder}", world=world)
+        texts.append(metrics(folder)[-1]["eval_texts"])
+    assert len({one["text"] for one in texts[0]}) == 3
+    assert texts == [texts[0]] * len(engines)

@@ -12,6 +12,7 @@ from distaccum.config.checks import require_fraction
 from distaccum.data.collate import PadCollator, check_lengths
 from distaccum.data.datasets.blocks import IGNORED
 from distaccum.data.datasets.text import documentation
+from distaccum.data.datasets.tokenizer import ByteTokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -86,4 +87,5 @@ def lines(
         lengths=np.array([len(line) - 1 for line in train]),
         ignored={1: IGNORED},
         bytes_per_token=1.0,
+        tokenizer=ByteTokenizer(),
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from distaccum.data.datasets.baselines import byte_baselines
 from distaccum.data.datasets.blocks import IGNORED, split, training_size
+from distaccum.data.datasets.tokenizer import ByteTokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -81,5 +82,6 @@ def _bytes_spec(content: bytes, name: str, *, seq_len: int, held_out: float, voc
         description=f"{name}: {cut:,} bytes to train on, {len(tokens) - cut:,} held out",
         ignored={1: IGNORED},
         bytes_per_token=1.0,
+        tokenizer=ByteTokenizer(),
         baselines=partial(byte_baselines, tokens[:cut], tokens[cut:]),
     )

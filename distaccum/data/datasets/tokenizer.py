@@ -10,7 +10,20 @@ from distaccum.config.extras import install_command
 from distaccum.errors import ConfigError
 
 _PAD, _BEGIN, _END = "[PAD]", "[CLS]", "[SEP]"
+_BYTES, _NO_UTF8 = 256, 0xFF
 _SMALLEST = 256 + 3  # each byte, and the three special tokens
+
+
+class ByteTokenizer:
+    """The bytes of a text in UTF-8 as token ids from 0 to 255."""
+
+    def encode(self, text: str) -> list[int]:
+        """Gives the bytes."""
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        """Shows what is no UTF-8 as U+FFFD, ids from 256 on included."""
+        return bytes(one if one < _BYTES else _NO_UTF8 for one in ids).decode(errors="replace")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:

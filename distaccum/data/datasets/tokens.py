@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from distaccum.data.datasets.blocks import IGNORED, TokenBlocks, Tokens, split, training_size
+from distaccum.data.datasets.tokenizer import load_tokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 
@@ -23,6 +24,7 @@ def tokens(
     dtype: str = "uint16",
     held_out: float = 0.01,
     held_out_path: str | Mapping[str, str] | None = None,
+    tokenizer: str | None = None,
 ) -> DataSpec:
     """The shards that match the glob ``path``, sorted by name; a shard is memory-mapped, never loaded whole.
 
@@ -33,9 +35,12 @@ def tokens(
         dtype (uint16 | uint32): of the ids in the shards.
         held_out: share of the last shard to hold out at its end, without ``held_out_path``.
         held_out_path: glob of shards to hold out, or several globs by name: ``{news: "n/*.bin", code: "c/*.bin"}``.
+        tokenizer: that made the ids, on the Hugging Face hub or in a folder; reads no sample, but writes the texts of
+            evaluations.
 
     Raises:
-        ConfigError: no shard matches, or a shard is empty, too short, or no whole number of ids long.
+        ConfigError: no shard matches, or a shard is empty, too short, or no whole number of ids long; or the tokenizer
+            cannot be loaded.
     """
     if dtype not in _DTYPES:
         raise ConfigError("data.dtype", dtype, "no such id format", f"Use one of {', '.join(_DTYPES)}")
@@ -61,7 +66,13 @@ def tokens(
     train = TokenBlocks(shards, seq_len=seq_len, vocab_size=vocab_size)
     size = sum(len(shard) for shard in shards)
     description = f"{path}: {size:,} tokens in {len(shards)} shard{'' if len(shards) == 1 else 's'}"
-    return DataSpec(train=train, eval_dataset=rest, description=description, ignored={1: IGNORED})
+    return DataSpec(
+        train=train,
+        eval_dataset=rest,
+        description=description,
+        ignored={1: IGNORED},
+        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+    )
 
 
 def _open(key: str, pattern: str, dtype: np.dtype[np.unsignedinteger]) -> list[Tokens]:

@@ -11,10 +11,12 @@ from rich.console import Console
 
 from distaccum.train.lines import say
 from distaccum.train.live_line import LiveLine, takes_live_line
-from distaccum.train.metrics.loggers import Logger, Record
+from distaccum.train.metrics.loggers import TEXTS, Logger, Record
 
 if TYPE_CHECKING:
     from distaccum.train.metrics.status import Status
+
+_LONGEST = 200  # characters of a text; metrics.jsonl has all
 
 
 class ConsoleLogger(Logger):
@@ -51,13 +53,15 @@ class ConsoleLogger(Logger):
             f"  {name.removeprefix('eval_').replace('_', ' ')} "
             + (f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
             for name, value in record.items()
-            if name.startswith("eval_")
+            if name.startswith("eval_") and name != TEXTS
         )
         if evaluated and self._console.is_terminal:
             say(self._console, step + line, style=style)
             say(self._console, f"{step}held-out:{evaluated}")
         else:
             say(self._console, step + line + (f"  held-out:{evaluated}" if evaluated else ""), style=style)
+        for number, one in enumerate(record.get(TEXTS, ())):
+            say(self._console, f"{step}text {number}: {_line(one['prompt'])} >>> {_line(one['text'])}")
 
     def saved(self, step: int, path: Path) -> None:
         """Prints, on a terminal, where a checkpoint is."""
@@ -84,6 +88,12 @@ def open_console() -> Console:
     ``FORCE_COLOR`` colours what is printed to a file or a pipe, and makes no terminal of it.
     """
     return Console(force_interactive=takes_live_line(sys.stdout))
+
+
+def _line(text: str) -> str:
+    """A text in one line, cut, without what moves a terminal's cursor: a model writes anything."""
+    shown = "".join(one if one.isprintable() else " " for one in text)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 3]}..."
 
 
 def _of_window(record: Record) -> str:

@@ -19,6 +19,8 @@ from distaccum.errors import shorten
 _log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
+TEXTS = "eval_texts"
+"""The key of a record that has texts, each with its ``prompt`` and the ``text`` that follows; all else are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,11 @@ class Logger:
         """Called once, before the first record."""
 
     def log(self, record: Record) -> None:
-        """Takes one record: a line of ``metrics.jsonl``, numbers by name. ``window`` is in no two of a run."""
+        """Takes one record: a line of ``metrics.jsonl``, numbers by name. ``window`` is in no two of a run.
+
+        With ``eval.samples`` a record of an evaluation has ``eval_texts`` beside them: a list of mappings with a
+        ``prompt`` and the ``text`` that follows it.
+        """
 
     def sync(self) -> None:
         """Called before a checkpoint is saved, which what was logged has to survive as well."""

@@ -14,7 +14,7 @@ from threading import current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distaccum.train.metrics.kept import files_of
-from distaccum.train.metrics.loggers import Logger, Record, RunInfo, records_of
+from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -64,14 +64,22 @@ class MLflowLogger(Logger):
         self._client.update_run(self._run, status="RUNNING")
         self._log_params(run)
         self._has = {point.step for point in self._client.get_metric_history(self._run, "window")}
-        before = (record for record in records_of(run.folder / "metrics.jsonl") if record["window"] <= run.window)
+        before = [record for record in records_of(run.folder / "metrics.jsonl") if record["window"] <= run.window]
+        for record in before:
+            self._log_texts(record)
         for metrics in _chunks([m for record in before for m in self._metrics_of(record)], _METRICS):
             self._client.log_batch(self._run, metrics=metrics)
 
     def log(self, record: Record) -> None:
         """Sends the record as one request."""
+        self._log_texts(record)
         if metrics := self._metrics_of(record):
             self._client.log_batch(self._run, metrics=metrics)
+
+    def _log_texts(self, record: Record) -> None:
+        """Makes an artifact of a record's texts; before its numbers, which say that the run has the record."""
+        if TEXTS in record and int(record["window"]) not in self._has:
+            self._client.log_dict(self._run, record[TEXTS], f"texts/window-{record['window']}.json")
 
     def alert(self, title: str, text: str) -> None:
         """Makes it a tag of the run."""

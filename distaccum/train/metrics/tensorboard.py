@@ -14,7 +14,7 @@ from pathlib import Path
 from struct import unpack_from
 from typing import Any
 
-from distaccum.train.metrics.loggers import Logger, Record, RunInfo, records_of
+from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 _EVALUATION = "eval_"
 _EVENTS = "events.out.tfevents."
@@ -76,6 +76,8 @@ class TensorBoardLogger(Logger):
             numbers = {tag_of(name): float(value) for name, value in record.items() if isinstance(value, int | float)}
             # One event for all of them: it is whole in the file, or not there.
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()])
+            for number, one in enumerate(record.get(TEXTS, ())):
+                summary.value.extend(_text(f"eval/text_{number}", _as_code(one["prompt"] + one["text"])).value)
             self._file.add(summary, record["window"])
             self._shown = record["window"]
         self._lacks = False
@@ -184,5 +186,6 @@ def _text(name: str, content: str) -> Any:
 
 def _as_code(content: Any) -> str:
     """A text that TensorBoard, which shows Markdown, leaves as it is."""
-    lines = json.dumps(content, indent=2, default=str).splitlines()
+    text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
+    lines = text.splitlines()
     return "\n".join(f"    {line}" for line in lines)

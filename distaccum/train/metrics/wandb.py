@@ -29,7 +29,7 @@ from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.background import SUFFIX
 from distaccum.train.metrics.kept import KeptCheckpoints, files_of, is_wanted
-from distaccum.train.metrics.loggers import Logger, Record, RunInfo, records_of
+from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -266,12 +266,18 @@ class Sender:
 
     def send(self, record: Record) -> None:
         """Logs one record as the step ``window``."""
+        given = dict(record)
+        if TEXTS in given:
+            import wandb  # noqa: PLC0415
+
+            rows = [[one["prompt"], one["text"]] for one in given[TEXTS]]
+            given[TEXTS] = wandb.Table(columns=["prompt", "text"], data=rows)
         for name in record.keys() - self._defined:
             self._defined.add(name)
             # To W&B a dot begins a key within another, and a star stands for any text; it refuses one in the middle.
             if (best := best_of(name, *self._best)) is not None and "*" not in name:
                 self._run.define_metric(name.replace(".", r"\."), step_metric="step", summary=f"{best},last")
-        self._run.log(dict(record), step=record.get("window"))
+        self._run.log(given, step=record.get("window"))
 
 
 def best_of(name: str, named: str | None = None, mode: str = "min") -> str | None:

@@ -368,6 +368,9 @@ def test_names_that_mlflow_takes_for_paths_are_taken(tmp_path: Path) -> None:
     assert [name for name in expected if name.startswith((".", "/")) or posixpath.normpath(name) != name] == []
 
 
+TEXTS = [{"prompt": "a", "text": "b\x1bc"}]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +394,7 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     second = logger()
     second.begin(_info(folder, 4))
     second.log(_record(5))  # repeated: MLflow takes nothing back
-    second.log(_record(6, eval_loss=0.5, **{"eval_en//de/": 0.25}))  # a name that MLflow has not
+    second.log(_record(6, eval_loss=0.5, eval_texts=TEXTS, **{"eval_en//de/": 0.25}))  # a name that MLflow has not
     checkpoint = folder / "step-6"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -425,6 +428,7 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     assert history("applied") == [(1, 0.0), *((window, 1.0) for window in range(2, 7))]
     assert history("eval_loss") == [(6, 0.5)]
     assert history("eval_en__de_") == [(6, 0.25)]
+    assert json.loads(Path(client.download_artifacts(run.info.run_id, "texts/window-6.json")).read_text()) == TEXTS
     kept = Path(client.download_artifacts(run.info.run_id, "checkpoints/step-6/model.safetensors"))
     assert kept.read_bytes() == b"WEIGHTS"
 
