@@ -192,6 +192,9 @@ ELSEWHERE |= {
     for command, test in ELSEWHERE.items()
     if command.startswith("python launch/examples/")
 }
+ELSEWHERE |= dict.fromkeys(
+    _commands_of("docs/finetuning.md"), "distributed/test_finetuning.py::test_the_pages_commands"
+)
 
 
 def _training(command: str) -> tuple[int, list[str]] | None:

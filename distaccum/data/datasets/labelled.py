@@ -125,14 +125,14 @@ def _read(path: str, *, text: str, label: str) -> tuple[list[str], list[str]]:
     columns: dict[str, list[str]] = {text: [], label: []}
     if len(columns) == 1:
         raise ConfigError("data.label", label, "is the column of the texts too", "Name two columns")
-    for line, row in _rows(path):
+    for line, row in read_rows(path):
         for key, column in (("data.text", text), ("data.label", label)):
             if column not in row:
                 problem = f"no such column: line {line} of {path} has {', '.join(row)}{near_misses(column, row)}"
                 raise ConfigError(key, column, problem, "Name one that is there on every line")
             value = row[column]
             if not isinstance(value, str | int | float) or not str(value).strip():
-                raise _unreadable(path, line, f"there is no text or number in column {column!r}")
+                raise unreadable(path, line, f"there is no text or number in column {column!r}")
             columns[column].append(str(value))
     if len(columns[text]) < 2:  # noqa: PLR2004  one to train on, one to hold out
         problem = f"holds {len(columns[text])} texts, and two are the least"
@@ -140,7 +140,7 @@ def _read(path: str, *, text: str, label: str) -> tuple[list[str], list[str]]:
     return columns[text], columns[label]
 
 
-def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Each row's line number (the last, if it spans several lines), and its values by column."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*_CSV, *_JSON_LINES):
@@ -160,10 +160,10 @@ def _csv_rows(path: str, file: TextIO, delimiter: str) -> Iterator[tuple[int, Ma
         for row in rows:
             if None in row:
                 names = ", ".join(rows.fieldnames or ())
-                raise _unreadable(path, rows.line_num, f"it has more fields than the columns {names}")
+                raise unreadable(path, rows.line_num, f"it has more fields than the columns {names}")
             yield rows.line_num, row
     except csv.Error as error:
-        raise _unreadable(path, rows.reader.line_num, str(error)) from error
+        raise unreadable(path, rows.reader.line_num, str(error)) from error
 
 
 def _json_rows(path: str, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -173,11 +173,12 @@ def _json_rows(path: str, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise _unreadable(path, number, str(error)) from error
+            raise unreadable(path, number, str(error)) from error
         if not isinstance(row, dict):
-            raise _unreadable(path, number, "it is no JSON object")
+            raise unreadable(path, number, "it is no JSON object")
         yield number, row
 
 
-def _unreadable(path: str, line: int, problem: str) -> ConfigError:
+def unreadable(path: str, line: int, problem: str) -> ConfigError:
+    """The error of a line that cannot be read."""
     return ConfigError("data.path", path, f"line {line}: {problem}", "Mend that line, or take it out")

@@ -1,0 +1,36 @@
+"""The commands of docs/finetuning.md, in their order, and what they leave."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distaccum.checkpoint.tensors import TensorFiles
+from tests.support.commands import ROOT, environment, metrics
+
+transformers = pytest.importorskip("transformers")
+
+
+def _commands() -> list[list[str]]:
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    found = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
+    return [shlex.split(line) for line in found.splitlines() if line]
+
+
+def test_the_pages_commands(tmp_path: Path) -> None:
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    for command in _commands():
+        program = ["-m", "distaccum"] if command[0] == "distaccum" else []
+        whole = [sys.executable, *program, *command[1:]]
+        done = subprocess.run(whole, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = metrics(tmp_path / "runs/whole")
+    assert records[-1]["step"] == 20
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    saved = TensorFiles(tmp_path / "runs/whole/checkpoints/step-20", "model")
+    assert all((tuned.state_dict()[name] == saved[name]).all() for name in saved)

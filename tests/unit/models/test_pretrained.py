@@ -1,0 +1,145 @@
+"""Models of Hugging Face: nothing is downloaded, they are made of configurations and written into folders first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distaccum.config.schema import RunConfig
+from distaccum.data.datasets.prompts import prompts
+from distaccum.data.datasets.tokenizer import train_tokenizer
+from distaccum.errors import ConfigError
+from distaccum.models.pretrained import pretrained
+from distaccum.train.components import components_from_config
+
+transformers = pytest.importorskip("transformers")
+
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+ROWS = [{"prompt": f"What is {i} + {i}?", "completion": f" It is {2 * i}, I think."} for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in bf16 with its tokenizer."""
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**TINY)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], vocab_size=300).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+def test_a_folders_weights_are_there_in_fp32_and_ready_to_train(folder: Path) -> None:
+    model = pretrained(name=str(folder))
+    source = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert model.training
+    assert not model.config.use_cache
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for name, parameter in source.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.float()), name
+
+
+def test_a_configuration_alone_gives_random_weights_of_the_seed(folder: Path) -> None:
+    made = []
+    for name in (str(folder), "llama"):
+        for _ in range(2):
+            torch.manual_seed(3)
+            made.append(pretrained(name=name, from_config=True, options=TINY).state_dict())
+    for other in made[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in made[0].items())
+
+
+def test_a_head_that_the_folder_lacks_is_refused_until_it_is_named(folder: Path) -> None:
+    task = {"task": "sequence_classification", "options": {"num_labels": 3}}
+    with pytest.raises(ConfigError, match=r"has no score.weight.*model.fresh=\[score.weight\]"):
+        pretrained(name=str(folder), **task)
+    model = pretrained(name=str(folder), **task, fresh=["score.*"])
+    assert model.get_parameter("score.weight").shape == (3, 16)
+    with pytest.raises(ConfigError, match=r"fits no weight that is missing"):
+        pretrained(name=str(folder), **task, fresh=["score.*", "classifier.*"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "causal"}, r"no such task.*causal_lm"),
+        ({"name": "nowhere/at-all/no"}, r"has no configuration"),
+        ({"options": {"hiden_size": 8}}, r"model.options.hiden_size.*no such setting.*hidden_size"),
+        ({"from_config": True, "fresh": ["score.*"]}, r"model\.fresh"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pretrained(**{"name": str(folder), **settings})
+
+
+def test_a_model_on_the_meta_device_is_refused(folder: Path) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"engine\.meta_init"):
+        pretrained(name=str(folder))
+
+
+def test_prompts_are_read_and_not_learned(folder: Path, rows: Path) -> None:
+    data = prompts(path=str(rows), tokenizer=str(folder))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    samples = [*data.train, *data.eval_dataset]
+    assert (len(data.train), len(samples)) == (10, 12)
+    found = {}
+    for sample in samples:
+        learned = sample["labels"] != -100
+        assert torch.equal(sample["labels"][learned], sample["input_ids"][learned])
+        prompt, completion = sample["input_ids"][~learned], sample["input_ids"][learned]
+        assert (int(prompt[0]), int(completion[-1])) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        found[tokenizer.decode(prompt[1:])] = tokenizer.decode(completion[:-1])
+    assert found == {row["prompt"]: row["completion"] for row in ROWS}
+    assert list(data.lengths) == [len(sample["input_ids"]) for sample in data.train]
+
+
+def test_texts_without_prompts(folder: Path, rows: Path) -> None:
+    data = prompts(path=str(rows), tokenizer=str(folder), prompt=None, max_length=5)
+    for sample in data.train:
+        assert len(sample["input_ids"]) == 5
+        assert torch.equal(sample["labels"][1:], sample["input_ids"][1:])
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(folder: Path, rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: its prompt has .* and data\.max_length=3 leaves none"):
+        prompts(path=str(rows), tokenizer=str(folder), max_length=3)
+    with pytest.raises(ConfigError, match=r"data.completion.*no such column"):
+        prompts(path=str(rows), tokenizer=str(folder), completion="answer")
+
+
+def test_the_groups_go_together(folder: Path, rows: Path) -> None:
+    config = RunConfig.from_dict(
+        {
+            "model": {"_target_": "distaccum.models.pretrained.pretrained", "name": str(folder)},
+            "data": {
+                "_target_": "distaccum.data.datasets.prompts.prompts",
+                "path": str(rows),
+                "tokenizer": str(folder),
+            },
+            "loss": {"_target_": "distaccum.losses.transformers.CausalLM"},
+        }
+    )
+    parts = components_from_config(config, world_size=1, device=torch.device("cpu"))
+    batch = parts.data.collate([parts.data.train[0], parts.data.train[1]])
+    mean = parts.loss(parts.model, batch) / parts.loss.count(batch)
+    theirs = parts.model(**batch).loss  # of transformers' own, which averages one batch rightly
+    torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=0)
