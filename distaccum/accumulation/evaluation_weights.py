@@ -36,14 +36,17 @@ class EvaluationWeights:
         """Watches the forwards of the engine's model; those ``in_window`` never switch, as those of a proof.
 
         Raises:
-            ConfigError: there is such an optimizer, and the engine leaves a rank a share only: a switch would not reach
-                all weights.
+            ConfigError: there is such an optimizer, and the engine leaves a rank a share only, or weights that are
+                roundings: a switch would not reach all weights.
         """
         if not self._optimizers:
             return
         if engine.state_layout is not StateLayout.FULL:
             problem = "its train() and eval() replace the weights, of which this engine gives a rank a share only"
             raise ConfigError("optimizer", type(self._optimizers[0]).__name__, problem, "Use engine=ddp")
+        if engine.rounds_weights:
+            problem = "its train() and eval() replace the fp32 masters, and forwards compute with their roundings"
+            raise ConfigError("optimizer", type(self._optimizers[0]).__name__, problem, "Use precision=bf16")
         self._in_window = in_window
         self._hook = engine.unwrapped_model.register_forward_pre_hook(self._before_forward)
 

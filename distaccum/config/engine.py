@@ -94,6 +94,9 @@ class DDPConfig(EngineConfig):
         """See ``EngineConfig``."""
         return Sharding(stage=0, bucket_cap_mb=self.bucket_cap_mb)
 
+    def _formats(self, precision: PrecisionConfig) -> Formats:
+        return Formats(parameters=HALF, gathered=HALF, copies=FULL) if precision.keeps_masters else Formats()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Zero1Config(DDPConfig):
@@ -198,6 +201,7 @@ class DeepSpeedConfig(EngineConfig):
         cast = HALF if precision.casts else FULL
         return Formats(
             parameters=cast,
+            frozen=cast,
             gathered=cast,
             gradients=FULL if self.stage else cast,
             copies=FULL if precision.casts or self.stage else 0,

@@ -14,7 +14,7 @@ from distaccum.config.checks import (
     settings_by_name,
 )
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-weights")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 _POWERS = range(-14, 65)
 _SCALES = (2.0**-126, 2.0**127)  # of fp32
@@ -92,10 +92,12 @@ class ScalerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """What the forward computes in, and what else is not fp32. Parameters and accumulated gradients always are.
+    """What the forward computes in, and what else is not fp32. What is stepped and accumulated always is.
 
     Args:
-        name (fp32 | tf32 | bf16 | fp16): the number format, also under the names of ``ALIASES``.
+        name (fp32 | tf32 | bf16 | fp16 | bf16-weights): the number format, also under the names of ``ALIASES``.
+            ``bf16-weights``: ``bf16``, and the weights too, each the rounding of an fp32 master that the optimizer
+            steps.
         reduce_dtype (fp32 | bf16 | fp16): the format of gradients between ranks.
         keep_fp32: globs of modules that autocast leaves alone.
         only: globs of the modules that autocast covers; empty: all.
@@ -117,6 +119,9 @@ class PrecisionConfig:
         require_annotated("precision", self)
         object.__setattr__(self, "name", canonical(self.name))
         require_choice("precision", self.name, PRECISIONS)
+        remedy = "Name what stays in fp32 (precision.keep_fp32), or use precision=bf16"
+        problem = "precision=bf16-weights has the weights of all modules in bf16 but for those of keep_fp32"
+        require(not (self.keeps_masters and self.only), "precision.only", self.only, problem, remedy)
         require_choice("precision.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         require_count("precision.underflow_every", self.underflow_every, off="0 to sample none")
 
@@ -132,7 +137,12 @@ class PrecisionConfig:
     @property
     def casts(self) -> bool:
         """Whether the forward computes in a 16-bit format."""
-        return self.name in ("bf16", "fp16")
+        return self.name in ("bf16", "fp16", "bf16-weights")
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether weights are roundings of fp32 masters."""
+        return self.name == "bf16-weights"
 
     @property
     def scales_loss(self) -> bool:

@@ -53,7 +53,8 @@ class Formats:
     """Bytes an element of what is held and sent.
 
     Args:
-        parameters: what the forward computes from.
+        parameters: what the forward computes from, of those that are trained.
+        frozen: the same of those that are not.
         copies: fp32 weights in addition to the parameters, sharded as the optimizer state is.
         gradients: what the window accumulates.
         moments: the optimizer state.
@@ -62,6 +63,7 @@ class Formats:
     """
 
     parameters: int = FULL
+    frozen: int = FULL
     copies: int = 0
     gradients: int = FULL
     moments: float = ADAM

@@ -134,6 +134,8 @@ class Engine(ABC):
     """Whether a backward of :attr:`model`'s output does more than reach the parameters' gradients."""
     steps_parts: bool = False
     """Whether an optimizer's step on a rank moves a part of the parameters only, or copies of them."""
+    rounds_weights: bool = False
+    """Whether forwards compute with roundings of what the optimizers step (:attr:`stepped`)."""
     leaves_out_unused: bool = True
     """Whether a parameter without a gradient is left out of a step, and not a fault."""
     state_layout: StateLayout = StateLayout.FULL
@@ -228,6 +230,11 @@ class Engine(ABC):
     def stepped_groups(self) -> AbstractContextManager[object]:
         """Within this context the optimizers' groups hold what the step gives them: on some engines a rank's part."""
         return nullcontext()
+
+    @property
+    def stepped(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizers step of each trained parameter, by its name: itself, or its fp32 master."""
+        return trained(self.unwrapped_model)
 
     @property
     def loss_scale(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,13 +20,15 @@ from distaccum.config.engine import DDPConfig, Zero1Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.sizes import size_of
 from distaccum.distributed.world import World
+from distaccum.engines import masters
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.context import EngineContext
-from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring, uncounted
+from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring, set_gradient, uncounted
 from distaccum.engines.ddp_model import DDPModel
 from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.masters import Masters
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
@@ -80,14 +82,8 @@ class DDPEngine(Engine):
         self._shards = shards
         self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
-        if shards is not None:  # before DDP looks at how parameters lie
-            self.state_layout, self.steps_parts = StateLayout.SHARDED, True
-            for optimizer in optimizers:
-                check_hooks(optimizer)
-                check_parts(optimizer, "zero1", warn=world.is_main)
-            self._groups = WholeGroups(optimizers)
-            shards.partition(optimizers)
-            self._groups.show()
+        self._masters: Masters | None = None
+        self._divide(model, optimizers)
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
@@ -96,10 +92,12 @@ class DDPEngine(Engine):
         with dense_gradients(model), ignoring(model, [*buffers, *odd]):
             self._ddp = DDPModel(
                 model,
-                bucket_cap_mb=config.bucket_cap_mb,
+                # It counts in the parameters' type, and buckets hold gradients.
+                bucket_cap_mb=config.bucket_cap_mb * policy.parameter_dtype.itemsize / 4,
                 gradient_as_bucket_view=True,
                 **_NO_BUFFER_SYNC,
-                find_unused_parameters=config.find_unused_parameters,
+                # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
+                find_unused_parameters=config.find_unused_parameters and self._masters is None,
             )
         if policy.reduce_dtype is not torch.float32:
             self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
@@ -107,20 +105,28 @@ class DDPEngine(Engine):
         self._named = trained(model)
         self._parameters = list(self._named.values())
         self._reduction = Reduction(self._ddp, self._parameters)
-        self._reduction.place_gradients()
+        self._reduction.place_gradients(in_fp32=self._masters is not None)
         self._views = [p.grad for p in self._parameters]
+        self._stepped = {name: self._master_of(p) for name, p in self._named.items()}
+        self._copies = [
+            (master, p) for master, p in zip(self._stepped.values(), self._parameters, strict=True) if master is not p
+        ]
+        for master, parameter in self._copies:
+            master.grad = parameter.grad
         self._watch = GradientWatch(partial(map, attrgetter("grad"), self._parameters))
         self._watch.note()
         self._optimizer_step = OptimizerStep(
             optimizers,
-            self._named,
+            self._stepped,
             (model, self._ddp),
             options,
             self._settings,
             window_open=lambda: self.window_open,
+            reduced=self._parameters,
         )
         self.leaves_out_unused = config.find_unused_parameters
-        self._unused = UnusedParameters(self._parameters) if config.find_unused_parameters else None
+        stepped = list(self._stepped.values())
+        self._unused = UnusedParameters(self._parameters, stepped) if config.find_unused_parameters else None
         self._ran = self._syncs = self._reduced = False
         self._fault = ""  # why this rank's gradient is NaN
         self._collectives = Collectives(world.device)
@@ -131,6 +137,34 @@ class DDPEngine(Engine):
             if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
         }
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
+
+    def _divide(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
+        if self._policy.keeps_masters:
+            masters.check(model, optimizers)
+            masters.synchronize(model, self._world)
+        if self._shards is not None:
+            self.state_layout, self.steps_parts = StateLayout.SHARDED, True
+            for optimizer in optimizers:
+                check_hooks(optimizer)
+                check_parts(optimizer, "zero1", warn=self._world.is_main)
+            self._groups = WholeGroups(optimizers)
+        if self._policy.keeps_masters:
+            self._masters, self.rounds_weights = Masters(model, optimizers, self._policy), True
+        if self._shards is not None:
+            self._shards.partition(optimizers)
+        if self._masters is not None:
+            self._masters.take_over(optimizers)
+        if self._shards is not None:
+            self._groups.show(copies=self.rounds_weights)
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self._masters is None else self._masters.of(parameter)
+
+    @property
+    def stepped(self) -> Mapping[str, nn.Parameter]:
+        """See :class:`Engine`; on zero1 a weight whose master another rank has stands for itself."""
+        return self._stepped
 
     @property
     def model(self) -> nn.Module:
@@ -147,9 +181,11 @@ class DDPEngine(Engine):
         elements = sum(p.numel() for p in self._parameters)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
         line = f"parameters and gradients whole on every rank; {sent} of gradients all-reduced a window"
+        held = "optimizer state" if self._masters is None else "fp32 masters and optimizer state"
         if self._shards is None:
-            return line
-        return f"{line}; optimizer state on one rank each, {size_of(4 * elements)} of parameters broadcast a window"
+            return line if self._masters is None else f"{line}; {held} too"
+        spread = size_of(sum(p.nbytes for p in self._parameters))
+        return f"{line}; {held} on one rank each, {spread} of parameters broadcast a window"
 
     def begin_window(self, micro_steps: int) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.
@@ -304,9 +340,14 @@ class DDPEngine(Engine):
             self._groups.check()
             expect_no_hooks(self._optimizers)
             self._optimizer_step.expect_known()  # here every rank sees what any would
+        if self._masters is not None:
+            self._masters.take_in()
+        if self._shards is not None:
             self._shards.take_in()
         with self.stepped_groups:
             output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
+        if self._masters is not None:
+            self._masters.round()
         if self._fault:
             output = replace(output, fault=self._fault)
         if self._shards is not None:
@@ -375,9 +416,13 @@ class DDPEngine(Engine):
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if parameter.grad is not view:
-                parameter.grad = view
+                set_gradient(parameter, view)
+                self._views[i] = parameter.grad
+        for master, parameter in self._copies:
+            if master.grad is not parameter.grad:
+                master.grad = parameter.grad
         zero_in_place(self._parameters)
         self._watch.note()
         if self._unused is not None:
@@ -389,9 +434,17 @@ class DDPEngine(Engine):
         self._optimizer_step.release()
         self._reduction.close()
         self._collectives.stop()
+        self._watch.forget()
+        for master, _ in self._copies:
+            master.grad = None
         if self._shards is not None:
             self._groups.release()
-            self._shards.restore(self._optimizers)
+        if self._masters is not None:
+            self._masters.release(self._optimizers)
+        if self._shards is not None:
+            self._shards.restore(self._optimizers, None if self._masters is None else self._masters.whole)
+        if self._masters is not None:
+            self._masters.restore()
         if self._unused is not None:
             self._unused.close()
         model = self.unwrapped_model
@@ -402,15 +455,26 @@ class DDPEngine(Engine):
 
     def state(self) -> EngineState:
         """Each rank gives the model, and the optimizer state that it holds."""
-        return self._optimizer_step.state(model_state(self.unwrapped_model), owns=lambda _: True)
+        model = model_state(self.unwrapped_model)
+        if self._masters is not None:
+            model = self._masters.in_place_of_weights(model)
+        return self._optimizer_step.state(model, owns=lambda _: True)
 
     def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
         """See :class:`Engine`; of zero1 nothing, as one rank has a parameter's."""
-        return 0, {} if self._shards is not None else by_entry(self._optimizers, self._named)
+        return 0, {} if self._shards is not None else by_entry(self._optimizers, self._stepped)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """See :class:`Engine`; masters as well, where every rank has them."""
+        if self._masters is None or self._shards is not None:
+            return super().replicated()
+        return {**super().replicated(), **{f"the fp32 master of {name}": p for name, p in self._masters.by_name()}}
 
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
         load_model_state(self.unwrapped_model, state.model)
+        if self._masters is not None:
+            self._masters.load(state.model)
         with self.stepped_groups:
             self._optimizer_step.load_state(state)
 

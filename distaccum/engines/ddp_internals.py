@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
 
+GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on: a gradient may have another type than its parameter
 _NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
 _OF_GLOO = "/gloo/"
 _TWICE = "mark a variable ready only once"
+_BUCKET_DTYPE = "_set_mixed_precision_param_dtype"  # of all buckets; in place of their parameters' type
 _UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
@@ -49,7 +51,7 @@ class Reduction:
             raise _other_torch(f"has no {', '.join(missing) or 'require_backward_grad_sync'}")
         ddp.require_backward_grad_sync = False
 
-    def place_gradients(self) -> None:
+    def place_gradients(self, *, in_fp32: bool = False) -> None:
         """Makes every gradient a view of its bucket, by backwards that add nothing; a collective.
 
         DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
@@ -57,10 +59,22 @@ class Reduction:
         assumes at first, the reverse of the parameters'.
 
         The first backward leaves a parameter out, to see that this torch tells.
+
+        Args:
+            in_fp32: buckets and gradients are fp32, also of parameters that are not.
+
+        Raises:
+            ConfigError: this torch's DDP works in another way.
         """
+        if in_fp32 and not hasattr(self._reducer, _BUCKET_DTYPE):
+            raise _other_torch(f"has no {_BUCKET_DTYPE}")
+        if in_fp32 and GRAD_DTYPE:
+            getattr(self._reducer, _BUCKET_DTYPE)(torch.float32)
         for left_out in (1, 0):
             for parameter in self._parameters:
                 parameter.grad = None
+                if in_fp32 and not (left_out or GRAD_DTYPE):  # else it would get its parameter's type
+                    set_gradient(parameter, torch.zeros_like(parameter, dtype=torch.float32))
             reached = self._parameters[left_out:] or self._parameters
             self.backward(_constant(reached, 0.0))
             unreached = self.unreached()
@@ -71,7 +85,11 @@ class Reduction:
             if left_out:  # their memory goes before new buckets come, else there are two of each for a moment
                 for parameter in self._parameters:
                     parameter.grad = None
+                if in_fp32 and not GRAD_DTYPE:
+                    getattr(self._reducer, _BUCKET_DTYPE)(torch.float32)
             self._reducer._rebuild_buckets()
+        if in_fp32 and any(p.grad is None or p.grad.dtype is not torch.float32 for p in self._parameters):
+            raise _other_torch("does not keep the gradients of bf16 parameters in fp32")
 
     def backward(self, loss: Tensor) -> None:
         """The backward of ``loss``, which reduces; :meth:`unreached` tells whether it has reduced everything."""
@@ -120,6 +138,23 @@ class Reduction:
     def close(self) -> None:
         """Removes DDP's hooks from the parameters."""
         self._reducer._remove_autograd_hooks()
+
+
+def accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Has a parameter of 16 bits accumulate its gradient in fp32, from before DDP wraps it."""
+    if GRAD_DTYPE:
+        parameter.grad_dtype = torch.float32
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Gives a parameter a gradient, which may be fp32 where the parameter is not."""
+    if gradient is None or gradient.dtype is parameter.dtype or GRAD_DTYPE:
+        parameter.grad = gradient
+        return
+    # An older torch compares types where a gradient is assigned, and not where it is added to.
+    own = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.grad = own
+    own.data = gradient
 
 
 @contextmanager

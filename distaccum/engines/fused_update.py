@@ -54,6 +54,7 @@ class FusedUpdate:
         options: clipping and the loss scale.
         all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
             gradient is whole.
+        reduced: what else has reduced gradients: weights, where ``parameters`` are their masters.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class FusedUpdate:
         options: StepOptions,
         *,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
+        reduced: Sequence[nn.Parameter] = (),
     ) -> None:
         self._optimizers = optimizers
         self._parameters = parameters
         self._options = options
         self._all_reduce_shards = all_reduce_shards
-        self._known = frozenset(map(id, parameters.values()))
+        self._known = frozenset(map(id, (*parameters.values(), *reduced)))
         self._begun: set[int] = set()  # the parameters that have optimizer state
 
     def forget(self) -> None:

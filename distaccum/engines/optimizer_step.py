@@ -31,6 +31,7 @@ class OptimizerStep:
         window_open: whether one is.
         all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
             gradient is whole.
+        reduced: what else has reduced gradients: weights, where ``parameters`` are their masters.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class OptimizerStep:
         *,
         window_open: Callable[[], bool] = lambda: True,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
+        reduced: Sequence[nn.Parameter] = (),
     ) -> None:
         self.parameters = parameters
         self._optimizers = optimizers
@@ -50,7 +52,9 @@ class OptimizerStep:
         self._underflow_every = options.underflow_every if options.scaler else 0
         self._attempts = 0
         self._all_reduce_shards = all_reduce_shards
-        self._update = FusedUpdate(optimizers, parameters, options, all_reduce_shards=all_reduce_shards)
+        self._update = FusedUpdate(
+            optimizers, parameters, options, all_reduce_shards=all_reduce_shards, reduced=reduced
+        )
         self._guard = StepGuard(optimizers, modules, window_open)
         self._settings = settings
 

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from distaccum.distributed.world import World
+from distaccum.engines.ddp_internals import set_gradient
 from distaccum.errors import MisuseError
 
 
@@ -19,10 +20,11 @@ class UnusedParameters:
 
     Args:
         parameters: those that need a gradient, in the same order on every rank.
+        stepped: what is stepped of each; None: themselves.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter] | None = None) -> None:
+        self._stepped = parameters if stepped is None else stepped
         self._used = [0] * len(parameters)
         self._hooks = [
             parameter.register_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
@@ -42,7 +44,7 @@ class UnusedParameters:
 
     def reset(self) -> None:
         """Forgets what was used, after a step or a dropped window."""
-        self._used = [0] * len(self._parameters)
+        self._used = [0] * len(self._stepped)
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -62,12 +64,12 @@ class UnusedParameters:
         if needs_some and not any(anywhere):
             problem = "no loss of this window depends on a trained parameter, on any rank"
             raise MisuseError(f"{problem}: look for a detach(), a no_grad(), or a model that is not the accumulator's")
-        unused = [(p, p.grad) for p, used in zip(self._parameters, anywhere, strict=True) if not used]
+        unused = [(p, p.grad) for p, used in zip(self._stepped, anywhere, strict=True) if not used]
         for parameter, _ in unused:
             parameter.grad = None
         try:
             yield
         finally:
             for parameter, gradient in unused:
-                parameter.grad = gradient
+                set_gradient(parameter, gradient)
             self.reset()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -95,11 +95,17 @@ class ZeRO1:
         for work in works:
             work.wait()
 
-    def restore(self, optimizers: Sequence[Optimizer]) -> None:
+    def restore(
+        self, optimizers: Sequence[Optimizer], master: Callable[[nn.Parameter], Tensor | None] | None = None
+    ) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective.
 
         While an error is handled that this rank may have alone (of its disk, of a loading process, of the user's code),
         the others do something else: then its own state is all there is, and the log says so.
+
+        Args:
+            optimizers: those of :meth:`partition`.
+            master: of a parameter that another tensor is stepped for: that tensor, which every rank gets, too.
         """
         error = sys.exc_info()[1]
         if isinstance(error, DistaccumError):  # every rank has one, unless it puts another error in words
@@ -123,6 +129,9 @@ class ZeRO1:
                     optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}
             for parameter in held:
                 parameter.data = parameter.detach().clone()
+                stepped = None if master is None or alone else master(parameter)
+                if stepped is not None:
+                    dist.broadcast(stepped, src=owners[id(parameter)])
         self._flat_buffers, self._whole, self._places, self._addresses = [], [], [], []
 
 

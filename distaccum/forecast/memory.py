@@ -41,7 +41,7 @@ def state(job: Job, ranks: int) -> dict[str, float]:
     """Bytes on a rank, by part: what it holds between two micro-steps, once the optimizer has stepped."""
     sharding, formats, elements = job.sharding, job.formats, job.sizes.elements
     parts = volume.memory(sharding, elements, ranks, formats)
-    frozen = formats.parameters * job.sizes.frozen / sharding.parts(PARAMETER_STAGE, ranks) + job.sizes.buffers
+    frozen = formats.frozen * job.sizes.frozen / sharding.parts(PARAMETER_STAGE, ranks) + job.sizes.buffers
     found = {
         "parameters": parts["parameters"] + frozen,
         "weight copies": volume.copied(sharding, elements, ranks, formats),

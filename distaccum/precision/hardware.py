@@ -76,7 +76,7 @@ def configure(policy: PrecisionPolicy, device: torch.device) -> None:
 
 def refuse(policy: PrecisionPolicy, gpu: Gpu | None) -> None:
     """Raises ConfigError where the policy cannot be had; ``gpu`` is None on a CPU."""
-    if policy.name == "bf16" and gpu is not None and not gpu.bf16:
+    if policy.compute_dtype is torch.bfloat16 and gpu is not None and not gpu.bf16:
         problem, remedy = f"{gpu} has no native bf16 arithmetic", "Use precision=fp16, or fp32"
         raise ConfigError("precision", policy.name, problem, remedy)
     if policy.name == "tf32" and (gpu is None or not gpu.tf32):

@@ -10,6 +10,7 @@ import torch
 from distaccum.config.precision import PrecisionConfig
 
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE |= {"bf16-weights": torch.bfloat16}
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -21,7 +22,8 @@ class PrecisionPolicy:
         name: as in ``precision=NAME``.
         compute_dtype: what matrix products of the forward run in; losses are computed in fp32 always. TF32 is a way
             that GPUs multiply fp32 tensors: the tensors' own type is ``torch.float32`` there.
-        parameter_dtype: of the weights that the optimizer steps and of the gradients that it accumulates.
+        parameter_dtype: of the weights that forwards compute with. What the optimizer steps, and the gradients that
+            accumulate, are fp32 whatever it is.
         reduce_dtype: what gradients travel in between ranks.
         keep_fp32: globs of module names that autocast leaves alone; a ModuleList stands for what it holds.
         only: globs of the modules that autocast covers, where it covers only some.
@@ -42,6 +44,7 @@ class PrecisionPolicy:
         return cls(
             name=config.name,
             compute_dtype=_COMPUTE[config.name],
+            parameter_dtype=torch.bfloat16 if config.keeps_masters else torch.float32,
             reduce_dtype=_REDUCE[config.reduce_dtype],
             keep_fp32=tuple(config.keep_fp32),
             only=tuple(config.only),
@@ -52,6 +55,11 @@ class PrecisionPolicy:
     def casts(self) -> bool:
         """Whether the forward computes in a 16-bit type anywhere."""
         return self.compute_dtype is not torch.float32
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether weights are roundings of fp32 masters, which the optimizer steps."""
+        return self.parameter_dtype is not torch.float32
 
     @property
     def scales_loss(self) -> bool:

@@ -27,8 +27,11 @@ def check_parameters(model: nn.Module) -> None:
         shown = str(dtype).removeprefix("torch.")
         which = shorten(small, most=1)
         problem = f"trainable parameters are {shown} ({which}): small updates and sums of gradients round away"
-        same = f"precision={'fp16' if dtype is torch.float16 else 'bf16'} computes in {shown} all the same"
-        remedy = f"Load it in float32, as with dtype=torch.float32 or model.float(): {same}, from fp32 weights"
+        half = dtype is torch.float16
+        same = f"precision={'fp16' if half else 'bf16'} computes in {shown} all the same, from fp32 weights"
+        if not half:
+            same += ", and precision=bf16-weights has the weights in bf16 beside fp32 masters"
+        remedy = f"Load it in float32, as with dtype=torch.float32 or model.float(): {same}"
         raise ConfigError("model", type(model).__name__, problem, remedy)
 
 

@@ -50,11 +50,11 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     getattr(loss, "check_model", lambda _: None)(model)
     policy = PrecisionPolicy.of(config.precision)
     formats, sharding = config.engine.formats(config.precision), config.engine.sharding()
-    # The model itself is in 16 bits (DeepSpeed), or what is gathered of it.
+    # The model itself is in 16 bits (DeepSpeed, and bf16-weights), or what is gathered of it.
     small = formats.parameters == HALF or (sharding.stage >= PARAMETER_STAGE and formats.gathered == HALF)
     settings: dict[str, Any] = {
         "policy": policy,
-        "casts": formats.parameters == FULL,
+        "casts": formats.parameters == FULL or policy.keeps_masters,
         "weights": policy.compute_dtype if small else None,
         "prepare": partial(checkpoint_activations, engine=config.engine),
     }

@@ -56,6 +56,37 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         ),
     ),
     (
+        "ddp",
+        "bf16-weights",
+        Mutant(
+            "ddp: the masters are made their roundings",
+            (
+                (
+                    "engines/masters.py",
+                    "            torch._foreach_copy_(places, masters)\n",
+                    (
+                        "            torch._foreach_copy_(places, masters)\n"
+                        "            torch._foreach_copy_(masters, places)\n"
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (
+        "zero1",
+        "bf16-weights",
+        Mutant(
+            "zero1: weights are sent before they are rounded",
+            (
+                (
+                    "engines/ddp.py",
+                    "            self._masters.round()\n        if self._fault",
+                    "            pass\n        if self._fault",
+                ),
+            ),
+        ),
+    ),
+    (
         "fsdp2 boundary",
         "bf16",
         Mutant(

@@ -15,6 +15,7 @@ from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import hooks
 from distaccum.engines.modules import is_meta
 from distaccum.errors import ConfigError, near_misses, shorten
+from distaccum.precision.policy import PrecisionPolicy
 
 _REMEDY = "Use engine=zero1, or change the model"
 
@@ -24,6 +25,7 @@ def check(model: nn.Module, context: EngineContext) -> None:
     config = context.engine
     assert isinstance(config, FSDP2Config)
     check_world(context.world_size, replicas=config.replicas, reduce_dtype=context.policy.reduce_dtype)
+    check_masters(config, context.policy)
     check_meta(model, meta_init=config.meta_init)
     check_globs(model, config.blocks)
     check_parameters(model, config.blocks)
@@ -38,6 +40,19 @@ def check_world(world_size: int, *, replicas: int, reduce_dtype: torch.dtype) ->
     if reduce_dtype is not torch.float32 and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         problem = f"torch {torch.__version__} has no way to send fp32 gradients of engine=fsdp2 in it"
         raise ConfigError("precision.reduce_dtype", reduce_dtype, problem, "Use fp32, a newer torch, or engine=ddp")
+
+
+def check_masters(config: FSDP2Config, policy: PrecisionPolicy) -> None:
+    """Raises ConfigError where weights are to be roundings of the shards, and would not be gathered as such."""
+    if not policy.keeps_masters:
+        return
+    if policy.keep_fp32:
+        problem = "engine=fsdp2 gathers a block's weights in one format, so that none of it stays in fp32"
+        remedy = "Leave it out, or use engine=ddp or zero1, or precision=bf16"
+        raise ConfigError("precision.keep_fp32", list(policy.keep_fp32), problem, remedy)
+    if config.gather_dtype != "compute":
+        problem = "precision=bf16-weights has bf16 weights, and they would be gathered in fp32"
+        raise ConfigError("engine.gather_dtype", config.gather_dtype, problem, "Use compute, or precision=bf16")
 
 
 def check_meta(model: nn.Module, *, meta_init: bool) -> None:

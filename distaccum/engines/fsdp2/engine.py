@@ -100,6 +100,7 @@ class FSDP2Engine(Engine):
         self._zero_contribution: list[bool] = []  # not empty while a replay runs
         everywhere = policy.casts and not (policy.keep_fp32 or policy.only)
         self._gathers_compute = config.gather_dtype == "compute" and everywhere
+        self.rounds_weights = policy.keeps_masters  # of what is gathered: the shards are the masters
         self._mesh = _mesh(world, config.replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         taken = hooks.take(model)

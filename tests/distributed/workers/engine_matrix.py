@@ -77,7 +77,7 @@ def sgd(cell: Cell, world: World) -> float:
                 acc.backward(loss(acc.model, micro.batch))
         assert acc.last is not None
         assert acc.last.applied
-        gradient = engine_matrix.gradient(before, whole[number])
+        gradient = engine_matrix.gradient(before, whole[number], rounds=cell.precision == "bf16-weights")
         after = weights_of(acc.engine, world)
         errors.append(engine_matrix.error(before, after, {n: before[n].double() - g for n, g in gradient.items()}))
         before = after
@@ -96,7 +96,8 @@ def adamw(cell: Cell, world: World) -> float:
         for window in acc.windows(source_of(samples)):
             assert acc.step(window, loss).applied
             if acc.progress.step == UPDATES:
-                return engine_matrix.error(before, weights_of(acc.engine, world), engine_matrix.adamw(before, samples))
+                truth = engine_matrix.adamw(before, samples, rounds=cell.precision == "bf16-weights")
+                return engine_matrix.error(before, weights_of(acc.engine, world), truth)
     raise AssertionError
 
 

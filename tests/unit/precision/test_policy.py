@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distaccum.config.precision import PRECISIONS, PrecisionConfig
+from distaccum.errors import ConfigError
 from distaccum.precision.policy import PrecisionPolicy
 
 CPU = torch.device("cpu")
@@ -24,6 +25,15 @@ def test_every_policy_steps_fp32_weights_and_computes_in_its_own_type(name: str,
     assert (policy.name, policy.compute_dtype) == (name, compute)
     assert policy.parameter_dtype is policy.reduce_dtype is torch.float32
     assert (policy.keep_fp32, policy.only) == ((), ())
+
+
+def test_weights_are_bf16_where_they_have_masters() -> None:
+    policy = _policy(name="bf16-weights")
+    assert policy.compute_dtype is policy.parameter_dtype is torch.bfloat16
+    assert (policy.reduce_dtype, policy.keeps_masters, policy.casts) == (torch.float32, True, True)
+    assert not _policy(name="bf16").keeps_masters
+    with pytest.raises(ConfigError, match=r"precision\.only.*keep_fp32.*precision=bf16"):
+        _policy(name="bf16-weights", only=["block"])
 
 
 def test_another_name_is_the_same_policy() -> None:

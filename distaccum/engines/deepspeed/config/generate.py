@@ -93,6 +93,9 @@ def _check_precision(precision: PrecisionConfig) -> None:
         require(
             not (precision.casts and globs), f"precision.{key}", globs, "DeepSpeed casts the model as a whole", remedy
         )
+    problem = "DeepSpeed makes its own 16-bit weights, and fp32 masters that are not distaccum's"
+    remedy = "Use precision=bf16, whose weights DeepSpeed has in bf16 too, or engine=ddp, zero1 or fsdp2"
+    require(not precision.keeps_masters, "precision", precision.name, problem, remedy)
     if precision.name != "fp16":
         return
     key, scaler = "precision.scaler", precision.scaler
