@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from distaccum.precision.scaler import LossScaler as LossScaler
     from distaccum.train.callbacks import Callback as Callback
     from distaccum.train.callbacks import EarlyStopping as EarlyStopping
+    from distaccum.train.ema import EMA as EMA
     from distaccum.train.from_deepspeed import from_deepspeed_json as from_deepspeed_json
     from distaccum.train.metrics.loggers import Logger as Logger
     from distaccum.train.metrics.loggers import RunInfo as RunInfo
@@ -72,6 +73,7 @@ _HOMES = {
     "DataSpec": "distaccum.data.spec",
     "DeepSpeedConfig": "distaccum.config.engine",
     "DistaccumError": "distaccum.errors",
+    "EMA": "distaccum.train.ema",
     "EarlyStopping": "distaccum.train.callbacks",
     "FSDP2Config": "distaccum.config.engine",
     "Logger": "distaccum.train.metrics.loggers",

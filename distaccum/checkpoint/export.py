@@ -8,9 +8,11 @@ A ``TARGET`` that ends with ``.safetensors`` is one file: it loads with
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from distaccum import program
 from distaccum.checkpoint.pretrained import cast, save_folder
@@ -20,6 +22,7 @@ from distaccum.config.sizes import bytes_of
 from distaccum.errors import CheckpointError, ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TRAINED, AVERAGE = "trained", "ema"
 _EPILOG = """\
 examples:
   distaccum export runs/NAME/checkpoints/step-300 weights.safetensors
@@ -30,6 +33,22 @@ exit codes: 0 done; 2 no such checkpoint, or nowhere to write to
 """
 
 
+class _With(Mapping[str, Tensor]):
+    """Tensors, some of them replaced; each is read when it is asked for."""
+
+    def __init__(self, replaced: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        self._replaced, self._tensors = replaced, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._replaced[name] if name in self._replaced else self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def export(
     checkpoint: Path,
     target: Path,
@@ -37,6 +56,7 @@ def export(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     config_from: Path | None = None,
+    weights: str = TRAINED,
 ) -> int:
     """Writes the weights, in fp32 as the optimizer steps them; returns their number.
 
@@ -46,10 +66,12 @@ def export(
         dtype: of floating-point weights: ``fp32``, ``bf16`` or ``fp16``; None: as they are.
         max_shard_size: of a folder's files.
         config_from: a folder whose ``config.json`` and tokenizer go into the target's.
+        weights: ``trained``, or ``ema``: their moving average, beside what has none (buffers, and what is not trained).
 
     Raises:
         ConfigError: no such size.
-        CheckpointError: the checkpoint is not there, or damaged; the folder is there, or has no configuration.
+        CheckpointError: the checkpoint is not there, or damaged, or has no average; the folder is there, or has no
+            configuration.
         OSError: something cannot be written.
     """
     if not checkpoint.is_dir():
@@ -60,7 +82,11 @@ def export(
     if one_file and config_from is not None:
         raise CheckpointError(f"{target} is one file, and --config-from describes a folder: name a folder")
     verify(checkpoint)
-    tensors = TensorFiles(checkpoint, "model")
+    tensors: Mapping[str, Tensor] = TensorFiles(checkpoint, "model")
+    if weights == AVERAGE:
+        if not any(checkpoint.glob(f"{AVERAGE}*.safetensors")):
+            raise CheckpointError(f"{checkpoint} has no {AVERAGE}: it is kept by a run with callbacks={AVERAGE}")
+        tensors = _With(TensorFiles(checkpoint, AVERAGE), tensors)
     form = DTYPES[dtype] if dtype else None
     if one_file:
         save_whole({name: cast(tensors[name], form) for name in tensors} if form else tensors, target)
@@ -81,6 +107,9 @@ def main() -> None:
     parser.add_argument(
         "--config-from", type=Path, metavar="FOLDER", help="whose config.json and tokenizer go into the folder"
     )
+    parser.add_argument(
+        "--weights", choices=(TRAINED, AVERAGE), default=TRAINED, help="those that train, or their moving average"
+    )
     given = parser.of()
     try:
         count = export(
@@ -89,6 +118,7 @@ def main() -> None:
             dtype=given.dtype,
             max_shard_size=given.max_shard_size,
             config_from=given.config_from,
+            weights=given.weights,
         )
     except (CheckpointError, ConfigError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -8,6 +8,7 @@ needs. An engine with its own format of optimizer state adds files that only it 
     model.safetensors       parameters and buffers by name; model-R.safetensors where several ranks write some each
     optimizer.safetensors   optimizer tensors by parameter name; or optimizer-R.safetensors; a large one in parts,
                             optimizer-I.safetensors or optimizer-R-I.safetensors
+    ema.safetensors         the moving average of the weights that a run keeps; or ema-R.safetensors
     state.json              version, progress (as "clocks"), position, optimizer values, scaler, W&B run, config,
                             callbacks, world size, the format of the optimizer state, and what tells the model and
                             the data
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,21 +93,37 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
     return Part.of(engine, run, data, world).write(folder, engine)
 
 
+class Average(Protocol):
+    """An average of the weights, next to the model."""
+
+    @property
+    def kind(self) -> str:
+        """Begins the names of its files."""
+
+    def whole(self, owns: Callable[[int], bool]) -> dict[str, Tensor]:
+        """Its tensors by name, those of the numbers that this rank ``owns``; a collective where they are sharded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """What one rank writes of a checkpoint, but for an engine's own files; tensors are where they are trained."""
 
     model: tensors.Share
     optimizer: tensors.Share
+    average: tensors.Share | None
     rest: Mapping[str, Pieces]
 
     @classmethod
-    def of(cls, engine: Engine, run: RunState, data: Any, world: World) -> Part:
-        """This rank's, between two windows; a collective. The arguments are those of :func:`save`."""
+    def of(cls, engine: Engine, run: RunState, data: Any, world: World, *, average: Average | None = None) -> Part:
+        """This rank's, between two windows; a collective. The arguments are those of :func:`save`, and an average."""
         state = engine.state()
         shared = engine.state_layout is StateLayout.SHARDED
         model = tensors.share("model", state.model, world, shared=shared)
         optimizer = tensors.share("optimizer", state.optimizer, world, shared=shared)
+        averaged = None
+        if average is not None:
+            own = average.whole(lambda i: not shared or i % world.size == world.rank)
+            averaged = tensors.share(average.kind, own, world, shared=shared)
         values = merged(state.optimizer_values, world) if shared else state.optimizer_values
         rest: dict[str, Pieces] = {}
         if world.is_main:
@@ -125,17 +142,20 @@ class Part:
             stream = BytesIO()
             torch.save(data, stream)
             rest[f"data-{world.rank}.pt"] = [stream.getbuffer()]
-        return cls(model=model, optimizer=optimizer, rest=rest)
+        return cls(model=model, optimizer=optimizer, average=averaged, rest=rest)
 
     @property
     def sizes(self) -> list[int]:
         """The bytes of each tensor, in no order."""
-        return [tensor.nbytes for share in (self.model, self.optimizer) for tensor in (share.tensors or {}).values()]
+        shares = [share for share in (self.model, self.optimizer, self.average) if share is not None]
+        return [tensor.nbytes for share in shares for tensor in (share.tensors or {}).values()]
 
     def files(self, host: Callable[[Tensor], Tensor] = Tensor.cpu) -> Iterator[tuple[str, Pieces]]:
         """Its files by name. What is given of tensors is as good as ``host`` makes it, which brings one to the host."""
         yield from self.model.files(host=host)
         yield from self.optimizer.files(in_parts=True, host=host)
+        if self.average is not None:
+            yield from self.average.files(host=host)
         yield from self.rest.items()
 
     def write(self, folder: Path, engine: Engine) -> dict[str, str]:

@@ -60,6 +60,10 @@ class EngineConfig(ABC):
         """Whether the engine reads optimizer state of that form, on ``world_size`` ranks in that precision."""
         return optimizer_format == BY_PARAMETER
 
+    def holds_weights(self, precision: PrecisionConfig) -> bool:
+        """Whether the model's parameters are the weights that the optimizer steps: whole, or as this rank's shards."""
+        return not precision.keeps_masters
+
     @abstractmethod
     def sharding(self) -> Sharding:
         """What a forecast counts with."""
@@ -138,6 +142,10 @@ class FSDP2Config(EngineConfig):
         require_choice("engine.gather_dtype", self.gather_dtype, GATHER_DTYPES)
         require_count("engine.replicas", self.replicas, least=1)
 
+    def holds_weights(self, precision: PrecisionConfig) -> bool:
+        """See ``EngineConfig``: the shards are fp32, whatever is gathered."""
+        return True
+
     def sharding(self) -> Sharding:
         """See ``EngineConfig``."""
         return Sharding(
@@ -185,6 +193,10 @@ class DeepSpeedConfig(EngineConfig):
         """See ``EngineConfig``; and DeepSpeed's own files, which an older distaccum wrote, where they fit."""
         own = f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
         return optimizer_format == own or super().reads(optimizer_format, world_size, precision)
+
+    def holds_weights(self, precision: PrecisionConfig) -> bool:
+        """See ``EngineConfig``."""
+        return self.stage < PARAMETER_STAGE and not precision.casts
 
     def sharding(self) -> Sharding:
         """See ``EngineConfig``; by the ZeRO paper."""

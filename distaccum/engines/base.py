@@ -319,6 +319,9 @@ class Engine(ABC):
         for buffer in self.unwrapped_model.buffers():
             self._world.broadcast_(buffer)
 
+    def weights_changed(self) -> None:  # noqa: B027  most engines have no copies
+        """Told that somebody has changed parameters in place, between two windows: drops copies for forwards; local."""
+
     def begin_window(self, micro_steps: int) -> None:
         """Called before a window's first micro-step, with the number of micro-steps that this rank has in it.
 

@@ -38,7 +38,7 @@ from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.train import determinism
+from distaccum.train import determinism, ema
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
@@ -225,6 +225,7 @@ def build_components(
     check_profile(config.profile, device, total_steps)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
     check_callbacks(everyone, evaluates=evaluates(data, config))
+    ema.check(everyone, config)
     check_results(data, config, everyone, loss=loss, metrics=metrics or {})
     prompts = prepare_texts(data, model, config)
     if optimizers and config.optim.groups:

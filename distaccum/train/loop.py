@@ -20,6 +20,7 @@ from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
+from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
@@ -324,9 +325,10 @@ class Loop:
         assert self._evaluator is not None
         self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
-        found = self._evaluator.run()
+        with ema.evaluated(self._components.callbacks):
+            found = self._evaluator.run()
+            self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
         self._evaluation = (self.progress.step, found)
-        self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
         if twice := found.keys() & self._texts.keys():
             problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
             raise MisuseError(f"{problem}: give the metric or the score another name")

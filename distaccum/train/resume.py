@@ -22,6 +22,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.modules import is_meta
 from distaccum.errors import CheckpointError, ConfigError
+from distaccum.train import ema
 from distaccum.train.callbacks import named
 from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
@@ -220,8 +221,11 @@ class Restore:
         Raises:
             CheckpointError: the checkpoint belongs to another model or optimizer.
         """
+        callbacks = self._components.callbacks
         if self._saved is None:
-            return wandb_id, self._init_weights(accumulator.engine)
+            note = self._init_weights(accumulator.engine)
+            ema.begin(callbacks, accumulator.engine, None)
+            return wandb_id, note
         run = self._saved.run
         continued, data = checkpoint.restore(
             self._saved,
@@ -231,12 +235,14 @@ class Restore:
             with_model=self._with_optimizer or self._on_meta,
         )
         accumulator.restore(run.progress, run.position, data, run.spikes)
-        for name, callback in named(self._components.callbacks).items():
+        for name, callback in named(callbacks).items():
             if name in run.callbacks:
                 callback.load_state_dict(run.callbacks[name])
+        averaged = ema.begin(callbacks, accumulator.engine, self._saved.folder)
         # A run started from a named checkpoint is another run.
         own = self._components.config.resume == "auto"
-        return run.wandb_id if own else wandb_id, self._note(self._saved, continued=continued)
+        note = self._note(self._saved, continued=continued)
+        return run.wandb_id if own else wandb_id, "; ".join(filter(None, (note, averaged)))
 
     @property
     def logged(self) -> Mapping[str, int]:

@@ -16,6 +16,7 @@ from distaccum.accumulation.spikes import Spikes
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import SpikeError
+from distaccum.train import ema
 from distaccum.train.callbacks import named
 from distaccum.train.components import TrainingComponents
 
@@ -62,6 +63,7 @@ def roll_back(
     for name, callback in named(components.callbacks).items():
         if name in saved.run.callbacks:
             callback.load_state_dict(saved.run.callbacks[name])
+    ema.begin(components.callbacks, accumulator.engine, saved.folder)
     if world.is_main:
         _log.warning(
             "rolled back from step %d to %s; training goes on with the data after window %d (%d of %d times to this "

@@ -17,6 +17,7 @@ from distaccum.data.loader import WindowLoader
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.free_memory import lacks
 from distaccum.errors import DistaccumError, PeerError
+from distaccum.train import ema
 from distaccum.train.background_save import BackgroundSave, clear
 from distaccum.train.best import BestCheckpoint
 from distaccum.train.callbacks import looks_at_checkpoints
@@ -134,7 +135,13 @@ class Saver:
         self._accumulator.replicas.check_state()
         self._accumulator.use_evaluation_weights()
         engine, step = self._accumulator.engine, self._accumulator.tracker.progress.step
-        part = checkpoint.Part.of(engine, self._run_state(logged), self._loader.state(), self._world)
+        part = checkpoint.Part.of(
+            engine,
+            self._run_state(logged),
+            self._loader.state(),
+            self._world,
+            average=ema.of(self._components.callbacks),
+        )
         if not (best is not None or again or waits) and self._begin(step, part):
             return
         path = self._store.save(

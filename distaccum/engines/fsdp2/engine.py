@@ -348,6 +348,10 @@ class FSDP2Engine(Engine):
                 unit.reshard()
             self._gathered = False
 
+    def weights_changed(self) -> None:
+        """See :class:`Engine`."""
+        self._free_gathered()
+
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
         self._open_window()
