@@ -17,6 +17,7 @@ from distaccum.train import ema
 from distaccum.train.ema import EMA
 from tests.support.commands import metrics
 
+pytestmark = pytest.mark.usefixtures("gloo_world")
 DATA: Any = list(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)).unbind())
 BAD = 2  # the window that is not applied
 MARK = 50.0
