@@ -91,6 +91,10 @@ ELSEWHERE = {
     "python launch/examples/text_classifier.py launch/examples/reviews.csv": (
         "distributed/test_examples.py::test_the_text_classifier_learns"
     ),
+    "python launch/examples/keras_classifier.py": "distributed/test_examples.py::test_the_keras_classifier_learns",
+    "torchrun --standalone --nproc-per-node=2 launch/examples/keras_classifier.py": (
+        "distributed/test_examples.py::test_the_keras_classifier_learns"
+    ),
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
     "python launch/examples/seq2seq.py launch/examples/dates.jsonl": (
         "distributed/test_examples.py::test_the_encoder_decoder_learns"

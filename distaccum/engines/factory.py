@@ -54,17 +54,19 @@ class EngineSpec:
         check: ``(model, context) -> Mapping | None``: raises ConfigError for what ``create`` would fail on; what it
             returns becomes ``context.generated``. None: nothing to check.
         makes_weights: of a model on the meta device.
+        keeps_tensors: whether a module's weights stay whole tensors of the model's own type, in fp32.
     """
 
     config: type[EngineConfig]
     create: str
     check: str | None = None
     makes_weights: bool = False
+    keeps_tensors: bool = False
 
 
 _SPECS = (
-    EngineSpec(config=DDPConfig, create="ddp:create"),
-    EngineSpec(config=Zero1Config, create="ddp:create_zero1"),
+    EngineSpec(config=DDPConfig, create="ddp:create", keeps_tensors=True),
+    EngineSpec(config=Zero1Config, create="ddp:create_zero1", keeps_tensors=True),
     EngineSpec(config=FSDP2Config, create="fsdp2.engine:create", check="fsdp2.checks:check", makes_weights=True),
     EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:create", check="deepspeed.compat:check"),
 )
@@ -246,6 +248,7 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     check_wrappers(model)
     check_parameters(model)
     check_dtypes(model)
+    _check_variables(model, context)
     check_globs(model, context.policy)
     check_compiled(model, context.policy)
     hardware.check(context.policy, context.device)
@@ -267,6 +270,20 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     _recomputed(model, context.engine)
     generated = _load(spec.check)(model, context) if spec.check else None
     return generated or {}
+
+
+def _check_variables(model: nn.Module, context: EngineContext) -> None:
+    """Refuses what a module that ``computes_with_variables`` of its own cannot follow."""
+    found = [type(one).__name__ for one in model.modules() if getattr(one, "computes_with_variables", False)]
+    if not found:
+        return
+    if not SPECS[context.engine.name].keeps_tensors:
+        able = " or ".join(name for name, other in SPECS.items() if other.keeps_tensors)
+        problem = f"puts other tensors in the place of weights, and {found[0]} computes with variables of its own"
+        raise ConfigError("engine", context.engine.name, problem, f"Use engine={able}")
+    if context.compile.compiles:
+        problem = f"and {found[0]} computes with variables of its own, which are in no graph of torch's"
+        raise ConfigError("compile", context.compile.name, problem, "Use compile=none")
 
 
 def _load(entry: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
-PAGE = (ROOT / "docs" / "own-loop.md").read_text()
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("own-loop.md", "keras.md"))
 LEVELS = ("loop", "accumulate", "trainer")
 
 
@@ -55,3 +55,12 @@ def test_the_encoder_decoder_learns(tmp_path: Path, world: int) -> None:
     accuracy = re.findall(r"^  accuracy +([\d.]+)$", printed, re.MULTILINE)
     assert float(accuracy[-1]) > 0.7
     assert "global batch 2,048 tokens" in printed
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_keras_classifier_learns(tmp_path: Path, world: int) -> None:
+    pytest.importorskip("keras")
+    printed = _run("keras_classifier", world, tmp_path)
+    loss = re.search(r"^  loss +([\d.]+)$", printed, re.MULTILINE)
+    assert loss is not None
+    assert float(loss[1]) < 0.4  # a guess: 1.39

@@ -67,6 +67,7 @@ def prompts(
         ),
         ignored={"labels": IGNORED},
         lengths=np.array([len(sample["input_ids"]) for sample in train], dtype=np.int64),
+        tokenizer=known,
     )
 
 

@@ -99,6 +99,8 @@ def test_a_model_on_the_meta_device_is_refused(folder: Path) -> None:
 def test_prompts_are_read_and_not_learned(folder: Path, rows: Path) -> None:
     data = prompts(path=str(rows), tokenizer=str(folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert data.tokenizer is not None
+    assert data.tokenizer.encode("a") == tokenizer.encode("a")  # for the texts of evaluations
     samples = [*data.train, *data.eval_dataset]
     assert (len(data.train), len(samples)) == (10, 12)
     found = {}

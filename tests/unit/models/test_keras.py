@@ -1,0 +1,313 @@
+"""Keras models on the torch backend: beside Keras's own mean over the whole batch in fp64; the rest is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+os.environ["KERAS_BACKEND"] = "torch"
+keras: Any = pytest.importorskip("keras")
+
+from distaccum import Accumulator, DataSpec, RunConfig, Trainer  # noqa: E402  Keras reads its backend first
+from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config  # noqa: E402
+from distaccum.distributed.world import World  # noqa: E402
+from distaccum.engines.factory import prepare  # noqa: E402
+from distaccum.errors import ConfigError, MisuseError  # noqa: E402
+from distaccum.losses.keras import KerasLoss  # noqa: E402
+from distaccum.models.keras import KerasModel  # noqa: E402
+from tests.support.threads import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:keras")
+layers = keras.layers
+WINDOWS = (slice(0, 7), slice(7, 10))  # of 10 samples, the last one ragged
+
+
+def _model(*inner: Any, outputs: int = 3) -> Any:
+    """The same weights and names each time."""
+    keras.utils.set_random_seed(0)
+    parts = [keras.Input((4,)), layers.Dense(5, "tanh", name="first"), *inner, layers.Dense(outputs, name="last")]
+    return keras.Sequential(parts, name="model")
+
+
+def _samples(*, classes: bool, weighted: bool) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(10, 4, generator=generator)
+    y = torch.randint(3, (10,), generator=generator) if classes else x[:, :3].sin()
+    weights = torch.rand(10, generator=generator)
+    return [(x[i], y[i], weights[i]) if weighted else (x[i], y[i]) for i in range(10)]
+
+
+LOSSES: dict[str, tuple[Callable[[], Any], bool, bool]] = {  # by name: the loss, of classes, with weights
+    "squares": (keras.losses.MeanSquaredError, False, False),
+    "classes": (lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True), True, False),
+    "weighted": (keras.losses.MeanSquaredError, False, True),
+    "by weight": (lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"), False, True),
+}
+
+
+def _columns(samples: Any, window: slice) -> list[Tensor]:
+    return [torch.stack(column) for column in zip(*samples[window], strict=True)]
+
+
+def _truth(name: str, samples: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """In fp64, by hand: each window whole, by the mean as Keras's documentation defines it, and plain SGD."""
+    kernel, bias, last, shift = weights = [
+        variable.value.detach().double().requires_grad_() for variable in _model().trainable_weights
+    ]
+    for window in WINDOWS:
+        x, y, *weight = (part.double() if part.is_floating_point() else part for part in _columns(samples, window))
+        output = (x @ kernel + bias).tanh() @ last + shift
+        if name == "classes":
+            mean = -output.log_softmax(-1)[torch.arange(len(y)), y].mean()
+        else:
+            values = (output - y).square().mean(-1) * (weight[0] if weight else 1.0)
+            mean = values.sum() / (weight[0].sum() if name == "by weight" else len(values))
+        gradients = torch.autograd.grad(mean, weights)
+        with torch.no_grad():
+            for one, gradient in zip(weights, gradients, strict=True):
+                one.sub_(0.1 * gradient)
+    return weights
+
+
+def _plain(loss: Any, samples: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Keras's own loss and model in fp32, each window whole, and plain SGD."""
+    model = _model()
+    for window in WINDOWS:
+        x, y, *weight = _columns(samples, window)
+        loss(y, model(x, training=True), sample_weight=weight[0] if weight else None).backward()
+        with torch.no_grad():
+            for variable in model.trainable_weights:
+                variable.value.sub_(0.1 * variable.value.grad)
+                variable.value.grad = None
+    return [variable.value.detach() for variable in model.trainable_weights]
+
+
+def _error(weights: Any, truth: list[Tensor]) -> float:
+    parts = [(one.double() - right).square().sum() for one, right in zip(weights, truth, strict=True)]
+    return float(torch.stack(parts).sum().detach().sqrt())
+
+
+def _train(world: World, model: KerasModel, loss: KerasLoss, samples: Any, engine: EngineConfig) -> dict[str, Tensor]:
+    acc = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch_size=7,
+        micro_batch_size=2,
+        count=loss.count,
+        engine=engine,
+        world=world,
+    )
+    for window in acc.windows(DataSpec(train=samples, shuffle=False)):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(loss(acc.model, micro.batch))
+    return {name: value.detach().clone() for name, value in acc.engine.unwrapped_model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "engine"),
+    [
+        ("squares", 1, DDPConfig()),
+        ("squares", 2, Zero1Config()),
+        ("classes", 2, DDPConfig()),
+        ("weighted", 2, DDPConfig()),
+        ("by weight", 1, Zero1Config()),
+        ("by weight", 2, DDPConfig()),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_the_weights_are_those_of_kerass_own_mean_over_the_whole_batch(
+    name: str, world: int, engine: EngineConfig
+) -> None:
+    make, classes, weighted = LOSSES[name]
+    samples = _samples(classes=classes, weighted=weighted)
+    truth = _truth(name, samples)
+    models = [KerasModel(_model()) for _ in range(world)]
+    found = run_ranks(world, lambda one: _train(one, models[one.rank], KerasLoss(make()), samples, engine))
+    bound = 3 * _error(_plain(make(), samples), truth)
+    assert bound < 1e-6
+    for weights in found:
+        assert isinstance(weights, dict), weights
+        assert _error(weights.values(), truth) < bound
+    kept = models[0].keras.trainable_weights
+    assert all(torch.equal(one.value, models[0].state_dict()[one.path]) for one in kept)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_random_numbers_are_those_of_the_micro_batch(seed: int | None) -> None:
+    model = KerasModel(_model(layers.Dropout(0.5, seed=seed, name="drop"), layers.GaussianNoise(1.0, seed=seed)))
+    x = torch.ones(2, 4)
+    outputs = []
+    for key in (1, 2, 1):
+        torch.manual_seed(key)
+        outputs.append(model(x))
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(model.eval()(x), model(x))
+
+
+def test_copies_have_weights_of_their_own() -> None:
+    model = KerasModel(_model())
+    copied = deepcopy(model)
+    x = torch.ones(2, 4)
+    before = model(x).detach()
+    with torch.no_grad():
+        next(copied.parameters()).zero_()
+    assert torch.equal(model(x), before)
+    assert not torch.equal(copied(x), before)
+    copied(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    given = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    assert not torch.func.functional_call(model, given, (x,)).any()
+    assert torch.equal(model(x), before)
+
+
+def test_frozen_layers_are_buffers_and_stay() -> None:
+    plain = _model(layers.BatchNormalization(name="norm"))
+    plain.get_layer("norm").trainable = False
+    plain.get_layer("first").trainable = False
+    model = KerasModel(plain)
+    assert {name.split("/")[-2] for name, _ in model.named_parameters()} == {"last"}
+    assert {name.split("/")[-2] for name, _ in model.named_buffers()} == {"first", "norm"}
+    before = deepcopy(dict(model.named_buffers()))
+    model(torch.randn(4, 4)).sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_a_run_is_resumed_and_evaluated(gloo_world: World, tmp_path: Path) -> None:
+    samples = _samples(classes=True, weighted=False)
+    values = {"checkpoint": {"every": 2}, "metrics": {"console": False, "wandb": {"mode": "disabled"}}, "seed": 3}
+    values |= {"trainer": {"max_steps": 4, "eval_every": 2}, "batch": {"global_size": 4, "micro_size": 2}}
+    states = []
+    for number, folder in enumerate(("whole", "resumed")):
+        for start in ["never"] if number == 0 else [str(tmp_path / "whole" / "checkpoints" / "step-2")]:
+            model = KerasModel(_model(layers.Dropout(0.5, seed=1, name="drop")))
+            loss = KerasLoss(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            data = DataSpec(train=samples, eval_dataset=samples)
+            config = RunConfig.from_dict({**values, "resume": start})
+            result = Trainer(model, loss, data, config=config, run_dir=tmp_path / folder).fit()
+            states.append(model.state_dict())
+            plain = model.keras(torch.stack([one[0] for one in samples]), training=False).detach()
+            mean = nn.functional.cross_entropy(plain.double(), torch.stack([one[1] for one in samples]))
+            assert result["eval_loss"] == pytest.approx(float(mean), rel=1e-5)
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+class Unreduced(keras.losses.Loss):  # type: ignore[misc]
+    """A value for each coordinate, where Keras's own have one for each sample."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return (y_true - y_pred).square()
+
+
+class Adds(layers.Layer):  # type: ignore[misc]
+    """A loss of its own."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(x))
+        return x
+
+
+class Counts(layers.Layer):  # type: ignore[misc]
+    """Its calls, in a variable."""
+
+    def build(self, _: Any) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1.0)
+        return x
+
+
+def _compiled() -> Any:
+    model = _model()
+    model.compile(optimizer=keras.optimizers.Adam(clipnorm=1.0, use_ema=True), loss="mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_compiled, "is compiled: its optimizer (with clipnorm, EMA or loss scale)"),
+        (lambda: keras.Sequential([layers.Dense(3)]), "is not built"),
+        (lambda: nn.Linear(2, 2), "is no keras.Model"),
+        (lambda: _model(layers.Dense(5, dtype="mixed_bfloat16")), "use precision=bf16"),
+        (lambda: _model(layers.Dense(5, dtype="mixed_float16")), "use precision=fp16"),
+        (lambda: _model(layers.Dense(5, dtype="bfloat16")), "dtype policy bfloat16"),
+        (lambda: _model(layers.Dense(5, dtype="float64")), "dtype policy float64"),
+        (lambda: _model(layers.Dense(5, kernel_regularizer="l2")), "have a regularizer"),
+        (lambda: _model(layers.Dense(5, kernel_constraint="non_neg")), "have a constraint"),
+        (lambda: _model(layers.Dense(5, activity_regularizer="l2")), "has an activity_regularizer"),
+        (lambda: _model(layers.BatchNormalization()), "takes its statistics from the micro-batch"),
+        (lambda: keras.Sequential([keras.Input((2, 3), batch_size=2), layers.GRU(2, stateful=True)]), "is stateful"),
+    ],
+)
+def test_what_kerass_own_loop_would_do_beside_is_refused(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        KerasModel(make())
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(("layer", "says"), [(Adds, "calls add_loss"), (Counts, "calls change in a forward")])
+def test_what_only_a_forward_shows_is_refused_there(layer: Any, says: str) -> None:
+    model = KerasModel(_model(layer(name="own")))
+    with pytest.raises(MisuseError, match=says):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"engine": "fsdp2"}, "engine="), ({"engine": "deepspeed"}, "engine="), ({"compile": "model"}, "compile=")],
+)
+def test_engines_that_replace_weights_and_compile_are_refused(settings: dict[str, Any], says: str) -> None:
+    if settings.get("engine") == "deepspeed":
+        pytest.importorskip("deepspeed")
+    given: dict[str, Any] = {"engine": "ddp", "precision": "fp32", "clip_norm": None, "clip_value": None, **settings}
+    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "world_size": 1, "seed": 0}
+    with pytest.raises(ConfigError, match=f"^{says}.*KerasModel"):
+        prepare(KerasModel(_model()), device=torch.device("cpu"), **given, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: "mse", "is no keras.losses.Loss"),
+        (lambda: keras.losses.MeanSquaredError(reduction="sum"), "is no mean"),
+        (lambda: keras.losses.MeanSquaredError(reduction=None), "is no mean"),
+        (keras.losses.Dice, "is a ratio of sums"),
+        (keras.losses.Circle, "compares the samples"),
+        (lambda: keras.losses.SparseCategoricalCrossentropy(ignore_class=-1), "leaves targets out"),
+    ],
+)
+def test_losses_that_are_no_mean_over_samples_are_refused(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        KerasLoss(make())
+
+
+def test_masks_and_weights_that_do_not_fit_are_refused() -> None:
+    loss = KerasLoss(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    masked = keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(5, 4, mask_zero=True)])
+    ids = torch.tensor([[1, 2, 0]])
+    with pytest.raises(MisuseError, match="carries a mask"):
+        loss(KerasModel(masked), (ids, ids))
+    with pytest.raises(MisuseError, match="2 weights for 3 loss values"):
+        loss.count((ids, ids, torch.ones(2)))
+    with pytest.raises(MisuseError, match="collate it so"):
+        loss.count({"x": ids})
+    with pytest.raises(MisuseError, match="gives 6 loss values for targets of shape"):
+        KerasLoss(Unreduced())(KerasModel(_model()), (torch.ones(2, 4), torch.ones(2, 3)))
+
+
+def test_sequences_count_every_position() -> None:
+    loss = KerasLoss(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    classes, squares = torch.zeros(2, 5).long(), KerasLoss(keras.losses.MeanSquaredError())
+    assert loss.count((None, classes)) == loss.count((None, classes.unsqueeze(-1))) == 10
+    assert squares.count((None, torch.zeros(2, 5, 3))) == 10
+    assert squares.count((None, torch.zeros(2))) == 2
