@@ -7,15 +7,17 @@ A ``TARGET`` that ends with ``.safetensors`` is one file: it loads with
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distaccum import program
-from distaccum.checkpoint.pretrained import cast, save_folder
+from distaccum.checkpoint.pretrained import cast, save_adapter, save_folder
 from distaccum.checkpoint.store import verify
 from distaccum.checkpoint.tensors import TensorFiles, save_whole
 from distaccum.config.sizes import bytes_of
@@ -87,12 +89,29 @@ def export(
         if not any(checkpoint.glob(f"{AVERAGE}*.safetensors")):
             raise CheckpointError(f"{checkpoint} has no {AVERAGE}: it is kept by a run with callbacks={AVERAGE}")
         tensors = _With(TensorFiles(checkpoint, AVERAGE), tensors)
+    adapter = _adapter(checkpoint)
     form = DTYPES[dtype] if dtype else None
     if one_file:
         save_whole({name: cast(tensors[name], form) for name in tensors} if form else tensors, target)
+    elif adapter:
+        if config_from is not None:
+            raise CheckpointError(
+                f"{checkpoint} holds adapters, whose folder describes itself: leave out --config-from"
+            )
+        save_adapter(tensors, target, dtype=form, names=adapter["names"], config=adapter["config"])
     else:
         save_folder(tensors, target, dtype=form, shard_bytes=size, source=config_from)
     return len(tensors)
+
+
+def _adapter(checkpoint: Path) -> dict[str, Any]:
+    """What the checkpoint says of the adapters that it holds; empty where it holds a model."""
+    try:
+        facts = json.loads((checkpoint / "state.json").read_text()).get("facts", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint}: no readable state.json ({error})") from error
+    found: dict[str, Any] = facts.get("adapters") or {}
+    return found
 
 
 def main() -> None:

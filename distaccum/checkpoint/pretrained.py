@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distaccum.checkpoint.tensors import save_whole
-from distaccum.errors import CheckpointError
+from distaccum.errors import CheckpointError, shorten
 
 CONFIG = "config.json"
 # What describes a model and its tokenizer, beside the weights.
@@ -69,6 +69,47 @@ def save_folder(
             (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         if source is not None and described is not None:
             _describe(source, described, formats, staged)
+        for path in (*staged.iterdir(), staged):
+            _sync(path)
+        staged.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def save_adapter(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    names: Mapping[str, str],
+    config: Mapping[str, Any],
+) -> None:
+    """Writes adapters as ``PeftModel.from_pretrained`` reads them; the folder is there whole or not at all.
+
+    Args:
+        tensors: by their names in the model.
+        folder: must not be there.
+        dtype: of floating-point tensors; None: as they are.
+        names: PEFT's name of each.
+        config: PEFT's description of them.
+
+    Raises:
+        CheckpointError: the folder is there, or a tensor is not the adapters'.
+        OSError: something cannot be written.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there: name another, or remove it")
+    if others := sorted(tensors.keys() ^ names.keys()):
+        problem = f"PEFT's files have no place for {shorten(others)}"
+        raise CheckpointError(f"{problem}: export one file, NAME.safetensors, for init_from")
+    staged = folder.with_name(f".{folder.name}.{token_hex(8)}")
+    staged.mkdir()
+    try:
+        named = {given: cast(tensors[name], dtype) for name, given in names.items()}
+        save_whole(named, staged / "adapter_model.safetensors")
+        (staged / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for path in (*staged.iterdir(), staged):
             _sync(path)
         staged.rename(folder)

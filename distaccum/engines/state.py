@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum.distributed.world import World
+from distaccum.engines import frozen_base
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
+from distaccum.errors import shorten
 
 _PICKLED = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
@@ -23,14 +25,14 @@ _PICKLED = (
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their names in the model as it was written; shards where it is sharded.
 
-    The extra state of modules is among them, as bytes.
+    The extra state of modules is among them, as bytes; a base that was set aside (:mod:`frozen_base`) is not.
 
     Raises:
         CheckpointError: a module's extra state cannot be saved.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: PLC0415  a second to import
 
-    found: Any = get_model_state_dict(model)
+    found: Any = frozen_base.kept(model, get_model_state_dict(model))
     return {name: to_bytes(name, value) if is_extra(name) else value for name, value in found.items()}
 
 
@@ -40,10 +42,14 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError, KeyError, ValueError: as torch does, where the tensors belong to another model.
     """
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # noqa: PLC0415
 
     given: Any = {name: from_bytes(value) if is_extra(name) else value for name, value in tensors.items()}
-    set_model_state_dict(model, given)
+    aside = frozen_base.names_of(model)
+    found = set_model_state_dict(model, given, options=StateDictOptions(strict=not aside))
+    missing = set(found.missing_keys) - aside
+    if missing or found.unexpected_keys:
+        raise KeyError(f"the state and the model differ in {shorten(sorted({*missing, *found.unexpected_keys}))}")
 
 
 def whole_state(engine: Engine, world: World) -> EngineState:

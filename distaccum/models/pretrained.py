@@ -1,8 +1,9 @@
-"""Models of Hugging Face transformers: by name or folder, with their weights or random ones."""
+"""Models of Hugging Face transformers: by name or folder, with their weights or random ones; with adapters by PEFT."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -13,13 +14,14 @@ from torch import nn
 
 from distaccum.errors import ConfigError, near_misses, shorten
 
-TASKS = {
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
+TASKS = {  # the class of transformers, and PEFT's name
+    "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "masked_lm": ("AutoModelForMaskedLM", "FEATURE_EXTRACTION"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "sequence_classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
 }
+LORA = {"r": None, "alpha": 16, "dropout": 0.0, "target_modules": None, "modules_to_save": None}
 
 
 def pretrained(
@@ -29,8 +31,12 @@ def pretrained(
     from_config: bool = False,
     options: Mapping[str, Any] | None = None,
     fresh: Sequence[str] = (),
+    base_dtype: str = "fp32",
+    lora: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A model of transformers, to be trained: in fp32, whatever its files are in, and without a cache of keys.
+
+    With ``lora.r`` its weights are frozen, and adapters (LoRA, by PEFT) are trained, in fp32.
 
     Args:
         name: a model of the Hugging Face hub, or a folder with ``config.json`` and safetensors; with ``from_config``
@@ -40,10 +46,14 @@ def pretrained(
         from_config: random weights of the run's seed; only the configuration is read.
         options: settings of the model's configuration that take the place of its own, as ``num_labels``.
         fresh: globs of weights that the files need not have, as ``[score.*]``: they begin with random values.
+        base_dtype (fp32 | bf16): what the weights below adapters are held in.
+        lora: of the adapters, under PEFT's names: ``r``, the rank, null for none; ``alpha``, by which their product is
+            multiplied over ``r``; ``dropout`` of their inputs; ``target_modules``, names of layers or ``all-linear``,
+            null for PEFT's choice; ``modules_to_save``, that are trained whole.
 
     Raises:
-        ConfigError: no such model, task or setting; weights are missing that ``fresh`` does not name; or transformers
-            is not installed.
+        ConfigError: no such model, task or setting; weights are missing that ``fresh`` does not name; PEFT cannot give
+            the model such adapters; or transformers or peft is not installed.
     """
     transformers = _import_transformers()
     if task not in TASKS:
@@ -55,10 +65,11 @@ def pretrained(
     if from_config and fresh:
         problem = "and model.from_config=true, so that every weight begins with random values"
         raise ConfigError("model.fresh", list(fresh), problem, "Leave one of them out")
+    adapter = _settings_of(lora or {}, base_dtype)
     config = _configuration(transformers, name, dict(options or {}), from_config=from_config)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # for generating; in training it would hold every key and value
-    kind = getattr(transformers, TASKS[task])
+    kind = getattr(transformers, TASKS[task][0])
     try:
         if from_config:
             model = kind.from_config(config, **_dtype(transformers))
@@ -69,11 +80,68 @@ def pretrained(
     except (OSError, ValueError, RuntimeError) as error:
         remedy = "Name a model of the Hugging Face hub or a folder with safetensors, and a task that it has a head for"
         raise ConfigError("model.name", name, f"cannot be made ({_first(error)})", remedy) from error
-    for parameter in model.parameters():  # not the buffers: they may be in a format of their own
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+    _cast(model.parameters(), torch.bfloat16 if base_dtype == "bf16" else torch.float32)
+    if adapter["r"] is not None:
+        model = _adapted(model, adapter, TASKS[task][1])
     trained: nn.Module = model.train()
     return trained
+
+
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Not the buffers: they may be in a format of their own."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _settings_of(lora: Mapping[str, Any], base_dtype: str) -> dict[str, Any]:
+    for key, value in lora.items():
+        if key not in LORA:
+            problem = f"no such setting{near_misses(key, LORA)}"
+            raise ConfigError(f"model.lora.{key}", value, problem, f"Use {', '.join(LORA)}, or make the model yourself")
+    found = {**LORA, **lora}
+    for key in ("r", "alpha"):
+        value = found[key]
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"model.lora.{key}", value, "is no positive whole number", "Give one, as 8")
+    if type(found["dropout"]) not in (int, float) or not 0 <= found["dropout"] < 1:
+        raise ConfigError("model.lora.dropout", found["dropout"], "is no share below 1", "Give one, as 0.05")
+    if base_dtype not in ("fp32", "bf16"):
+        raise ConfigError("model.base_dtype", base_dtype, "no such format", "Use fp32 or bf16")
+    if found["r"] is None:
+        stated = next((key for key in LORA if found[key] != LORA[key]), None)
+        if stated is not None:
+            problem = "and model.lora.r is null, so that there are no adapters"
+            raise ConfigError(f"model.lora.{stated}", found[stated], problem, "Add model.lora.r=8")
+        if base_dtype != "fp32":
+            problem = "and model.lora.r is null, so that the weights are trained, in fp32"
+            raise ConfigError("model.base_dtype", base_dtype, problem, "Add model.lora.r=8, or use precision=bf16")
+    return found
+
+
+def _adapted(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Module:
+    try:
+        import peft  # noqa: PLC0415  an optional extra
+    except ImportError as error:
+        remedy = "Run python -m pip install 'distaccum[adapters]'"
+        raise ConfigError("model.lora.r", lora["r"], "peft is not installed", remedy) from error
+    try:
+        config = peft.LoraConfig(
+            task_type=task,
+            r=lora["r"],
+            lora_alpha=lora["alpha"],
+            lora_dropout=float(lora["dropout"]),
+            target_modules=lora["target_modules"],
+            modules_to_save=lora["modules_to_save"],
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT's, of transformers
+            made: nn.Module = peft.get_peft_model(model, config)
+    except (ValueError, TypeError, KeyError) as error:
+        remedy = "Name layers as the model has them, as [q_proj,v_proj], or all-linear"
+        raise ConfigError("model.lora.target_modules", lora["target_modules"], _first(error), remedy) from error
+    _cast((parameter for parameter in made.parameters() if parameter.requires_grad), torch.float32)
+    return made
 
 
 def _configuration(transformers: ModuleType, name: str, options: dict[str, Any], *, from_config: bool) -> Any:

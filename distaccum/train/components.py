@@ -38,7 +38,7 @@ from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.train import determinism, ema
+from distaccum.train import adapters, determinism, ema
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
@@ -92,7 +92,8 @@ class TrainingComponents:
     def facts(self) -> Mapping[str, Any]:
         """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
         data = fingerprint(self.data, _loading(self.data, self.config))
-        return {"model": structure(self.model), "loss": structure(self.loss), "data": data}
+        found = {"model": structure(self.model), "loss": structure(self.loss), "data": data}
+        return found | {"adapters": adapters.facts(self.model)}
 
     @property
     def evaluates_alone(self) -> bool:
@@ -217,8 +218,7 @@ def build_components(
         seed=config.seed,
         planned=planned,
     )
-    if config.checkpoint.saves:
-        weights.check_storable(model)
+    _prepare_saving(config, model)
     if config.init_from is not None:
         weights.check(model, Path(config.init_from), missing=config.init.missing, unexpected=config.init.unexpected)
     total_steps = _total_steps(config, plan)
@@ -321,6 +321,12 @@ def check_loss(loss: Any) -> None:
         except TypeError as error:
             problem, remedy = f"{name} takes other arguments ({error})", f"Write {name}(self, {arguments})"
             raise ConfigError("loss", shown, problem, remedy) from error
+
+
+def _prepare_saving(config: RunConfig, model: nn.Module) -> None:
+    adapters.set_base_aside(model)
+    if config.checkpoint.saves:
+        weights.check_storable(model)
 
 
 def _no_check(_: nn.Module) -> None:

@@ -23,6 +23,7 @@ from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.modules import is_meta
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train import ema
+from distaccum.train.adapters import check_base
 from distaccum.train.callbacks import named
 from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
@@ -86,6 +87,7 @@ def find_checkpoint(
     if readable:
         _check_optimizers(saved.run.config, record, path)
         _check_groups(saved.run.config, record, path)
+    check_base(saved.run.facts, facts or {}, path)
     weights.check(model, path, key="resume")
     _check_changes(saved.run, record, facts or {}, path, config.resume_allow)
     return replace(saved, folder=path.resolve())

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from distaccum.checkpoint.tensors import TensorFiles
 from tests.support.commands import ROOT, environment, metrics
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 
 def _commands() -> list[list[str]]:
@@ -33,4 +35,8 @@ def test_the_pages_commands(tmp_path: Path) -> None:
     assert records[-1]["step"] == 20
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     saved = TensorFiles(tmp_path / "runs/whole/checkpoints/step-20", "model")
+    adapters = TensorFiles(tmp_path / "runs/lora/checkpoints/step-20", "model")
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sorted(name.replace(".default.", ".") for name in adapters) == sorted(exported)
+    assert metrics(tmp_path / "runs/lora")[-1]["loss"] < metrics(tmp_path / "runs/lora")[0]["loss"]
     assert all((tuned.state_dict()[name] == saved[name]).all() for name in saved)

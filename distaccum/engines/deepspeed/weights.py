@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distaccum.engines import frozen_base
 from distaccum.engines.deepspeed.internals import (
     Gradients,
     copy_to_shard,
@@ -126,7 +127,7 @@ class MasterWeights:
         if strangers:
             raise RuntimeError(f"no such weight in this model: {', '.join(sorted(strangers))}")
         copies = fp32_copies(engine.optimizer)
-        for name, parameter in own.items():
+        for name, parameter in frozen_base.kept(self._model, own).items():
             value, shape = tensors[name].to(engine.device), whole_shape(parameter)
             if value.shape != shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, in this model {tuple(shape)}")
@@ -144,7 +145,8 @@ class MasterWeights:
     def whole(self, engine: Any, *, keep: bool) -> dict[str, Tensor]:
         """All weights in fp32, and the buffers, on the host; empty without ``keep``. A collective."""
         copies, found = fp32_copies(engine.optimizer), {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        every = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, parameter in frozen_base.kept(self._model, every).items():
             value = copies.get(id(parameter))
             if value is None and parameter.requires_grad:
                 value = self._deepspeed.utils.safe_get_full_fp32_param(parameter)

@@ -241,7 +241,9 @@ class FSDP2Engine(Engine):
         """See :class:`Engine`."""
         elements = sum(p.numel() for p in self._parameters.values())
         shards = self._mesh["shard"].size()
-        gathered = elements * (self._policy.compute_dtype.itemsize if self._gathers_compute else 4)
+        every = self._model.parameters()  # what is frozen is sharded and gathered too
+        cast = self._policy.compute_dtype.itemsize if self._gathers_compute else 0
+        gathered = sum(p.numel() * (cast if cast and p.is_floating_point() else p.itemsize) for p in every)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
         sync, other = ("every", "boundary") if self._every else ("boundary", "every")
         replicas = f" x {self._mesh['replicate'].size()} replicas" if self._replicated else ""

@@ -1,0 +1,82 @@
+"""Adapters on every engine, over gloo: exact, and they alone are on the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+
+from tests.support import lora
+from tests.support.commands import ROOT, succeed
+from tests.support.engine_matrix import ENGINES
+from tests.support.lora import Cell, Found
+from tests.support.threads import run_ranks
+
+WORKER = Path(__file__).parent / "workers" / "lora.py"
+CONTROL = 512  # bytes of counts and norms; the base has some 4,400
+COVERING = [Cell("ddp", 2, "unequal"), Cell("fsdp2 boundary", 2, "ragged"), Cell("deepspeed 2", 2, "unequal")]
+OVER_BF16 = [Cell(engine, 2, "ragged", "bfloat16") for engine in ENGINES if engine != "deepspeed 3"]
+
+
+def _found(folder: Path, cells: Sequence[Cell], timeout: float = 150) -> dict[Cell, list[Found]]:
+    """What each rank found."""
+    (world,) = {cell.world for cell in cells}
+    asked, answered = folder / "cells.json", folder / "found.json"
+    asked.write_text(json.dumps([asdict(cell) for cell in cells]))
+    extra = {"LOCAL_RANK": "0"} if world == 1 else {}  # DeepSpeed asks for it
+    succeed(
+        answered, asked, world=world, script=WORKER, timeout=timeout, warm="deepspeed", PYTHONPATH=str(ROOT), **extra
+    )
+    ranks = json.loads(answered.read_text())
+    return {cell: [Found(**rank[i]) for rank in ranks] for i, cell in enumerate(cells)}
+
+
+def _check(found: dict[Cell, list[Found]]) -> None:
+    wrong = {}
+    for cell, ranks in found.items():
+        names = list(lora.trained(lora.make_model(cell.base)))
+        print(cell, ranks[0])
+        wrong[cell] = [fault for one in ranks if (fault := one.fault(names))]
+        sent = sum(p.numel() * 4 for p in lora.trained(lora.make_model(cell.base)).values())
+        reduced = sum(ranks[0].payload.get(kind, 0) for kind in ("gradients", "reduce-scatter", "reduce"))
+        if cell.world > 1 and cell.engine != "fsdp2 every" and reduced > sent + CONTROL:
+            wrong[cell].append(f"{reduced} bytes were reduced, of {sent} of adapters")
+    assert not {cell: faults for cell, faults in wrong.items() if faults}
+
+
+def test_a_covering_set_is_exact_and_reduces_adapters_alone(tmp_path: Path) -> None:
+    found = _found(tmp_path, COVERING)
+    _check(found)
+    sent = found[COVERING[0]][0].payload["gradients"]
+    assert 0 <= sent - 4 * (256 + 9) <= 8  # elements of adapters and of the head, and a number or two beside them
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_base_that_is_trained_too_is_noticed() -> None:
+    cell = Cell("ddp", 2, "full", mutant=True)
+    model = lora.make_model()
+    true = lora.truths(cell, model)
+    names = list(lora.trained(model))
+    for found in run_ranks(2, lambda world: lora.run(cell, world, model, true)):
+        assert isinstance(found, Found), found
+        assert found.fault(names)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_cell_is_exact(tmp_path: Path, world: int) -> None:
+    engines = [engine for engine in ENGINES if engine != "deepspeed 3"]
+    _check(_found(tmp_path, [Cell(engine, world, data) for engine, data in product(engines, lora.DATA)], timeout=1100))
+
+
+@pytest.mark.heavy
+def test_over_a_base_in_bf16_every_engine_is_as_near_as_a_plain_loop(tmp_path: Path) -> None:
+    """With DeepSpeed too, which reduced in the format of the optimizer's first parameter: a frozen one in bf16."""
+    _check(_found(tmp_path, OVER_BF16, timeout=300))

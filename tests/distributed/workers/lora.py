@@ -1,0 +1,28 @@
+"""Run by torchrun: trains adapters in cells, and writes what was found.
+
+``lora.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distaccum import World
+from tests.support import lora
+
+if __name__ == "__main__":
+    joined = World.join()
+    answers = []
+    for values in json.loads(Path(sys.argv[2]).read_text()):
+        cell = lora.Cell(**values)
+        model = lora.make_model(cell.base)
+        answers.append(asdict(lora.run(cell, joined, model, lora.truths(cell, model))))
+    everyone: list[object] = [None] * joined.size
+    dist.all_gather_object(everyone, answers)
+    if joined.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
