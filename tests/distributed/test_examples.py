@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_the_encoder_decoder_learns(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_keras_classifier_learns(tmp_path: Path, world: int) -> None:
-    pytest.importorskip("keras")
+    if find_spec("keras") is None:  # an import would want the backend that the example sets
+        pytest.skip("keras is not installed")
     printed = _run("keras_classifier", world, tmp_path)
     loss = re.search(r"^  loss +([\d.]+)$", printed, re.MULTILINE)
     assert loss is not None
