@@ -37,7 +37,7 @@ from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
 from distaccum.engines.whole_groups import WholeGroups
 from distaccum.engines.zero1 import ZeRO1
-from distaccum.errors import MisuseError, shorten
+from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -477,6 +477,14 @@ class DDPEngine(Engine):
             self._masters.load(state.model)
         with self.stepped_groups:
             self._optimizer_step.load_state(state)
+
+
+def check(model: nn.Module, context: EngineContext) -> None:
+    """Raises ConfigError for what ``create`` would fail on; see ``factory.EngineSpec``."""
+    if context.policy.keeps_masters and context.compile.compiles:  # by torch 2.13: Dynamo runs it as it is
+        problem = "torch.compile leaves out parameters whose gradients have another format, as bf16 weights have here"
+        remedy = "Use compile=none, precision=bf16, or engine=fsdp2"
+        raise ConfigError("compile", context.compile.name, problem, remedy)
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:

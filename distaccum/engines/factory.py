@@ -65,8 +65,8 @@ class EngineSpec:
 
 
 _SPECS = (
-    EngineSpec(config=DDPConfig, create="ddp:create", keeps_tensors=True),
-    EngineSpec(config=Zero1Config, create="ddp:create_zero1", keeps_tensors=True),
+    EngineSpec(config=DDPConfig, create="ddp:create", check="ddp:check", keeps_tensors=True),
+    EngineSpec(config=Zero1Config, create="ddp:create_zero1", check="ddp:check", keeps_tensors=True),
     EngineSpec(config=FSDP2Config, create="fsdp2.engine:create", check="fsdp2.checks:check", makes_weights=True),
     EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:create", check="deepspeed.compat:check"),
 )
@@ -281,6 +281,9 @@ def _check_variables(model: nn.Module, context: EngineContext) -> None:
         able = " or ".join(name for name, other in SPECS.items() if other.keeps_tensors)
         problem = f"puts other tensors in the place of weights, and {found[0]} computes with variables of its own"
         raise ConfigError("engine", context.engine.name, problem, f"Use engine={able}")
+    if context.policy.keeps_masters:
+        problem = f"and {found[0]} computes with variables of its own, which have a format of their own"
+        raise ConfigError("precision", context.policy.name, problem, "Use precision=bf16")
     if context.compile.compiles:
         problem = f"and {found[0]} computes with variables of its own, which are in no graph of torch's"
         raise ConfigError("compile", context.compile.name, problem, "Use compile=none")

@@ -344,7 +344,12 @@ def test_an_optimizer_that_steps_the_weights_themselves_is_found_out(gloo_world:
         engine.step()
 
 
-def _prepared(model: nn.Module, engine: str | EngineConfig = "ddp", **precision: Any) -> None:
+def _prepared(
+    model: nn.Module,
+    engine: str | EngineConfig = "ddp",
+    compile: str = "none",  # noqa: A002  torch's own word
+    **precision: Any,
+) -> None:
     prepare(
         model,
         engine=engine,
@@ -356,13 +361,26 @@ def _prepared(model: nn.Module, engine: str | EngineConfig = "ddp", **precision:
         world_size=1,
         device=torch.device("cpu"),
         seed=0,
+        compile=compile,
     )
+
+
+class _Variables(nn.Linear):
+    computes_with_variables = True
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
 
 
 REFUSED: Mapping[str, tuple[Callable[[], object], str]] = {
     "a model in bf16": (
         lambda: _prepared(nn.Linear(2, 2).bfloat16(), name="bf16"),
         r"model=Linear: .* are bfloat16 .*precision=bf16-weights has the weights in bf16 beside fp32 masters",
+    ),
+    "variables of Keras": (lambda: _prepared(_Variables()), r"precision=bf16-weights: .*variables.*precision=bf16"),
+    "torch.compile": (
+        lambda: _prepared(nn.Linear(2, 2), "zero1", compile="model"),
+        r"compile=model: .*bf16 weights.*compile=none, precision=bf16, or engine=fsdp2",
     ),
     "chosen modules": (lambda: _prepared(nn.Linear(2, 2), only=["0"]), r"precision\.only.*precision\.keep_fp32"),
     "a wide gather": (
