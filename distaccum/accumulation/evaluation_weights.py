@@ -16,6 +16,11 @@ from distaccum.engines.base import Engine, StateLayout
 from distaccum.errors import ConfigError
 
 
+def has_two_weights(optimizer: object) -> bool:
+    """Whether it trains with other weights than those to evaluate."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 class EvaluationWeights:
     """Switches those of the optimizers that have two kinds of weights; without any it does nothing.
 
@@ -26,10 +31,7 @@ class EvaluationWeights:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        switches = ("train", "eval")
-        self._optimizers: list[Any] = [
-            one for one in optimizers if all(callable(getattr(one, name, None)) for name in switches)
-        ]
+        self._optimizers: list[Any] = list(filter(has_two_weights, optimizers))
         self.eval()
 
     def attach(self, engine: Engine, in_window: Callable[[], bool]) -> None:

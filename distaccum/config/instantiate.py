@@ -6,13 +6,17 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
+from distaccum.config.extras import install_command
 from distaccum.config.schema import Node
 from distaccum.errors import ConfigError, near_misses
+
+_EXTRAS = {"schedulefree": "optimizers", "bitsandbytes": "optimizers"}  # packages that files in conf/ name
 
 
 def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
@@ -66,6 +70,9 @@ def target_of(key: str, node: Node) -> Any:
             return get_object(target)
     except (ImportError, ValueError, AttributeError) as error:
         remedy = "Give package.module.Name, importable from where you start the run (see PYTHONPATH)"
+        package = str(target).partition(".")[0]
+        if package in _EXTRAS and find_spec(package) is None:
+            remedy = f"Run {install_command(_EXTRAS[package])}"
         raise ConfigError(f"{key}._target_", target, f"cannot be imported ({error})", remedy) from error
 
 

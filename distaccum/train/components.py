@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from distaccum.accumulation.evaluation_weights import has_two_weights
 from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
 from distaccum.config.checks import GLOO
@@ -248,7 +249,7 @@ def build_components(
         loss=loss,
         optimizers=optimizers,
         groups=groups,
-        schedule=_build_schedule(config.schedule, total_steps, peak) if total_steps else Constant(total_steps=0),
+        schedule=_schedule_of(config.schedule, total_steps, peak, optimizers),
         callbacks=everyone,
         metrics=metrics or {},
         loggers=loggers,
@@ -368,6 +369,22 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
             problem = "is a scheduler" if isinstance(optimizer, LRScheduler) else "is no torch.optim.Optimizer"
             remedy = "Give an optimizer over model.parameters(), or leave it to config; a schedule is config's"
             raise ConfigError("optimizer", shown, problem, remedy)
+
+
+def _schedule_of(node: Node, total_steps: int, peak: float, optimizers: Sequence[Optimizer]) -> Schedule:
+    """The schedule of a run.
+
+    Raises:
+        ConfigError: it cannot be built, or changes the rate of a schedule-free optimizer, whose averages stand for one.
+    """
+    if not total_steps:
+        return Constant(total_steps=0)
+    schedule = _build_schedule(node, total_steps, peak)
+    free = [type(one).__name__ for one in optimizers if has_two_weights(one)]
+    if free and len({schedule(step) for step in (0, total_steps // 2, total_steps - 1)}) > 1:
+        problem = f"changes the rate of {free[0]}, whose averages stand for a schedule"
+        raise ConfigError("schedule", node["_target_"], problem, "Use schedule=constant, and its own warm-up")
+    return schedule
 
 
 def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:

@@ -32,8 +32,13 @@ Weights = dict[str, Tensor]
 
 
 def make_model() -> GPT:
-    torch.manual_seed(3)
-    return GPT(vocab_size=VOCABULARY, seq_len=LENGTH, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+    model = GPT(vocab_size=VOCABULARY, seq_len=LENGTH, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+    draws = torch.Generator().manual_seed(3)  # of its own: ranks that are threads have one global generator
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=draws)
+    return model
 
 
 def rows() -> Tensor:
