@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("peft")
 
+from distaccum.errors import ConfigError
 from tests.support import lora
 from tests.support.commands import ROOT, succeed
 from tests.support.engine_matrix import ENGINES
@@ -66,6 +67,16 @@ def test_a_base_that_is_trained_too_is_noticed() -> None:
     for found in run_ranks(2, lambda world: lora.run(cell, world, model, true)):
         assert isinstance(found, Found), found
         assert found.fault(names)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_stage_3_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed asks for it
+    pytest.importorskip("deepspeed")
+    model = lora.make_model()
+    (found,) = run_ranks(1, lambda world: lora.run(Cell("deepspeed 3", 1, "full"), world, model, [{}] * 4))
+    assert isinstance(found, ConfigError)
+    assert "engine.stage" in str(found)
 
 
 @pytest.mark.heavy

@@ -25,6 +25,7 @@ from tests.support import engine_matrix, matrix
 from tests.support.engine_matrix import BETAS, DECAY, ENGINES, EPSILON, MICRO_SIZES, RATE, UPDATES
 from tests.support.matrix import GLOBAL_SIZE, IGNORED, SEED
 
+APART = 2.0**-13
 ROUNDING = 1e-6  # of a change whose elements have some digits less than the weights
 DATA = ("full", "ragged", "unequal")
 
@@ -53,12 +54,15 @@ class Found:
     held: int
     payload: Mapping[str, int]
     kept: Sequence[str]
+    apart: float  # the window's gradient and the plain loop's: where one rounds to 16 bits, 1e-3
 
     def fault(self, names: Sequence[str]) -> str:
         """What is not as it should be, where those names are trained; empty: nothing."""
         for what, (error, plain) in (("gradient", self.gradient), ("change", self.change)):
             if not error <= max(ROUNDING, 2 * plain):
                 return f"{what}: {error:.1e} off, a plain loop {plain:.1e}"
+        if not self.apart <= APART:
+            return f"the gradient is {self.apart:.1e} from a plain loop's"
         if self.base_moved or self.held:
             return f"the base moved ({self.base_moved}), or has {self.held} elements of gradients"
         return "" if list(self.kept) == sorted(names) else f"the state holds {self.kept}"
@@ -134,7 +138,7 @@ class _Counter(CollectiveCounter):
 
 def run(cell: Cell, world: World, given: nn.Module, true: list[dict[str, Tensor]]) -> Found:
     """Trains twice: a window by SGD, and 20 updates by AdamW over all parameters, frozen ones included."""
-    errors, moved, payload, kept, held = [], (), {}, (), 0
+    errors, moved, payload, kept, held, apart = [], (), {}, (), 0, 0.0
     samples = _samples(cell)
     for number, (optimizer, updates) in enumerate(((_sgd, 1), (_adamw, UPDATES))):
         model = deepcopy(given)
@@ -164,16 +168,24 @@ def run(cell: Cell, world: World, given: nn.Module, true: list[dict[str, Tensor]
         _train(acc, samples, updates)
         now = acc.state_dict()["model"]
         kept = tuple(sorted(now))
+        apart = apart if number else engine_matrix.error(start, now, plain)
         errors.append((engine_matrix.error(start, now, truth), engine_matrix.error(start, plain, truth)))
         base = {n: p.detach() for n, p in acc.engine.unwrapped_model.named_parameters() if not p.requires_grad}
         whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in base.items()}
         moved = (*moved, *(n for n, p in whole.items() if not torch.equal(p, before[n])))
         acc.close()
-    return Found(*errors, moved, held, payload, kept)
+    return Found(*errors, moved, held, payload, kept, apart)
+
+
+class _Wide(matrix.Two):
+    """Of what a model in 16 bits gives, in fp32."""
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return super().__call__(lambda inputs: tuple(given.float() for given in model(inputs)), batch)
 
 
 def _train(acc: Accumulator, samples: Any, updates: int) -> None:
-    loss = matrix.Two()
+    loss = _Wide()
     data = DataSpec(train=samples, eval_dataset=None, description="lora", collate=matrix.collate)
     while acc.progress.step < updates:
         for window in acc.windows(data):

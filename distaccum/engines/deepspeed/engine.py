@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines import optimizer_state
+from distaccum.engines import frozen_base, optimizer_state
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import files as deepspeed_files
@@ -35,7 +35,7 @@ from distaccum.engines.packed_files import is_packed, unpacked
 from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.engines.whole_groups import WholeGroups
-from distaccum.errors import MisuseError, shorten
+from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -52,6 +52,14 @@ _DIFFERENT_MODULES = (
     "ranks ran different modules in this window, or in another order: at engine.stage=3 each module's forward is a "
     "collective, and parts of two modules may have been put together. Run the same on every rank, or use engine=ddp"
 )
+
+
+def _check(model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
+    check_optimizers(optimizers)
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if stage >= _FIRST_THAT_SHARDS_PARAMETERS and frozen_base.names_of(model):
+        problem = "with adapters, whose frozen base checkpoints leave out, it was not tried"
+        raise ConfigError("engine.stage", stage, problem, "Use engine.stage=2, or engine=fsdp2 to shard the base")
 
 
 class DeepSpeedEngine(Engine):
@@ -87,7 +95,7 @@ class DeepSpeedEngine(Engine):
         policy: PrecisionPolicy,
         scaler: LossScale | None,
     ) -> None:
-        check_optimizers(optimizers)
+        _check(model, optimizers, settings)
         super().__init__(optimizers, world, policy, scaler)
         # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
         # gradient then does not depend on the world's size. DeepSpeed always averages.
