@@ -19,6 +19,7 @@ ON_DIVERGENCE = ("stop", "warn")
 ON_SPIKE = ("off", "warn", "skip")
 ROLLBACK = "rollback"  # of the Trainer alone
 AUTO = "auto"  # of checkpoint.background
+DOCUMENTS = "documents"  # of batch.packing
 VERIFY = ("first", "never")
 GLOO = "gloo"
 BACKENDS = ("auto", "nccl", GLOO)

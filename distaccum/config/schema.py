@@ -18,6 +18,7 @@ from omegaconf import errors as oc
 from distaccum.config.checks import (
     AUTO,
     BACKENDS,
+    DOCUMENTS,
     NONFINITE,
     ON_DIVERGENCE,
     ON_SPIKE,
@@ -73,6 +74,8 @@ class BatchConfig:
             the global batch.
         group_by_length: samples of similar length in one micro-batch, within a window.
         pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
+        packing (none | documents): ``documents``: those of a micro-batch share rows without padding, each on its own.
+        row_tokens: of a row of packed documents; null: as many as the longest has.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
@@ -80,6 +83,8 @@ class BatchConfig:
     micro_size: Any = AUTO  # a number once it is made
     group_by_length: bool = False
     pad_rows: bool = False
+    packing: str = "none"
+    row_tokens: Optional[int] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         require_annotated("batch", self)
@@ -89,6 +94,14 @@ class BatchConfig:
         if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
             object.__setattr__(self, "micro_size", int(self.micro_size))
         require_type("batch.micro_size", self.micro_size, int)
+        require_choice("batch.packing", self.packing, ("none", DOCUMENTS))
+        packs = self.packing == DOCUMENTS
+        problem, remedy = "rows are packed, not sorted by length", "Leave one of them out"
+        require(not (packs and self.group_by_length), "batch.group_by_length", True, problem, remedy)
+        if self.row_tokens is not None:
+            require_count("batch.row_tokens", self.row_tokens, least=1)
+            problem = "and batch.packing=none has no rows of several documents"
+            require(packs, "batch.row_tokens", self.row_tokens, problem, "Use batch.packing=documents")
 
 
 @dataclass(frozen=True, kw_only=True)

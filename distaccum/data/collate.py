@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
@@ -63,6 +65,10 @@ class PadCollator:
         if self._pad_to is not None:
             return self._pad_to
         return longest if self._multiple is None else -(-longest // self._multiple) * self._multiple
+
+    def tokens_of(self, lengths: NDArray[np.int64]) -> int:
+        """The tokens of a micro-batch of samples of these lengths, padding included."""
+        return self.padded_length(int(lengths.max())) * len(lengths)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The batch: a dict for mappings, a tuple for tuples.

@@ -451,7 +451,7 @@ def padding_share(
     for rank in range(plan.world_size):
         steps = sum(bool(positions) for k in first for positions in cut.micro_batches(k, rank))
         for ids in islice(MicroBatchIds(plan, rank, group_by=lengths if grouped else None), steps):
-            longest = int(lengths[ids].max())
             real += int(lengths[ids].sum())
-            padded += (collate.padded_length(longest) if isinstance(collate, PadCollator) else longest) * len(ids)
+            tokens_of = getattr(collate, "tokens_of", None) or PadCollator(()).tokens_of
+            padded += tokens_of(lengths[ids])
     return 1 - real / padded

@@ -52,8 +52,20 @@ def _long(shape: torch.Size) -> list[int]:
     return [size for size in shape if size != 1]
 
 
+Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""Inputs and labels; of packed documents positions too."""
+
+
+def _parts(batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Inputs, labels, and what the model is given beside."""
+    inputs, labels, *positions = batch
+    return inputs, labels, {"position_ids": positions[0]} if positions else {}
+
+
 class CrossEntropy:
     """Cross entropy in nats, for batches ``(inputs, labels)``.
+
+    Rows of several documents come with their positions, as ``model(inputs, position_ids=...)`` takes them.
 
     ``model(inputs)`` returns logits of shape ``(*labels.shape, classes)``: ``(B, T, V)`` for tokens. With ``chunk`` the
     model makes the loss itself, inside its forward, and logits are never in memory as a whole: ``model(inputs,
@@ -69,6 +81,7 @@ class CrossEntropy:
     """
 
     score_names = ("loss", "accuracy")
+    shifts_labels = False
 
     def __init__(self, *, ignore_index: int = -100, chunk: int | None = None) -> None:
         self.ignore_index = ignore_index
@@ -86,20 +99,20 @@ class CrossEntropy:
             remedy += " return output(hidden, self.out.weight, self.out.bias)"
             raise ConfigError("loss.chunk", self._chunk, problem, remedy)
 
-    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+    def count(self, batch: Batch) -> int:
         """The number of labels that are not ignored."""
         return count_labels(batch[1], ignore_index=self.ignore_index)
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """The summed cross entropy, 0-dim fp32.
 
         Raises:
             MisuseError: the model gives no logits of the labels; or, in chunks, something else than ``output`` gave.
         """
-        inputs, labels = batch
         if self._chunk is not None:
             return self._in_chunks(model, batch, self._chunk, scores=False)
-        logits = model(inputs)
+        inputs, labels, packed = _parts(batch)
+        logits = model(inputs, **packed)
         _expect_logits(logits, labels)
         return self.of_logits(logits, labels)
 
@@ -112,29 +125,29 @@ class CrossEntropy:
         """:meth:`of_logits`; in chunks nothing, as the loss is then made inside the model's forward."""
         return "of_logits" if self._chunk is None else ""
 
-    def scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The summed cross entropy as ``loss``, and the number of correct predictions as ``accuracy``."""
         if self._chunk is not None:
             loss, right = self._in_chunks(model, batch, self._chunk, scores=True)
             return {"loss": loss, "accuracy": right}
-        inputs, labels = batch
-        logits = model(inputs)
+        inputs, labels, packed = _parts(batch)
+        logits = model(inputs, **packed)
         _expect_logits(logits, labels)
         total = self.of_logits(logits, labels)
         return {"loss": total, "accuracy": (logits.argmax(-1) == labels.reshape(logits.shape[:-1])).sum()}
 
-    def predictions(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits ``(n, classes)`` and labels ``(n,)`` of the labels that are not ignored."""
-        inputs, labels = batch
-        logits = model(inputs)
+        inputs, labels, packed = _parts(batch)
+        logits = model(inputs, **packed)
         labels = labels.reshape(logits.shape[:-1])
         counted = labels != self.ignore_index
         return logits[counted], labels[counted]
 
-    def _in_chunks(self, model: nn.Module, batch: tuple[Tensor, Tensor], chunk: int, *, scores: bool) -> Tensor:
-        inputs, labels = batch
+    def _in_chunks(self, model: nn.Module, batch: Batch, chunk: int, *, scores: bool) -> Tensor:
+        inputs, labels, packed = _parts(batch)
         output = ChunkedOutput.of(labels, ignore_index=self.ignore_index, chunk=chunk, scores=scores)
-        total: Any = model(inputs, output=output)
+        total: Any = model(inputs, output=output, **packed)
         wanted = (2,) if scores else ()
         if not isinstance(total, Tensor) or tuple(total.shape) != wanted:
             given = f"shape {list(total.shape)}" if isinstance(total, Tensor) else f"type {type(total).__name__}"

@@ -178,6 +178,8 @@ class CausalLM(_Adapter):
         ConfigError: the chunk is no positive whole number.
     """
 
+    shifts_labels = True
+
     def __init__(self, *, ignore_index: int = -100, weights: str | None = None, chunk: int | None = None) -> None:
         super().__init__(problem="single_label", ignore_index=ignore_index, weights=weights, chunk=chunk)
 

@@ -103,25 +103,36 @@ class GPT(nn.Module):
         """The number of token ids."""
         return self._vocab_size
 
-    def forward(self, ids: Tensor, output: Callable[..., Tensor] = F.linear) -> Tensor:
+    def forward(
+        self, ids: Tensor, output: Callable[..., Tensor] = F.linear, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Logits; or what ``output(hidden, weight)`` gives in their place, such as a loss in chunks.
 
         Where the vocabulary is padded, ``output`` is given ``classes``, the rows of the weight that are token ids.
 
+        Args:
+            ids: ``(B, T)``.
+            output: the last layer.
+            position_ids: ``(B, T)``, of rows with several documents: 0 begins another one, and a token sees those that
+                are before it in its own.
+
         Raises:
-            ValueError: the sequence is longer than ``seq_len``.
+            ValueError: the sequence, or a document, is longer than ``seq_len``.
         """
         length = ids.shape[1]
-        if length > self.seq_len:
+        if position_ids is None and length > self.seq_len:
             raise ValueError(f"a sequence of {length} tokens, but the model was built for seq_len={self.seq_len}")
         x, angles = self.tokens(ids), None
+        mask = None if position_ids is None else documents_mask(position_ids)
         if hasattr(self, "rotation"):
-            angles = self.rotation(length)
-        else:
+            angles = self.rotation(length if position_ids is None else position_ids)
+        elif position_ids is None:
             x = x + self.positions.weight[:length]
+        else:
+            x = x + self.positions(position_ids)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, angles, mask)
         x, weight = self.norm(x), self.tokens.weight
         if not self._padded:
             return output(x, weight)
@@ -188,8 +199,11 @@ class Rotation(nn.Module):
         angles = torch.outer(torch.arange(seq_len, device=host), frequencies)
         self.cosine, self.sine = angles.cos().to(device), angles.sin().to(device)
 
-    def forward(self, length: int) -> Angles:
-        return self.cosine[:length], self.sine[:length]
+    def forward(self, positions: int | Tensor) -> Angles:
+        """Of the first positions; or of each of ``(B, T)``, then ``(B, 1, T, head_width / 2)``."""
+        if isinstance(positions, int):
+            return self.cosine[:positions], self.sine[:positions]
+        return self.cosine[positions].unsqueeze(1), self.sine[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
@@ -234,8 +248,8 @@ class Block(nn.Module):
         for projection in (self.attention.project, self.contract):
             nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self._depth))
 
-    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
+    def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles, mask)
         expanded = self.expand(self.norm(x))
         active = self.activation(expanded) if hasattr(self, "activation") else F.gelu(expanded)
         fed: Tensor = self.dropout(self.contract(active))
@@ -253,7 +267,7 @@ class Attention(nn.Module):
         self.dropout = dropout
         self._kernel = kernel  # changes no meaning: a checkpoint resumes with another one
 
-    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None = None) -> Tensor:
         """Raises ConfigError if the kernel that was chosen cannot do it."""
         batch, length, width = x.shape
         split = self.query_key_value(x).view(batch, length, 3, self.n_head, width // self.n_head)
@@ -261,17 +275,25 @@ class Attention(nn.Module):
         query, key = (mixing if angles is None else rotate(mixing[:2], angles))[:2]
         value = mixing[2]
         drop = self.dropout if self.training else 0.0
-        mixed = _attend(query, key, value, drop, self._kernel)
+        mixed = _attend(query, key, value, mask, drop=drop, kernel=self._kernel)
         return F.dropout(self.project(mixed.transpose(1, 2).reshape(batch, length, width)), drop, self.training)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, drop: float, kernel: str) -> Tensor:
-    backend = KERNELS[kernel]
+def documents_mask(position_ids: Tensor) -> Tensor:
+    """Which tokens see which, ``(B, 1, T, T)``: those before them in their own document, of positions ``(B, T)``."""
+    documents = (position_ids == 0).cumsum(-1)
+    length = position_ids.shape[-1]
+    before = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    return ((documents.unsqueeze(-1) == documents.unsqueeze(-2)) & before).unsqueeze(1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, drop: float, kernel: str) -> Tensor:
+    backend, causal = KERNELS[kernel], mask is None
     if backend is None:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+        return F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
     try:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+            return F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):
             raise

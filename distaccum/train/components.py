@@ -39,7 +39,7 @@ from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import Loss, Predictor
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.train import adapters, determinism, ema
+from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
@@ -171,7 +171,7 @@ def build_components(
         ConfigError: as :func:`components_from_config`.
     """
     batch = config.batch
-    data = replace(data, pad_rows=data.pad_rows or batch.pad_rows)
+    data = packing.pack(replace(data, pad_rows=data.pad_rows or batch.pad_rows), batch, loss)
     plan = make_plan(
         data,
         global_batch_size=batch.global_size,
@@ -200,6 +200,7 @@ def build_components(
     if config.trainer.backend == GLOO:
         refuse_gloo(config.engine, device, key="trainer.backend")
     check_padding(data, model)
+    packing.check_model(model, data)
     check_loss(loss)
     compiled.check_loss(loss, config.compile)
     getattr(loss, "check_model", _no_check)(model)

@@ -24,6 +24,7 @@ from distaccum.forecast.memory import MicroStep
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train.activations import CannotTellError, measure
 from distaccum.train.components import build_data, check_loss
+from distaccum.train.packing import pack
 
 
 def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
@@ -37,15 +38,15 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     Raises:
         ConfigError: model, loss and data do not fit together, or the model or the loss cannot be built.
     """
+    loss = build("loss", config.loss)
     try:
-        batch = largest_micro_batch(build_data(config.data), samples)
+        batch = largest_micro_batch(pack(build_data(config.data), config.batch, loss), samples)
     except Exception as error:  # the data may be on another machine, and is the user's code
         return MicroStep(unknown=f"there is no micro-batch: {_first_line(error)}")
     sizes: list[int] = []
     map_tensors(batch, lambda tensor: sizes.append(tensor.nbytes))
     with torch.device("meta"):
         model: nn.Module = build("model", config.model)
-    loss = build("loss", config.loss)
     check_loss(loss)
     getattr(loss, "check_model", lambda _: None)(model)
     policy = PrecisionPolicy.of(config.precision)

@@ -11,6 +11,7 @@ from distaccum.accumulation.progress import Progress
 from distaccum.data.ahead import items_of_window, prefetch_factor
 from distaccum.data.factory import loading_options
 from distaccum.data.loader import padding_share
+from distaccum.data.packing import PackCollator
 from distaccum.data.plan.batch import Ids, Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
@@ -93,6 +94,9 @@ def _updates(components: TrainingComponents) -> str:
 
 def _padding(data: DataSpec, lengths: Ids, plan: Plan, grouped: bool) -> str:
     plain, sorted_ = (padding_share(lengths, plan, grouped=one, collate=data.collate) for one in (False, True))
+    if isinstance(data.collate, PackCollator):
+        alone = padding_share(lengths, plan, grouped=False, collate=data.collate.bare)
+        return f"{plain:.1%} of the tokens of a micro-batch are padding ({alone:.1%} with a document a row)"
     first, second = (sorted_, plain) if grouped else (plain, sorted_)
     other = "without grouping by length" if grouped else "with batch.group_by_length=true"
     return f"{first:.1%} of the tokens of a micro-batch are padding ({second:.1%} {other})"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
+from distaccum.engines.modules import evaluating
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums
@@ -154,7 +154,7 @@ def _compare(
     # Uncompiled: it would be compiled for two shapes that no window has.
     model = engine.unwrapped_model
     modes = _modes(model)
-    with _evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
+    with evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
         state = RNGState.capture(engine.device)
 
         def measure(batch: Any, *, anew: bool = False) -> _Measured:
@@ -315,17 +315,6 @@ def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float
                 f"as many as there are {name}: is the loss divided by them?"
             )
     return ""
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode: dropout and batch statistics are no fault of the loss."""
-    modes = _modes(model)
-    model.eval()
-    try:
-        yield
-    finally:
-        _set(modes)
 
 
 def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
