@@ -250,7 +250,7 @@ def build_components(
         loss=loss,
         optimizers=optimizers,
         groups=groups,
-        schedule=_schedule_of(config.schedule, total_steps, peak, optimizers),
+        schedule=_schedule_of(config.schedule, total_steps, peak, optimizers, everyone),
         callbacks=everyone,
         metrics=metrics or {},
         loggers=loggers,
@@ -372,19 +372,27 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
             raise ConfigError("optimizer", shown, problem, remedy)
 
 
-def _schedule_of(node: Node, total_steps: int, peak: float, optimizers: Sequence[Optimizer]) -> Schedule:
+def _schedule_of(
+    node: Node, total_steps: int, peak: float, optimizers: Sequence[Optimizer], callbacks: Sequence[Callback]
+) -> Schedule:
     """The schedule of a run.
 
     Raises:
-        ConfigError: it cannot be built, or changes the rate of a schedule-free optimizer, whose averages stand for one.
+        ConfigError: it cannot be built; or it, or a callback, changes the rate of a schedule-free optimizer, whose
+            averages stand for a schedule.
     """
     if not total_steps:
         return Constant(total_steps=0)
     schedule = _build_schedule(node, total_steps, peak)
     free = [type(one).__name__ for one in optimizers if has_two_weights(one)]
-    if free and len({schedule(step) for step in (0, total_steps // 2, total_steps - 1)}) > 1:
-        problem = f"changes the rate of {free[0]}, whose averages stand for a schedule"
+    if not free:
+        return schedule
+    problem = f"changes the rate of {free[0]}, whose averages stand for a schedule"
+    if len({schedule(step) for step in range(total_steps)}) > 1:
         raise ConfigError("schedule", node["_target_"], problem, "Use schedule=constant, and its own warm-up")
+    changing = [type(one).__name__ for one in callbacks if type(one).lr_factor is not Callback.lr_factor]
+    if changing:
+        raise ConfigError("callbacks", changing[0], problem, "Leave it out, or use another optimizer")
     return schedule
 
 

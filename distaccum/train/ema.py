@@ -83,20 +83,18 @@ class EMA(Callback):
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block the model has the average for its weights; afterwards it has them again, bit by bit."""
-        self._exchange()
+        assert self._engine is not None
+        exchanged: list[tuple[Tensor, Tensor]] = []
         try:
+            for average, weight in zip(*self._pairs(), strict=True):
+                _exchange(average, weight)
+                exchanged.append((average, weight))
+            self._engine.weights_changed()
             yield
         finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for average, weight in zip(*self._pairs(), strict=True):
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
-        assert self._engine is not None
-        self._engine.weights_changed()
+            for average, weight in exchanged:
+                _exchange(average, weight)
+            self._engine.weights_changed()
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's averages, and its weights; each once."""
@@ -135,6 +133,13 @@ class EMA(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the number of updates."""
         self._updates = state["updates"]
+
+
+@torch.no_grad()
+def _exchange(a: Tensor, b: Tensor) -> None:
+    kept = b.clone()  # if there is no memory for it, nothing has changed yet
+    b.copy_(a)
+    a.copy_(kept)
 
 
 def check(callbacks: Sequence[Callback], config: RunConfig) -> None:

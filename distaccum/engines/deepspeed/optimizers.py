@@ -11,7 +11,8 @@ from torch.optim import SGD, Optimizer
 from distaccum.engines.rules import Verdict, try_rule
 from distaccum.errors import ConfigError, shorten
 
-_SHAPE, _CUT = (4, 6), 10  # of the trial: a matrix, and where it is cut
+# Of the trial: matrices, and where they are cut; the second is large enough for moments in 8 bits, by blocks.
+_TRIED = (((4, 6), 10), ((65, 64), 2000))
 _REMEDY = "Use engine.stage=0, engine=ddp, or engine=zero1, where each rank steps whole parameters"
 
 
@@ -32,19 +33,24 @@ def check_rule(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Non
         problem = f"steps none of {shorten(left_out)}, and DeepSpeed reduces what it steps only"
         raise ConfigError("optimizer", kind, problem, "Give it all that needs a gradient, or requires_grad_(False)")
     device = next(iter(trained.values())).device if trained else torch.device("cpu")
-    generator = torch.Generator().manual_seed(0)
-    whole = [
-        [torch.randn(_SHAPE, generator=generator).to(device)] if group["params"] else []
-        for group in optimizer.param_groups
-    ]
-    cut = [[matrix.flatten().tensor_split([_CUT]) for matrix in group] for group in whole]
-    verdict = try_rule(optimizer, whole, [[[pieces[i] for pieces in group] for group in cut] for i in range(2)])
-    if verdict is Verdict.COUPLED:
+    verdicts = {_try(optimizer, device, shape, at) for shape, at in _TRIED}
+    if Verdict.COUPLED in verdicts:
         problem = "its rule looks at more than one element, and DeepSpeed's stages 1 to 3 cut parameters up"
         raise ConfigError("optimizer", kind, problem, _REMEDY)
-    if verdict is Verdict.RANDOM:
+    if Verdict.RANDOM in verdicts:
         problem = "its rule draws random numbers, and DeepSpeed's stages 1 to 3 give each rank a part of a parameter"
         raise ConfigError("optimizer", kind, problem, _REMEDY)
+
+
+def _try(optimizer: Optimizer, device: torch.device, shape: tuple[int, int], cut: int) -> Verdict:
+    """Steps on a matrix a group, beside steps on its two parts, flat."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        [torch.randn(shape, generator=generator).to(device)] if group["params"] else []
+        for group in optimizer.param_groups
+    ]
+    parts = [[matrix.flatten().tensor_split([cut]) for matrix in group] for group in whole]
+    return try_rule(optimizer, whole, [[[pieces[i] for pieces in group] for group in parts] for i in range(2)])
 
 
 def leaves_alone(optimizer: Optimizer) -> bool:

@@ -46,7 +46,7 @@ def test_a_choice_takes_what_its_target_takes(group: str, name: str) -> None:
     assert set(described) == set(expected)
     for key, one in described.items():
         if one.files[0] == name:
-            given, by_kind = expected[key], {bool: str(expected[key]).lower(), type(None): "null"}
+            given, by_kind = expected[key], {bool: str(expected[key]).lower(), type(None): "null", dict: ""}
             number = isinstance(given, str) and given.replace("e", "").replace(".", "").isdigit()  # 1e4 is YAML's text
             assert one.default == by_kind.get(type(given), str(float(given)) if number else str(given)), key
 

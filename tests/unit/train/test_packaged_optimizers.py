@@ -15,6 +15,7 @@ from distaccum import Accumulator, ConfigError, DataSpec, RunConfig, Trainer
 from distaccum.config import instantiate
 from distaccum.config.schema import OptimConfig
 from distaccum.distributed.world import World
+from distaccum.engines.deepspeed.optimizers import check_rule
 from distaccum.engines.state import whole_state
 from distaccum.train.optimizer import build_optimizers
 from tests.support.commands import ROOT
@@ -140,7 +141,7 @@ class Loss:
 
 def fit(name: str, run_dir: Path, steps: int, **more: Any) -> Weights:
     model = make_model(torch.float32)
-    data = DataSpec(train=list(rows().float()), description="rows")
+    data = DataSpec(train=list(rows().float()), eval_dataset=list(rows().float()[:4]), description="rows")
     settings: dict[str, Any] = {
         "schedule": {"_target_": "distaccum.train.schedules.Constant"},
         "trainer": {"verify": "never"},
@@ -166,6 +167,23 @@ def test_a_schedule_for_a_schedule_free_optimizer_is_refused(gloo_world: World, 
     with pytest.raises(ConfigError, match=r"rate of AdamWScheduleFree, .* schedule=constant, and its own warm-up"):
         fit("schedule_free", tmp_path, 3, **cosine)
     fit("adamw8bit", tmp_path / "other", 3, **cosine)
+    plateau = {"callbacks": {"plateau": {"_target_": "distaccum.train.callbacks.ReduceLROnPlateau"}}}
+    evaluated = {"trainer": {"eval_every": 1, "verify": "never"}}
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau: changes the rate of AdamWScheduleFree"):
+        fit("schedule_free", tmp_path, 3, **plateau, **evaluated)
+
+
+def test_blocks_of_8_bits_are_not_cut() -> None:
+    """A flat part of a parameter has other blocks, and less than 4,096 elements may have none."""
+    model = make_model(torch.float32)
+    with pytest.raises(
+        ConfigError, match=r"AdamW8bit: its rule looks at more than one element, and DeepSpeed's stages"
+    ):
+        check_rule(optimizer_of("adamw8bit", model), dict(model.named_parameters()))
+    check_rule(torch.optim.AdamW(model.parameters()), dict(model.named_parameters()))
+    for found in run_ranks(2, lambda one: train("adamw8bit", "fsdp2", one, dtype=torch.float32)):
+        assert isinstance(found, ConfigError)
+        assert "AdamW8bit: its rule does not work on shards" in str(found)
 
 
 def test_the_extra_is_named_where_its_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
