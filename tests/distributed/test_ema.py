@@ -32,7 +32,7 @@ def _off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     "engine",
     [
-        "fsdp2",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
         pytest.param("zero1", marks=pytest.mark.heavy),
         pytest.param("deepspeed engine.stage=1", marks=pytest.mark.heavy),
         pytest.param("deepspeed engine.stage=2", marks=pytest.mark.heavy),

@@ -51,6 +51,7 @@ def _check(found: dict[Cell, list[Found]]) -> None:
     assert not {cell: faults for cell, faults in wrong.items() if faults}
 
 
+@pytest.mark.slow
 def test_a_covering_set_is_exact_and_reduces_adapters_alone(tmp_path: Path) -> None:
     found = _found(tmp_path, COVERING)
     _check(found)

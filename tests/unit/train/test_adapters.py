@@ -19,7 +19,10 @@ from distaccum.models.pretrained import pretrained
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers
+pytestmark = [
+    pytest.mark.usefixtures("gloo_world"),  # it closes the group that a Trainer opens
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT asks transformers
+]
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
