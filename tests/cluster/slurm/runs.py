@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.slurm.cluster import NODES, Cluster
+from tests.support import wide
 from tests.support.commands import ROOT, TINY, metrics
 
 TRAIN = ROOT / "slurm" / "train.sbatch"
@@ -21,6 +22,7 @@ SETTINGS = (
     "trainer.eval_every=0",
     "checkpoint.every=10",
     f"trainer.max_steps={STEPS}",
+    wide.MODEL,
 )
 _EXACT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens")
 
