@@ -20,6 +20,7 @@ ON_SPIKE = ("off", "warn", "skip")
 ROLLBACK = "rollback"  # of the Trainer alone
 AUTO = "auto"  # of checkpoint.background
 DOCUMENTS = "documents"  # of batch.packing
+LASTS = ("updates", "samples", "tokens")  # of batch.schedule
 VERIFY = ("first", "never")
 GLOO = "gloo"
 BACKENDS = ("auto", "nccl", GLOO)
@@ -164,6 +165,20 @@ def require_group(key: str, group: Any) -> None:
         rate = rates.get("lr", 0.0)
         number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < math.inf
         require(number, f"{place}.lr", rate, "is no rate", "Give a number from 0 on, such as 0.001")
+
+
+def require_stage(key: str, stage: Any) -> None:
+    """A stage of the global batch: its size, and how long it holds in one unit."""
+    remedy = "Write {global_size: 16, updates: 100}; in place of updates, samples or tokens"
+    require(isinstance(stage, dict), key, stage, "is no mapping", remedy)
+    unknown = [name for name in stage if name not in ("global_size", *LASTS)]
+    require(not unknown, key, stage, f"has {', '.join(map(str, unknown))}, which no stage has", remedy)
+    require("global_size" in stage, key, stage, "has no global_size", remedy)
+    units = [name for name in LASTS if name in stage]
+    require(len(units) == 1, key, stage, f"says {' and '.join(units) or 'not'} how long it holds", remedy)
+    for name in ("global_size", *units):
+        whole = isinstance(stage[name], int) and not isinstance(stage[name], bool)
+        require(whole and stage[name] >= 1, f"{key}.{name}", stage[name], "is no whole number from 1 on", remedy)
 
 
 def require_verify(key: str, value: object) -> None:

@@ -30,6 +30,7 @@ from distaccum.config.checks import (
     require_count,
     require_group,
     require_positive,
+    require_stage,
     require_type,
     require_verify,
 )
@@ -76,6 +77,8 @@ class BatchConfig:
         pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
         packing (none | documents): ``documents``: those of a micro-batch share rows without padding, each on its own.
         row_tokens: of a row of packed documents; null: as many as the longest has.
+        schedule (list of mappings): the global batches that a run begins with, before it goes on with ``global_size``:
+            each has its ``global_size`` and how long it holds, as ``updates``, ``samples`` or ``tokens``.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
@@ -85,9 +88,14 @@ class BatchConfig:
     pad_rows: bool = False
     packing: str = "none"
     row_tokens: Optional[int] = None  # noqa: UP045
+    schedule: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        for i, stage in enumerate(self.schedule if isinstance(self.schedule, list | tuple) else ()):
+            require_stage(f"batch.schedule.{i}", stage)
         require_annotated("batch", self)
+        problem, remedy = f"and batch.tokens={self.tokens} is a budget of tokens", "Use batch.global_size with it"
+        require(not self.schedule or self.tokens is None, "batch.schedule", self.schedule, problem, remedy)
         if is_one_of((AUTO,), self.micro_size):
             most = MICRO_SIZE if self.global_size is None else min(MICRO_SIZE, self.global_size)
             object.__setattr__(self, "micro_size", most)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.ahead import items_of_window, stream_loader
 from distaccum.data.loader import MapWindowLoader, WindowLoader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
+from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
@@ -31,6 +33,7 @@ def make_plan(
     world_size: int,
     seed: int | None,
     batched: bool = False,
+    stages: Sequence[Stage] = (),
     names: SizeNames = KEYWORDS,
 ) -> Plan | StreamPlan:
     """The plan of a source's training data.
@@ -43,11 +46,12 @@ def make_plan(
         world_size: number of ranks.
         seed: for the order of samples.
         batched: whether a stream yields micro-batches; a ``DataLoader`` says so itself.
+        stages: the global batches that come before ``global_batch_size``.
         names: what an error calls the sizes.
 
     Raises:
-        ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``, or a budget of tokens
-            over samples of unknown length.
+        ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``, a budget or a stage
+            of tokens over samples of unknown length, or stages of a stream.
     """
     if global_batch_size is None and tokens is None:
         problem = f"is not given, and {names.tokens} neither"
@@ -60,15 +64,31 @@ def make_plan(
         problem = f"the loader's batch_size is {source.micro_batch_size}"
         raise ConfigError(names.micro_batch_size, micro_batch_size, problem, "Give both the same number")
     sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "world_size": world_size, "names": names}
+    key, shown = "batch.schedule", ", ".join(map(str, stages))
+    if stages and tokens is not None:
+        problem = f"and {names.tokens}={tokens} is a budget of tokens"
+        raise ConfigError(key, shown, problem, f"Use {names.global_batch_size} with it, or leave it out")
     if source.pad_rows:
         _check_rows(source, "batch.pad_rows" if names is CONFIG_KEYS else "pad_rows")
     if not is_map_style(source.train):
         if global_batch_size is None:
             remedy = f"Use {names.global_batch_size} for streams: a rank cannot know the lengths of the others' samples"
             raise ConfigError(names.tokens, tokens, "the data is a stream", remedy)
+        remedy = "Leave it out: the samples of a stream are not known before they are read"
+        require(not stages, key, shown, "the data is a stream", remedy)
         batched = batched or yields_batches(source)
         return StreamPlan(global_batch_size=global_batch_size, batched=batched, **sizes)
     seed = seed + source.order_seed if source.shuffle and seed is not None else None
+    if global_batch_size is not None and stages:
+        in_tokens = any(stage.unit == "tokens" for stage in stages)
+        return ScheduledPlan(
+            samples=len(source.train),
+            stages=tuple(stages),
+            global_batch_size=global_batch_size,
+            lengths=_tokens_of_samples(source, key, shown) if in_tokens else None,
+            seed=seed,
+            **sizes,
+        )
     if global_batch_size is not None:
         return BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
     assert tokens is not None
@@ -244,6 +264,10 @@ def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int, prefet
         batched=bare,
     )
     return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
+
+
+def _tokens_of_samples(source: DataSpec, key: str, value: object) -> Ids | int:
+    return source.sample_tokens or _lengths(source, key, value)
 
 
 def _lengths(source: DataSpec, key: str, value: object) -> Ids:

@@ -24,6 +24,7 @@ from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
 from distaccum.data.plan.resized import Resize, ResizedPlan
+from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.data.reading import reading
 from distaccum.data.sketch import Sketch, same, sketch
 from distaccum.data.spec import Ignored, MapDataset, WorkerOptions
@@ -436,8 +437,9 @@ class MicroBatchIds:
 
 def rows_of(plan: Plan) -> int:
     """The samples of a rank's largest micro-batch."""
-    if isinstance(plan, BatchPlan):
-        return min(plan.micro_batch_size, -(-plan.global_batch_size // plan.world_size))
+    if isinstance(plan, BatchPlan | ScheduledPlan):
+        largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
+        return min(plan.micro_batch_size, -(-largest // plan.world_size))
     return plan.micro_batch_size
 
 

@@ -64,6 +64,7 @@ class DataSpec:
         description: one line for the start of the run; by default the type of ``train``.
         collate: from a list of samples to a batch; None for torch's ``default_collate``.
         lengths: tokens of each training sample, for token budgets and for grouping; None where not known.
+        sample_tokens: of every training sample, where all have as many and ``lengths`` is not given.
         shuffle: whether to shuffle the training samples every epoch; False keeps the dataset's own order.
         micro_batch_size: of the micro-batches, where the data fix it: the run must state the same.
         batched: whether a stream yields micro-batches; None: a ``DataLoader`` does, any other stream yields samples.
@@ -85,6 +86,7 @@ class DataSpec:
     description: str = ""
     collate: Callable[[list[Any]], Any] | None = None
     lengths: NDArray[np.int64] | None = None
+    sample_tokens: int | None = None
     shuffle: bool = True
     micro_batch_size: int | None = None
     batched: bool | None = None

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from distaccum.accumulation.evaluation_weights import has_two_weights
 from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
-from distaccum.config.checks import GLOO
+from distaccum.config.checks import GLOO, LASTS
 from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import Node, RunConfig
 from distaccum.config.secrets import redact
@@ -31,6 +31,7 @@ from distaccum.data.factory import check_workers, loading_options, make_plan
 from distaccum.data.fingerprint import fingerprint
 from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
+from distaccum.data.plan.scheduled import Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.engines import compiled
@@ -179,6 +180,7 @@ def build_components(
         micro_batch_size=batch.micro_size,
         world_size=world_size,
         seed=config.seed,
+        stages=[_stage(stage) for stage in batch.schedule],
         names=CONFIG_KEYS,
     )
     check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
@@ -260,6 +262,11 @@ def build_components(
         total_steps=total_steps,
         most_ahead=most_ahead,
     )
+
+
+def _stage(stated: Mapping[str, int]) -> Stage:
+    (unit,) = (unit for unit in LASTS if unit in stated)
+    return Stage(stated["global_size"], stated[unit], unit)
 
 
 def _most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:

@@ -110,7 +110,8 @@ def _moments(optim: OptimConfig) -> float:
 
 def measured(config: RunConfig, cluster: Cluster) -> Cluster:
     """The cluster with micro-steps and updates as this machine takes them."""
-    alone = replace(config, engine=DDPConfig(), batch=replace(config.batch, global_size=config.batch.micro_size))
+    one = replace(config.batch, global_size=config.batch.micro_size, schedule=[])
+    alone = replace(config, engine=DDPConfig(), batch=one)
     ranks = LaunchEnvironment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         components = components_from_config(alone, world_size=1, device=world.device)

@@ -411,7 +411,7 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
     accumulator = Accumulator(
         components.model,
         components.optimizers,
-        global_batch_size=config.batch.global_size,
+        global_batch_size=None if config.batch.schedule else config.batch.global_size,  # its plan says it
         micro_batch_size=config.batch.micro_size,
         count=components.loss.count,
         schedule=components.lr_factor,

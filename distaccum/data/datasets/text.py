@@ -80,6 +80,7 @@ def _bytes_spec(content: bytes, name: str, *, seq_len: int, held_out: float, voc
         train=train,
         eval_dataset=rest,
         description=f"{name}: {cut:,} bytes to train on, {len(tokens) - cut:,} held out",
+        sample_tokens=seq_len,
         ignored={1: IGNORED},
         bytes_per_token=1.0,
         tokenizer=ByteTokenizer(),

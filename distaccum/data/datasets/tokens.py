@@ -70,6 +70,7 @@ def tokens(
         train=train,
         eval_dataset=rest,
         description=description,
+        sample_tokens=seq_len,
         ignored={1: IGNORED},
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
     )
