@@ -280,10 +280,14 @@ def _tiny(arguments: list[str]) -> list[str]:
     return [*model, *heads, f"trainer.max_steps={steps}", "schedule.warmup_steps=1", "metrics=jsonl"]
 
 
+def _marks(command: str) -> pytest.MarkDecorator:
+    return pytest.mark.heavy if "compile=" in command else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[] if COMMANDS[command] == "README.md" else pytest.mark.slow)
+        pytest.param(command, marks=[] if COMMANDS[command] == "README.md" else _marks(command))
         for command in TRAINING
         if not _only_prints((_training(command) or (0, []))[1])
     ],

@@ -80,7 +80,7 @@ def test_recomputation_and_resumes(tmp_path: Path) -> None:
     _judge(_run(tmp_path, SLOW, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_what_inductor_makes(tmp_path: Path) -> None:
     _judge(_run(tmp_path, INDUCTOR, 1))
     assert list((tmp_path / "cache" / "fxgraph").rglob("*"))

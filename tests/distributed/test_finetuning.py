@@ -24,7 +24,7 @@ def _commands() -> list[list[str]]:
     return [shlex.split(line) for line in found.splitlines() if line]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_pages_commands(tmp_path: Path) -> None:
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     for command in _commands():

@@ -18,7 +18,7 @@ SETTINGS = ("metrics=jsonl", "trainer.verify=never", "batch.global_size=32", "ba
     ("world", "arguments", "held"),
     [
         (1, ["engine=ddp"], 0.1),
-        (2, ["engine=zero1", "precision=bf16"], 0.2),
+        pytest.param(2, ["engine=zero1", "precision=bf16"], 0.2, marks=pytest.mark.heavy),
         (2, ["engine=fsdp2", "precision=bf16", "engine.activation_checkpoint=selective"], 0.2),
     ],
     ids=["ddp", "zero1", "fsdp2"],

@@ -169,9 +169,14 @@ def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path
     says="distaccum: the run failed: rank ... (process ... on ...)",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
-    ("how", "said"), [("kill", "was killed by SIGKILL"), ("leave", "ended with exit code 3 without an error")]
+    ("how", "said", "rank"),
+    [
+        ("kill", "was killed by SIGKILL", "0"),
+        pytest.param("kill", "was killed by SIGKILL", "1", marks=pytest.mark.heavy),
+        pytest.param("leave", "ended with exit code 3 without an error", "0", marks=pytest.mark.heavy),
+        ("leave", "ended with exit code 3 without an error", "1"),
+    ],
 )
 def test_the_status_names_a_rank_that_died_in_silence(
     tmp_path: Path, rank: str, how: str, said: str, says: Callable[[str], None]
@@ -387,7 +392,7 @@ def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path
     says="the run failed: rank 0: DataError: the loading process ... was killed by SIGKILL",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero1", marks=pytest.mark.heavy)])
 def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
     engine: str, tmp_path: Path, says: Callable[[str], None]
 ) -> None:

@@ -133,7 +133,7 @@ def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(
     does="ends at once, `failed`, exit code 130; no loading process is left",
     says="distaccum: ended at once by a second Ctrl-C, without a save",
 )
-@pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
+@pytest.mark.parametrize("start", ["one process", pytest.param("launch/train.sh", marks=pytest.mark.heavy)])
 def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str, says: Callable[[str], None]) -> None:
     run = Terminal(tmp_path / "run", START[start])
     loaders = [pid for pid in family(run.pid) if "pt_data_worker" in Path(f"/proc/{pid}/comm").read_text()]
@@ -154,7 +154,7 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str,
 @pytest.mark.fault(
     "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
 )
-@pytest.mark.parametrize("start", START)
+@pytest.mark.parametrize("start", [*list(START)[1:], pytest.param("one process", marks=pytest.mark.heavy)])
 def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str) -> None:
     run = Terminal(tmp_path / "run", START[start])
     run.close()
@@ -165,7 +165,7 @@ def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str)
 @pytest.mark.fault(
     "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
 )
-@pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
+@pytest.mark.parametrize("start", [pytest.param("one process", marks=pytest.mark.heavy), "launch/train.sh"])
 def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # nohup.out
     run = Terminal(tmp_path / "run", ["nohup", *START[start]])

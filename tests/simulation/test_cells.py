@@ -198,7 +198,7 @@ def test_runs_are_whole_or_say_what_is_lost(cell: tuple[Plan, list[Attempt]]) ->
     simulate(*cell)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @seed(14)
 @settings(max_examples=150, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET)
 @given(cells)

@@ -39,6 +39,7 @@ def test_a_line_too_few_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert "no line 2; submit with --array=1-1" in cluster.output(f"{job}_2")
 
 
+@pytest.mark.heavy
 def test_a_chain_continues_one_run(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     options = ("--array=1-3%1", "--nodes=2")
     job = submit(cluster, *SETTINGS, *slow(0.2), options=options, RUN_DIR=str(tmp_path))
