@@ -139,6 +139,10 @@ def show(values: Values) -> None:
     say(f"engine     {values['engine']}; {values['precision']}")
     update = f"{batch['ranks']} ranks x {batch['accumulation']} micro-steps of at most {batch['micro_size']}"
     say(f"plan       global batch {batch['global_size']} samples = {update}")
+    if batch["stages"]:
+        say(
+            f"           after the stages of batch.schedule ({batch['stages']}), which these figures leave out"
+        )
     if batch["idle"]:
         say(f"           {batch['idle']} ranks have nothing to do: there are fewer samples than ranks")
     parts = (f"{step[key] / MILLI:,.1f} ms {word}" for key, word in PARTS.items())
@@ -305,7 +309,9 @@ def plan(values: Values, *, activations: bool = True) -> Values:
     engine = ", ".join([config.engine.name, *settings])
     precision = f"{config.precision.name}, gradients travel in {config.precision.reduce_dtype}"
     about = {"model": model, "block_sizes": sizes.blocks, "engine": engine, "precision": precision}
-    return about | {"cluster": vars(cluster)} | report(job, cluster) | memory
+    found = report(job, cluster)
+    found["batch"]["stages"] = len(config.batch.schedule)
+    return about | {"cluster": vars(cluster)} | found | memory
 
 
 def run(values: Values, folder: Path) -> int:

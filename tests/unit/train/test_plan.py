@@ -77,6 +77,23 @@ def test_a_budget_of_tokens_cannot_be_planned_without_the_data() -> None:
         plan.plan(values)
 
 
+def test_the_stages_of_a_schedule_are_said_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {
+        "_target_": "distaccum.models.gpt.GPT",
+        "vocab_size": 8,
+        "seq_len": 8,
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 4,
+    }
+    batch = {"global_size": 32, "schedule": [{"global_size": 8, "updates": 3}]}
+    values = {"cluster": {"micro_step_ms": 1.0}, "batch": batch, "model": model}
+    found = plan.plan(values, activations=False)
+    plan.show(found)
+    assert found["batch"]["global_size"] == 32
+    assert "after the stages of batch.schedule (1), which these figures leave out" in capsys.readouterr().out
+
+
 def test_a_plot_is_an_error_only_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
