@@ -336,7 +336,7 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
     does="the ranks end at once; the run directory is as it was",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("already", [False, True])
+@pytest.mark.parametrize("already", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path, *, already: bool) -> None:
     """A process that asks for its parent's end only afterwards is not told of one that was before."""
     process = _start([*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"])

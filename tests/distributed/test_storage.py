@@ -138,7 +138,7 @@ def test_a_full_disk_at_any_write_loses_nothing(cells: Cells, stride: int, says:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.heavy)])
 @pytest.mark.fault(
     "kill -9 at any write of a save (between the files and the seal, the seal and the name, while the oldest is "
     "removed), and again while the same step is saved again",
@@ -161,7 +161,7 @@ def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
     does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.heavy)])
 def test_a_death_at_any_write_of_a_save_in_the_background_loses_nothing(cells: Cells, stride: int) -> None:
     whole, found = cells("kill", stride=stride, BACKGROUND="1")
     assert len(found) >= 60 // stride

@@ -257,7 +257,14 @@ def test_a_measurement_of_speed_runs_in_small(name: str) -> None:
 
 @pytest.mark.slow
 @OF_TORCH
-@pytest.mark.parametrize("name", [name for name in size.MEASUREMENTS if not name.startswith("memory")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.heavy if name.endswith(("blocks", "selective")) else ())
+        for name in size.MEASUREMENTS
+        if not name.startswith("memory")
+    ],
+)
 def test_a_measurement_of_size_runs_in_small(name: str) -> None:
     _check(size.MEASUREMENTS[name](SMALL))
 
