@@ -41,9 +41,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return _run(tmp_path_factory.mktemp("whole"), wide.MODEL, "batch.micro_size=11")
 
 
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(4, marks=pytest.mark.heavy)]
+)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_trains_as_one_process_does(tmp_path: Path, whole: list[float], engine: str) -> None:
-    assert _run(tmp_path, wide.MODEL, *ENGINES[engine], world=2) == pytest.approx(whole, rel=wide.AGREES)
+def test_every_engine_trains_as_one_process_does(tmp_path: Path, whole: list[float], engine: str, world: int) -> None:
+    assert _run(tmp_path, wide.MODEL, *ENGINES[engine], world=world) == pytest.approx(whole, rel=wide.AGREES)
 
 
 def _error(found: Sequence[float], exact: Sequence[float]) -> float:
@@ -51,10 +54,11 @@ def _error(found: Sequence[float], exact: Sequence[float]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("stage", DEEPSPEED)
-def test_deepspeed_is_as_near_as_plain_fp32(tmp_path: Path, whole: list[float], stage: int) -> None:
+def test_deepspeed_is_as_near_as_plain_fp32(tmp_path: Path, whole: list[float], stage: int, world: int) -> None:
     plain = _run(tmp_path / "plain", "batch.micro_size=11")
-    found = _run(tmp_path / "run", "engine=deepspeed", f"engine.stage={stage}", world=2, warm="deepspeed")
+    found = _run(tmp_path / "run", "engine=deepspeed", f"engine.stage={stage}", world=world, warm="deepspeed")
     assert _error(found, whole) <= 4 * _error(plain, whole)
 
 
