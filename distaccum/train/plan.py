@@ -140,9 +140,7 @@ def show(values: Values) -> None:
     update = f"{batch['ranks']} ranks x {batch['accumulation']} micro-steps of at most {batch['micro_size']}"
     say(f"plan       global batch {batch['global_size']} samples = {update}")
     if batch["stages"]:
-        say(
-            f"           after the stages of batch.schedule ({batch['stages']}), which these figures leave out"
-        )
+        say(f"           after the stages of batch.schedule ({batch['stages']}), which these figures leave out")
     if batch["idle"]:
         say(f"           {batch['idle']} ranks have nothing to do: there are fewer samples than ranks")
     parts = (f"{step[key] / MILLI:,.1f} ms {word}" for key, word in PARTS.items())

@@ -7,6 +7,7 @@ nor the micro-batch size, nor of what the training does.
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
@@ -27,6 +28,7 @@ from distaccum.data.plan.batch import (
     micro_steps_of,
     seed_number,
 )
+from distaccum.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ class ScheduledPlan:
     _begins: list[_Place] = field(default_factory=lambda: [_Place(0, 0)], init=False, repr=False, compare=False)
 
     def __post_init__(self, names: SizeNames) -> None:
-        check_sizes(self.largest, self.micro_batch_size, names)
-        check_sizes(self.global_batch_size, 1, names)
+        check_sizes(self.global_batch_size, min(1, self.micro_batch_size), names)
+        if self.micro_batch_size > self.largest:
+            problem = f"larger than every global batch of {self}"
+            remedy = "One micro-batch cannot exceed the optimizer step it is part of: lower it"
+            raise ConfigError(names.micro_batch_size, self.micro_batch_size, problem, remedy)
         check_samples(self.samples)
         assert self.lengths is not None or all(stage.unit != "tokens" for stage in self.stages)
 
@@ -105,9 +110,13 @@ class ScheduledPlan:
 
     def epoch(self, epoch: int) -> Epoch:
         """The epoch's windows; O(samples) in those with a stage that lasts for tokens."""
-        while len(self._begins) <= epoch:
+        self._walk(epoch)
+        return self._divide(epoch, self._begins[min(epoch, len(self._begins) - 1)])[0]
+
+    def _walk(self, epoch: int) -> None:
+        """Notes the places in which the epochs up to this one begin, as far as they are in a stage."""
+        while len(self._begins) <= epoch and self._begins[-1].stage < len(self.stages):
             self._begins.append(self._divide(len(self._begins) - 1, self._begins[-1])[1])
-        return self._divide(epoch, self._begins[epoch])[0]
 
     def _divide(self, epoch: int, place: _Place) -> tuple[_Epoch, _Place]:
         """An epoch that begins in ``place``, and the place that the next one begins in."""
@@ -134,7 +143,8 @@ class ScheduledPlan:
             left = -(-left // self.lengths)
         elif stage.unit == "tokens":
             tokens = self._tokens(epoch)
-            left = int(np.searchsorted(tokens, tokens[position] + left)) - position
+            end = int(tokens[position]) + left  # beyond 64 bits, if need be
+            left = (self.samples + 1 if end > tokens[-1] else int(np.searchsorted(tokens, end))) - position
         return -(-left // stage.global_batch_size)
 
     def _between(self, stage: Stage, windows: int, epoch: int, begin: int, end: int) -> int:
@@ -154,7 +164,10 @@ class ScheduledPlan:
 
     def updates(self, epochs: int) -> int:
         """Windows in the first ``epochs`` epochs."""
-        return sum(self.epoch(epoch).windows_per_epoch for epoch in range(epochs))
+        self._walk(epochs)
+        staged = min(epochs, len(self._begins) - 1)  # the others are all alike
+        alike = 0 if staged == epochs else (epochs - staged) * self.epoch(staged).windows_per_epoch
+        return sum(self.epoch(epoch).windows_per_epoch for epoch in range(staged)) + alike
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
         """The samples at these positions of an epoch's order."""
@@ -173,9 +186,9 @@ class ScheduledPlan:
         """The numbers that give a window's index its meaning; the size in words, so that it fits no other plan."""
         found = {"batch.schedule": self._stated, "batch.global_size": str(self), "samples": self.samples}
         if any(stage.unit == "tokens" for stage in self.stages):
-            assert self.lengths is not None
-            total = self.lengths * self.samples if isinstance(self.lengths, int) else int(self.lengths.sum())
-            found["tokens in all samples"] = total
+            one = isinstance(self.lengths, int)
+            lengths = self.lengths if one else zlib.crc32(np.ascontiguousarray(self.lengths, dtype=np.int64).tobytes())
+            found["tokens of a sample" if one else "tokens of each sample (a hash)"] = lengths
         return found | {"seed": seed_number(self.seed)}
 
     def as_dict(self) -> dict[str, Any]:

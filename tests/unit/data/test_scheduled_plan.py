@@ -111,7 +111,24 @@ def test_its_position_is_that_of_no_other_plan() -> None:
         assert mismatch is not None
         assert mismatch[0] == key
     tokens, shorter = (_plan(stages=(Stage(3, 9, "tokens"),), lengths=n).position for n in (4, 5))
-    assert position_mismatch(tokens, shorter) == ("tokens in all samples", 88, 110)
+    assert position_mismatch(tokens, shorter) == ("tokens of a sample", 4, 5)
+    lengths = np.arange(22)
+    there, back = (_plan(stages=(Stage(3, 9, "tokens"),), lengths=n).position for n in (lengths, lengths[::-1]))
+    mismatch = position_mismatch(there, back)  # as many in all, but a stage ends elsewhere
+    assert mismatch is not None
+    assert mismatch[0] == "tokens of each sample (a hash)"
+
+
+@pytest.mark.parametrize("lengths", [3, np.arange(1, 23)])
+def test_a_stage_that_never_ends_and_epochs_without_end(lengths: Any) -> None:
+    for unit in ("updates", "samples", "tokens"):
+        plan = _plan(stages=(Stage(4, 2, "updates"), Stage(9, 2**70, unit)), lengths=lengths)
+        first, second = plan.epoch(0), plan.epoch(1)
+        assert [len(first.window(k)) for k in range(first.windows_per_epoch)] == [4, 4, 9, 5]
+        assert [len(second.window(k)) for k in range(second.windows_per_epoch)] == [9, 9, 4]
+    plan = _plan(lengths=lengths)
+    assert plan.updates(10**12) == plan.updates(2) + 3 * (10**12 - 2)
+    assert plan.epoch(10**12).windows_per_epoch == 3
 
 
 @pytest.mark.parametrize(
@@ -120,7 +137,11 @@ def test_its_position_is_that_of_no_other_plan() -> None:
         ({"train": iter(())}, {}, r"batch\.schedule=3 for 2 updates: the data is a stream"),
         ({}, {"global_batch_size": None, "tokens": 5}, r"batch\.schedule=.*and batch\.tokens=5 is a budget"),
         ({}, {"stages": (Stage(3, 9, "tokens"),)}, r"batch\.schedule=3 for 9 tokens: the data does not say how long"),
-        ({}, {"micro_batch_size": 9}, r"batch\.micro_size=9: larger than batch\.global_size=8"),
+        (
+            {},
+            {"micro_batch_size": 9},
+            r"batch\.micro_size=9: larger than every global batch of 3 for 2 updates, then 8",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(data: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
