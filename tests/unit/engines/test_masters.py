@@ -6,15 +6,21 @@ Small whole numbers, of which bf16 rounds none, make the truth exact: it is writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec
+from distaccum.checkpoint import state as checkpoint_state
+from distaccum.checkpoint.export import DTYPES, export
+from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.shuffle import Shuffle
@@ -249,6 +255,32 @@ def test_a_resume_is_bitwise_and_other_precisions_take_the_masters(name: str, wo
         assert all(torch.equal(found[key], expected[key]) for key in expected), "not bit by bit"
 
     _ranks(world, resumed)
+
+
+@pytest.mark.parametrize(("name", "world"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 1), ("fsdp2", 2)])
+def test_exported_weights_are_the_masters_or_their_roundings(name: str, world: int, tmp_path: Path) -> None:
+    def saved(world: World) -> Path:
+        model = _net()
+        acc = _accumulator(model, SGD(model.parameters(), lr=2.0**-6), world, ENGINES[name])
+        _train(acc, _linear, 20)
+        run = checkpoint_state.RunState(progress=acc.progress, position={}, wandb_id="", config={}, callbacks={})
+        write = partial(checkpoint_state.save, engine=acc.engine, run=run, data=None, world=world)
+        return CheckpointStore(tmp_path / "checkpoints", keep=0).save(20, world, write)
+
+    checkpoint = _ranks(world, saved)[0]
+    truth = _truth("linear", 20, 2.0**-6, 0.0)
+    start = dict(_net().named_parameters())
+    for key, exact in truth.items():  # bf16 has not all of its digits, and some that have moved
+        assert torch.equal(exact.float().double(), exact)
+        assert not torch.equal(exact.bfloat16().double(), exact)
+        assert not torch.equal(exact.bfloat16(), start[key].bfloat16())
+    for asked, dtype in {None: torch.float32, **DTYPES}.items():
+        file, folder = tmp_path / f"{asked}.safetensors", tmp_path / f"{asked}"
+        assert export(checkpoint, file, dtype=asked) == export(checkpoint, folder, dtype=asked) == len(truth)
+        for found in (load_file(file), load_file(folder / "model.safetensors")):
+            assert found.keys() == truth.keys()
+            assert {tensor.dtype for tensor in found.values()} == {dtype}
+            assert all(torch.equal(found[key], exact.to(dtype)) for key, exact in truth.items())
 
 
 @pytest.mark.parametrize(("name", "bytes_each"), [("ddp", 2 + 4 + 4 + 8), ("zero1", 2 + 4 + (4 + 8) / 2)])
