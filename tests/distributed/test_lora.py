@@ -63,17 +63,6 @@ def test_a_covering_set_is_exact_and_reduces_adapters_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_base_that_is_trained_too_is_noticed() -> None:
-    cell = Cell("ddp", 2, "full", mutant=True)
-    model = lora.make_model()
-    true = lora.truths(cell, model)
-    names = list(lora.trained(model))
-    for found in run_ranks(2, lambda world: lora.run(cell, world, model, true)):
-        assert isinstance(found, Found), found
-        assert found.fault(names)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_stage_3_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed asks for it
     pytest.importorskip("deepspeed")

@@ -1,4 +1,4 @@
-"""The tests can fail: they notice each way of getting the gradient, or its scaling, wrong."""
+"""The tests can fail: they notice each way of getting the gradient, its scaling or a mode wrong."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import pytest
 
 from tests.mutants import engines as engine_mutants
 from tests.mutants import gradient as mutants
+from tests.mutants import modes as mode_mutants
 from tests.mutants import scaling as scaling_mutants
 from tests.mutants.gradient import Mutant
 from tests.support.commands import ROOT
 
-EVERY = [*mutants.MUTANTS, *scaling_mutants.MUTANTS, *(mutant for _, _, mutant in engine_mutants.MUTANTS)]
+EVERY = [
+    *(*mutants.MUTANTS, *scaling_mutants.MUTANTS),
+    *(mutant for _, _, mutant in engine_mutants.MUTANTS),
+    *(mutant for _, mutant in mode_mutants.MUTANTS),
+]
 
 
 @pytest.mark.parametrize("mutant", EVERY, ids=lambda mutant: mutant.name)
@@ -28,3 +33,9 @@ def test_every_mutant_of_the_gradient_is_caught() -> None:
 @pytest.mark.heavy
 def test_every_mutant_of_scaling_and_skipping_is_caught() -> None:
     assert scaling_mutants.main() == 0
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+def test_every_mutant_of_the_modes_is_caught() -> None:
+    assert mode_mutants.main() == 0

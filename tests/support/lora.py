@@ -38,7 +38,6 @@ class Cell:
     world: int
     data: str
     base: str = "float32"
-    mutant: bool = False  # a frozen weight is trained, too
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,6 @@ def run(cell: Cell, world: World, given: nn.Module, true: list[dict[str, Tensor]
     for number, (optimizer, updates) in enumerate(((_sgd, 1), (_adamw, UPDATES))):
         model = deepcopy(given)
         before, start = {n: p.detach().clone() for n, p in model.named_parameters()}, trained(model)
-        if cell.mutant:
-            model.get_parameter("base_model.model.blocks.0.norm.weight").requires_grad_()
         truth, plain = true[2 * number : 2 * number + 2]
         frozen_base.set_aside(model)
         acc = Accumulator(

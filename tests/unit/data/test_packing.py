@@ -17,60 +17,13 @@ from distaccum.data.packing import PackCollator, rows_of
 from distaccum.distributed.world import World
 from distaccum.engines.state import whole_state
 from distaccum.models import gpt
-from distaccum.models.gpt import GPT
 from distaccum.train.packing import check_model, pack
+from tests.support.packing import LENGTHS, VOCABULARY, descend, documents, make_model, off, spec
 from tests.support.threads import run_ranks
 
-VOCABULARY, LONGEST = 23, 14
-LENGTHS = (9, 3, 14, 2, 7, 5, 11, 4, 6, 13, 2, 8, 10)
-Document = tuple[Tensor, Tensor]
 
-
-def documents() -> list[Document]:
-    """Inputs, and the labels of each token; of different lengths."""
-    draws = torch.Generator().manual_seed(7)
-    lines = [torch.randint(0, VOCABULARY, (length + 1,), generator=draws) for length in LENGTHS]
-    return [(line[:-1], line[1:]) for line in lines]
-
-
-def spec(samples: Any = None) -> DataSpec:
-    samples = samples or documents()
-    named = isinstance(samples[0], dict)
-    padding: Any = {"input_ids": 0, "attention_mask": 0, "labels": -100} if named else (0, -100)
-    lengths = [len(one["input_ids"] if named else one[0]) for one in samples]
-    return DataSpec(
-        train=samples,
-        eval_dataset=samples[:5],
-        collate=PadCollator(padding),
-        lengths=np.array(lengths),
-        shuffle=False,
-        description="documents",
-    )
-
-
-def make_model(positions: str = "rotary") -> GPT:
-    model = GPT(vocab_size=VOCABULARY, seq_len=LONGEST, n_layer=2, n_head=2, n_embd=16, positions=positions)
-    draws = torch.Generator().manual_seed(3)  # of its own: ranks that are threads have one global generator
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draws) / 4)
-    return model
-
-
-def alone(model: nn.Module, chosen: list[Document]) -> Tensor:
-    """The summed loss of documents, each in a forward of its own."""
-    losses = [F.cross_entropy(model(ids[None])[0], labels, reduction="sum") for ids, labels in chosen]
-    return torch.stack(losses).sum()
-
-
-def gradient_alone(positions: str, chosen: list[Document]) -> Tensor:
-    model = make_model(positions).double()
-    (alone(model, chosen) / sum(len(labels) for _, labels in chosen)).backward()
-    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-
-
-def off(found: Tensor, truth: Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+def gradient_alone(positions: str, updates: int = 1) -> Tensor:
+    return torch.cat([change.flatten() for change in descend(make_model(positions).double(), updates).values()])
 
 
 def test_every_document_is_in_one_row_with_room() -> None:
@@ -117,7 +70,7 @@ def train(engine: str, world: World, positions: str = "rotary", updates: int = 1
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 2)])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_the_gradient_is_that_of_documents_alone(engine: str, world: int, positions: str) -> None:
-    truth = gradient_alone(positions, documents()[:5])
+    truth = gradient_alone(positions)
     for found in run_ranks(world, lambda one: train(engine, one, positions)):
         if isinstance(found, BaseException):
             raise found
@@ -125,27 +78,15 @@ def test_the_gradient_is_that_of_documents_alone(engine: str, world: int, positi
 
 
 def test_ragged_windows_are_those_of_documents_alone() -> None:
-    model, every = make_model().double(), documents()
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for chosen in (every[:5], every[5:10], every[10:]):
-        model.zero_grad()
-        (alone(model, chosen) / sum(len(labels) for _, labels in chosen)).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.sub_(p.grad)
-    truth = before - torch.cat([p.detach().flatten() for p in model.parameters()])
+    truth = gradient_alone("rotary", updates=3)
     for found in run_ranks(2, lambda one: train("ddp", one, updates=3)):
         if isinstance(found, BaseException):
             raise found
         assert off(found, truth) < 1e-12
 
 
-def test_without_the_mask_the_gradient_is_another(monkeypatch: pytest.MonkeyPatch, gloo_world: World) -> None:
-    """The mutant: documents see one another."""
-    truth = gradient_alone("rotary", documents()[:5])
+def test_a_model_that_does_not_tell_documents_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt, "documents_mask", lambda positions: None)
-    assert off(train("ddp", gloo_world), truth) > 1e-2
     data = pack(spec(), BatchConfig(packing="documents"), CrossEntropy())
     with pytest.raises(ConfigError, match="GPT sees the documents before another one in its row"):
         check_model(make_model(), data)

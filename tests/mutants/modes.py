@@ -1,0 +1,285 @@
+"""Breaks what keeps the modes right, one way at a time: masters, the moving average, packed documents, adapters.
+
+``python -m tests.mutants.modes [NAME]`` runs beside each mutant the test that notices it, in a copy of the package with
+the mutant and in one without; it exits with 1 if a test passes with the mutant, or fails without.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from tests.mutants.gradient import Mutant
+from tests.mutants.guards import package
+from tests.support.commands import ROOT, environment
+
+MASTERS = "tests/unit/engines/test_masters.py::"
+ADDS_UP = f"{MASTERS}test_updates_that_bf16_has_no_digits_for_add_up_in_the_masters[ddp-1]"
+RESUMED = f"{MASTERS}test_a_resume_is_bitwise_and_other_precisions_take_the_masters"
+EMA = "tests/unit/train/test_ema.py::"
+APPLIED = f"{EMA}test_it_moves_with_applied_updates_alone"
+PACKING = "tests/unit/data/test_packing.py::"
+ALONE = f"{PACKING}test_the_gradient_is_that_of_documents_alone"
+CAUSAL = f"{PACKING}test_a_causal_model_of_transformers_tells_documents_apart"
+LORA = "tests/distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces_adapters_alone"
+LATE = ("TimeoutError", "Failed: Timeout")
+ADAPTERS = "tests/unit/train/test_adapters.py::"
+
+_ON_UPDATE = "    def on_update(self, run: Run, outcome: Outcome) -> None:\n"
+_ON_SKIP = "    def on_skip(self, run: Run, outcome: Outcome) -> None:\n        "
+_ASIDE = "    vars(model)[_ATTRIBUTE] = FrozenBase(names)\n"
+# Of each mutant: the test that notices it.
+MUTANTS: tuple[tuple[str, Mutant], ...] = (
+    (
+        ADDS_UP,
+        Mutant(
+            "masters: the optimizer steps the bf16 weights",
+            (
+                (
+                    "engines/masters.py",
+                    'group["params"] = [self.of(p) for p in group["params"]]',
+                    'group["params"] = list(group["params"])',
+                ),
+                # This ends the run: and what is stepped is then taken for the master.
+                (
+                    "engines/masters.py",
+                    "if [weight._version for weight in self._weights] != self._versions:",
+                    "if False:",
+                ),
+                (
+                    "engines/masters.py",
+                    "torch._foreach_copy_(places, masters)",
+                    "torch._foreach_copy_(masters, places)",
+                ),
+            ),
+        ),
+    ),
+    (
+        ADDS_UP,
+        Mutant(
+            "masters: made their roundings after each step",
+            (
+                (
+                    "engines/masters.py",
+                    "            torch._foreach_copy_(places, masters)\n",
+                    (
+                        "            torch._foreach_copy_(places, masters)\n"
+                        "            torch._foreach_copy_(masters, places)\n"
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{RESUMED}[ddp-1]",
+        Mutant(
+            "masters: a checkpoint has the roundings",
+            (
+                (
+                    "engines/masters.py",
+                    "found[name] = self._masters[id(weight)].detach()",
+                    "found[name] = weight.detach().float()",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{RESUMED}[zero1-2]",
+        Mutant(
+            "masters: a resume begins with the roundings",
+            (
+                (
+                    "engines/masters.py",
+                    "self._masters[id(weight)].copy_(model[name])",
+                    "self._masters[id(weight)].copy_(weight)",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{APPLIED}[constant]",
+        Mutant(
+            "average: moves with skipped windows too",
+            (("train/ema.py", _ON_UPDATE, f"{_ON_SKIP}self.on_update(run, outcome)\n\n{_ON_UPDATE}"),),
+        ),
+    ),
+    (
+        f"{APPLIED}[warm-up]",
+        Mutant(
+            "average: its warm-up counts skipped windows",
+            (("train/ema.py", _ON_UPDATE, f"{_ON_SKIP}self._updates += 1\n\n{_ON_UPDATE}"),),
+        ),
+    ),
+    (
+        f"{EMA}test_a_resumed_run_goes_on_bit_by_bit",
+        Mutant(
+            "average: begins anew with a resume",
+            (("train/ema.py", "    average.load(TensorFiles(folder, KIND))\n", ""),),
+        ),
+    ),
+    (
+        f"{EMA}test_the_average_is_evaluated_and_the_weights_put_back",
+        Mutant(
+            "average: stays in the model after an evaluation",
+            (
+                (
+                    "train/ema.py",
+                    "            for average, weight in exchanged:\n                _exchange(average, weight)\n",
+                    "",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{ALONE}[rotary-ddp-1]",
+        Mutant(
+            "packing: the mask of documents left out",
+            (
+                (
+                    "models/gpt.py",
+                    "mask = None if position_ids is None else documents_mask(position_ids)",
+                    "mask = None",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{ALONE}[rotary-fsdp2-2]",
+        Mutant(
+            "packing: positions go on from document to document",
+            (
+                (
+                    "data/packing.py",
+                    "positions[place, begin:end] = torch.arange(lengths[i])",
+                    "positions[place, begin:end] = torch.arange(begin, end)",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{ALONE}[learned-ddp-1]",
+        Mutant(
+            "packing: learned positions are those of the row",
+            (
+                (
+                    "models/gpt.py",
+                    "            x = x + self.positions(position_ids)\n",
+                    "            x = x + self.positions.weight[:length]\n",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{ALONE}[rotary-ddp-2]",
+        Mutant(
+            "packing: the rest of a row has labels",
+            (
+                (
+                    "data/packing.py",
+                    "labels = torch.full(shape, IGNORED, dtype=torch.int64)",
+                    "labels = torch.zeros(shape, dtype=torch.int64)",
+                ),
+            ),
+        ),
+    ),
+    (
+        CAUSAL,
+        Mutant(
+            "packing: a document's first token is predicted from the document before",
+            (("data/packing.py", "                if self._shifted:\n", "                if False:\n"),),
+        ),
+    ),
+    (
+        f"{PACKING}test_a_model_that_does_not_tell_documents_apart_is_refused",
+        Mutant(
+            "packing: models that do not tell documents apart are taken",
+            (("train/packing.py", "    if not torch.equal(said[0], said[1]):\n", "    if False:\n"),),
+        ),
+    ),
+    (
+        LORA,
+        Mutant(
+            "adapters: their base is reduced and trained too",
+            (
+                (
+                    "engines/frozen_base.py",
+                    _ASIDE,
+                    f"{_ASIDE}    for parameter in model.parameters():\n        parameter.requires_grad_()\n",
+                ),
+            ),
+        ),
+    ),
+    (
+        LORA,
+        Mutant(
+            "adapters: zeros are reduced for their base",
+            (
+                (
+                    "engines/ddp.py",
+                    "        with uncounted():\n                self._reduce(scaled)\n",
+                    (
+                        "        with uncounted():\n                self._reduce(scaled)\n"
+                        "            for frozen in self._model.parameters():\n"
+                        "                if not frozen.requires_grad:\n"
+                        "                    torch.distributed.all_reduce(torch.zeros_like(frozen).flatten())\n"
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{ADAPTERS}test_adapters_alone_are_saved_and_the_base_does_not_move[fp32]",
+        Mutant(
+            "adapters: their base is saved too",
+            (("engines/frozen_base.py", "    aside = names_of(model)\n", "    aside = frozenset()\n"),),
+        ),
+    ),
+    (
+        f"{ADAPTERS}test_another_base_is_refused",
+        Mutant(
+            "adapters: another base is taken",
+            (
+                (
+                    "train/adapters.py",
+                    'if not now or before.get("digest") == here.get("digest"):',
+                    "if not now or before:",
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def outcome(tests: Sequence[str], mutant: Mutant | None) -> tuple[int, str]:
+    """pytest's exit code with a mutated copy of the package on its path (0: passed, 1: failed), and what it says."""
+    with package([mutant]) as folder:
+        (folder / "launch").symlink_to(ROOT / "launch")
+        whole = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", folder]
+        command = [sys.executable, "-B", "-m", "pytest", *map(str, whole), *(str(folder / test) for test in tests)]
+        given = environment(PYTHONPATH=str(folder))
+        found = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
+        return found.returncode, _reason(found.stdout + found.stderr)
+
+
+def _reason(printed: str) -> str:
+    """What failed first; or all, if nothing did."""
+    return next((line[1:].strip() for line in printed.splitlines() if line.startswith("E ")), printed.strip())
+
+
+def main(wanted: str = "") -> int:
+    """How many mutants are not noticed, plus one if a test fails without any."""
+    chosen = [(test, mutant) for test, mutant in MUTANTS if wanted in mutant.name]
+    code, said = outcome(list(dict.fromkeys(test for test, _ in chosen)), None)
+    wrong = int(code != 0)
+    print(f"{'FAILS' if code else 'passes'}  no mutant: {said}", flush=True)
+    for test, mutant in chosen:
+        code, said = outcome([test], mutant)
+        fine = code == 1 and not said.startswith(LATE)  # no mutant hangs: that was the machine
+        wrong += not fine
+        print(f"{'caught' if fine else 'NOT CAUGHT'}  {mutant.name}: {said}", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) > 0)
