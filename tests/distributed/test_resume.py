@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.distributed.workers import resumes
 from tests.support import wide
 from tests.support.commands import ROOT, TINY, kill_when, metrics, run, status, succeed
 
@@ -110,6 +111,29 @@ def test_killed_at_random_moments_is_bitwise_uninterrupted(
     for one, other in zip(ours, theirs, strict=True):
         weights = load_file(one), load_file(other)
         assert all(weights[0][name].equal(weights[1][name]) for name in weights[0] | weights[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["packing", "adapters"])
+def test_a_mode_resumes_bitwise_on_shards(tmp_path: Path, mode: str) -> None:
+    """Packed documents, and LoRA, on zero1, fsdp2 and DeepSpeed's stage 2; whose checkpoints begin anew a process."""
+    for module in ("deepspeed", *(("peft", "transformers") if mode == "adapters" else ())):
+        pytest.importorskip(module)
+    for part in ("whole", "parts"):
+        succeed(tmp_path, mode, part, world=2, script=resumes.__file__, warm="deepspeed", PYTHONPATH=str(ROOT))
+    for engine in resumes.ENGINES:
+        whole, parts = tmp_path / "whole" / engine, tmp_path / "parts" / engine
+        exact = ("step", "window", "epoch", "loss", "grad_norm", "samples", "tokens")
+        ours, theirs = ([[record[key] for key in exact] for record in metrics(run)] for run in (parts, whole))
+        assert len(theirs) == resumes.UPDATES
+        assert ours == theirs[resumes.UPDATES // 2 :], engine
+        last = f"checkpoints/step-{resumes.UPDATES}"
+        saved = [{file.name: load_file(file) for file in (run / last).glob("*.safetensors")} for run in (parts, whole)]
+        assert saved[0].keys() == saved[1].keys()
+        assert any(name.startswith("model") for name in saved[0])
+        for file, tensors in saved[1].items():
+            assert saved[0][file].keys() == tensors.keys()
+            assert all(saved[0][file][name].equal(value) for name, value in tensors.items()), (engine, file)
 
 
 @pytest.mark.heavy
