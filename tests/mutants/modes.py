@@ -16,7 +16,7 @@ from tests.support.commands import ROOT, environment
 
 MASTERS = "tests/unit/engines/test_masters.py::"
 ADDS_UP = f"{MASTERS}test_updates_that_bf16_has_no_digits_for_add_up_in_the_masters[ddp-1]"
-RESUMED = f"{MASTERS}test_a_resume_is_bitwise_and_other_precisions_take_the_masters"
+RESUMED = f"{MASTERS}test_a_resume_is_bitwise_and_other_precisions_take_the_masters[zero1-2]"
 EMA = "tests/unit/train/test_ema.py::"
 APPLIED = f"{EMA}test_it_moves_with_applied_updates_alone"
 PACKING = "tests/unit/data/test_packing.py::"
@@ -72,7 +72,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{RESUMED}[ddp-1]",
+        ADDS_UP,
         Mutant(
             "masters: a checkpoint has the roundings",
             (
@@ -85,7 +85,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{RESUMED}[zero1-2]",
+        RESUMED,
         Mutant(
             "masters: a resume begins with the roundings",
             (
