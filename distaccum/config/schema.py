@@ -64,6 +64,13 @@ def _cosine() -> Node:
 
 
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
+def _with_numbers(stage: Any) -> Any:
+    """A stage whose numbers may be those of ${oc.env:...}, which are text."""
+    if not isinstance(stage, dict):
+        return stage
+    return {key: int(one) if isinstance(one, str) and one.isdecimal() else one for key, one in stage.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """The global batch, in samples or in tokens, and the most samples of one forward and backward.
@@ -91,8 +98,10 @@ class BatchConfig:
     schedule: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for i, stage in enumerate(self.schedule if isinstance(self.schedule, list | tuple) else ()):
-            require_stage(f"batch.schedule.{i}", stage)
+        if isinstance(self.schedule, list | tuple):
+            object.__setattr__(self, "schedule", [_with_numbers(stage) for stage in self.schedule])
+            for i, stage in enumerate(self.schedule):
+                require_stage(f"batch.schedule.{i}", stage)
         require_annotated("batch", self)
         problem, remedy = f"and batch.tokens={self.tokens} is a budget of tokens", "Use batch.global_size with it"
         require(not self.schedule or self.tokens is None, "batch.schedule", self.schedule, problem, remedy)

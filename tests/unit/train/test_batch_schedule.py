@@ -134,6 +134,11 @@ def test_another_schedule_is_no_continuation(gloo_world: World, tmp_path: Path) 
     assert all(torch.isfinite(p).all() for p in resumed)
 
 
+def test_numbers_may_come_from_the_environment() -> None:
+    made = BatchConfig(schedule=[{"global_size": "4", "updates": 2}])  # as ${oc.env:FIRST} gives it
+    assert made.schedule == [{"global_size": 4, "updates": 2}]
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
