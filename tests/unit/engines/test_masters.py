@@ -37,7 +37,7 @@ WEIGHTS = "bf16-weights"
 ENGINES: dict[str, EngineConfig] = {"ddp": DDPConfig(), "zero1": Zero1Config(), "fsdp2": FSDP2Config()}
 SEED = 3
 GLOBAL_SIZE, SAMPLES = 16, 40  # windows of 16, 16 and 8: powers of two divide exactly
-CELLS = [(name, world) for name in ENGINES for world in (1, 2)]
+CELLS = [(name, world) for name in ENGINES for world in (1, 2, 4)]
 
 
 class Net(nn.Module):
