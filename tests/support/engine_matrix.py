@@ -46,6 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "blocks": {"activation_checkpoint": "blocks"},
     "selective": {"activation_checkpoint": "selective"},
+    "ema": {},  # what is measured is the moving average
 }
 OF_MODES: dict[str, tuple[str, ...]] = {
     "mode": tuple(MODES)[1:],
@@ -55,6 +56,7 @@ OF_MODES: dict[str, tuple[str, ...]] = {
 }
 UPDATES = 20
 RATE, BETAS, DECAY = 0.05, (0.9, 0.999), 0.1
+EMA_DECAY = 0.7
 # Adam divides each element by its own size. With an epsilon below what rounding does to a gradient, an element that is
 # 0 but for rounding moves as far as any other, and two right ways to add up differ by whole steps; and a gradient that
 # is wrong by a factor moves nothing otherwise. So epsilon is as large as elements here are (0.02 in the mean square):
@@ -94,7 +96,9 @@ class Cell:
     @property
     def tolerance(self) -> float:
         """The largest relative error, in the 2-norm over all weights."""
-        return TOLERANCES[self.precision, self.update]
+        # One update moves the average by less than the weights, and is rounded as theirs is.
+        share = 1 - EMA_DECAY if (self.mode, self.update) == ("ema", "sgd") else 1.0
+        return TOLERANCES[self.precision, self.update] / share
 
 
 def every_cell() -> list[Cell]:
@@ -111,7 +115,7 @@ def cells_of_modes(world: int) -> list[Cell]:
 
 def is_refused(mode: str, engine: str, *_: str) -> bool:
     """Whether the engine refuses the mode by name."""
-    return (mode, engine) == ("selective", "deepspeed 3")
+    return engine == "deepspeed 3" and mode in ("selective", "ema")
 
 
 def has_no_masters(engine: str, precision: str, *_: str) -> bool:
@@ -200,12 +204,16 @@ def gradient(weights: Weights, window: dict[str, Tensor], *, rounds: bool = Fals
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def adamw(weights: Weights, samples: list[dict[str, Tensor]], *, rounds: bool = False) -> dict[str, Tensor]:
+def adamw(
+    weights: Weights, samples: list[dict[str, Tensor]], *, rounds: bool = False, averages: bool = False
+) -> dict[str, Tensor]:
     """The weights after :data:`UPDATES` of AdamW, as in I. Loshchilov and F. Hutter (2019), in fp64.
 
-    ``rounds``: they are masters, and the gradient is that at their roundings to bf16.
+    ``rounds``: they are masters, and the gradient is that at their roundings to bf16. ``averages``: what is returned is
+    their moving average.
     """
     now = {name: weight.double() for name, weight in weights.items()}
+    average = dict(now)
     first, second = ({name: torch.zeros_like(weight) for name, weight in now.items()} for _ in range(2))
     step, epoch = 0, 0
     while step < UPDATES:
@@ -216,15 +224,23 @@ def adamw(weights: Weights, samples: list[dict[str, Tensor]], *, rounds: bool = 
                 second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * g * g
                 size = second[name].sqrt() / sqrt(1 - BETAS[1] ** step) + EPSILON
                 now[name] = now[name] * (1 - RATE * DECAY) - RATE * first[name] / (1 - BETAS[0] ** step) / size
+            average = moved(average, now)
         epoch += 1
-    return now
+    return average if averages else now
+
+
+def moved(average: Weights, weights: Weights) -> dict[str, Tensor]:
+    """The moving average after an update that leaves ``weights``, in fp64."""
+    return {
+        name: EMA_DECAY * average[name].double() + (1 - EMA_DECAY) * weight.double() for name, weight in weights.items()
+    }
 
 
 def error(before: Weights, after: Weights, truth: Weights) -> float:
     """Of the change from ``before``, relative to the true one's 2-norm over all weights."""
     wrong = {name: after[name].double() - truth[name].double() for name in truth}
-    moved = {name: truth[name].double() - before[name].double() for name in truth}
-    return _norm(wrong) / _norm(moved)
+    change = {name: truth[name].double() - before[name].double() for name in truth}
+    return _norm(wrong) / _norm(change)
 
 
 def _norm(tensors: Weights) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec, World
+from distaccum.accumulation.progress import Progress
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed import world as world_module
 from distaccum.engines.base import Engine
+from distaccum.train.ema import EMA
 from tests.support import engine_matrix, matrix
-from tests.support.engine_matrix import BETAS, DECAY, EPSILON, MICRO_SIZES, RATE, UPDATES, Cell
+from tests.support.engine_matrix import BETAS, DECAY, EMA_DECAY, EPSILON, MICRO_SIZES, RATE, UPDATES, Cell
 from tests.support.matrix import GLOBAL_SIZE, SEED
 
 
@@ -37,6 +40,31 @@ def weights_of(engine: Engine, world: World) -> dict[str, Tensor]:
         for name, tensor in part.items():
             assert torch.equal(found.setdefault(name, tensor), tensor), f"ranks differ in {name}"
     return found
+
+
+@dataclass(frozen=True)
+class ARun:
+    """What a callback is shown."""
+
+    progress: Progress
+
+    def stop(self, reason: str) -> None:
+        """Nothing here asks for it."""
+        raise AssertionError(reason)
+
+
+def average_of(acc: Accumulator) -> EMA:
+    """The callback of a run, over the accumulator's engine."""
+    average = EMA(decay=EMA_DECAY)
+    average.begin(acc.engine)
+    return average
+
+
+def averages(average: EMA, world: World) -> dict[str, Tensor]:
+    """Whole, as they are saved: each rank owns some."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
+    dist.all_gather_object(parts, average.whole(lambda number: number % world.size == world.rank))
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def precision_of(name: str) -> PrecisionConfig:
@@ -71,6 +99,7 @@ def sgd(cell: Cell, world: World) -> float:
     samples = engine_matrix.make_data(cell)
     whole = engine_matrix.windows(samples, epoch=0)
     before = weights_of(acc.engine, world)
+    average = average_of(acc) if cell.mode == "ema" else None
     for number, window in enumerate(acc.windows(source_of(samples))):
         for micro in window:
             with acc.accumulate():
@@ -78,8 +107,14 @@ def sgd(cell: Cell, world: World) -> float:
         assert acc.last is not None
         assert acc.last.applied
         gradient = engine_matrix.gradient(before, whole[number], rounds=cell.precision == "bf16-weights")
+        truth = {name: before[name].double() - g for name, g in gradient.items()}
         after = weights_of(acc.engine, world)
-        errors.append(engine_matrix.error(before, after, {n: before[n].double() - g for n, g in gradient.items()}))
+        if average is None:
+            errors.append(engine_matrix.error(before, after, truth))
+        else:
+            was = averages(average, world)
+            average.on_update(ARun(acc.progress), acc.last)
+            errors.append(engine_matrix.error(was, averages(average, world), engine_matrix.moved(was, truth)))
         before = after
     assert len(errors) == len(whole)
     return max(errors)
@@ -92,12 +127,18 @@ def adamw(cell: Cell, world: World) -> float:
     acc = accumulator(cell, model, optimizer, world)
     samples = engine_matrix.make_data(cell)
     before = weights_of(acc.engine, world)
+    average = average_of(acc) if cell.mode == "ema" else None
+    rounds = cell.precision == "bf16-weights"
     for _ in count():
         for window in acc.windows(source_of(samples)):
-            assert acc.step(window, loss).applied
+            outcome = acc.step(window, loss)
+            assert outcome.applied
+            if average is not None:
+                average.on_update(ARun(acc.progress), outcome)
             if acc.progress.step == UPDATES:
-                truth = engine_matrix.adamw(before, samples, rounds=cell.precision == "bf16-weights")
-                return engine_matrix.error(before, weights_of(acc.engine, world), truth)
+                truth = engine_matrix.adamw(before, samples, rounds=rounds, averages=average is not None)
+                found = weights_of(acc.engine, world) if average is None else averages(average, world)
+                return engine_matrix.error(before, found, truth)
     raise AssertionError
 
 
