@@ -16,7 +16,7 @@ BENCH = ROOT / "launch" / "bench"
 @pytest.mark.parametrize(
     ("world", "precision"),
     [
-        (1, "fp32"),
+        pytest.param(1, "fp32", marks=pytest.mark.slow),
         pytest.param(2, "fp32", marks=pytest.mark.heavy),
         pytest.param(1, "fp16", marks=pytest.mark.heavy),
     ],

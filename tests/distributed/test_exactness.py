@@ -39,7 +39,9 @@ class Cell:
     run_dir: Path
 
 
-@pytest.fixture(scope="module", params=[50, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(50, marks=pytest.mark.slow), pytest.param(48, marks=pytest.mark.slow)]
+)
 def cells(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[Cell]:
     """Every cell of a global batch, run: one Hydra sweep for each world size."""
     global_batch_size, cells = request.param, []

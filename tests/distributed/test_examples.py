@@ -30,7 +30,7 @@ def test_three_levels_give_bitwise_the_same_weights(tmp_path: Path, world: int) 
     assert len({found[1] for found in weights if found}) == 1
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(2, marks=pytest.mark.slow)])
 def test_the_text_classifier_learns(tmp_path: Path, world: int) -> None:
     printed = _run("text_classifier", world, tmp_path)
     accuracy = re.search(r"^  accuracy +([\d.]+)$", printed, re.MULTILINE)

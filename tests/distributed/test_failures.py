@@ -30,7 +30,10 @@ SETTINGS = (
     does="`failed`, exit code 1; the other ranks end, and say nothing of their own",
     says="the run failed: rank 1: OSError: the disk of rank 1 is gone",
 )
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))])
+@pytest.mark.parametrize(
+    "attempt",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))],
+)
 def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int, says: Callable[[str], None]) -> None:
     finished = run(
         *SETTINGS,

@@ -1,4 +1,7 @@
-"""FSDP2's own settings: each is exact, holds and sends what it says, and no rank waits for one that has less."""
+"""FSDP2's own settings: each is exact, holds and sends what it says, and no rank waits for one that has less.
+
+The default run has this engine in the matrix of engines.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ LaunchEnvironment = list[dict[str, Any]]
 # What takes longest, and what the matrix of engines has in another form: launched apart, with the slow tests.
 LONG = ("settings", "interrupted")
 
+pytestmark = pytest.mark.slow
 worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.heavy)])
 
 
@@ -62,7 +66,6 @@ def test_the_weights_are_those_of_whole_windows(launched: LaunchEnvironment, par
     _are_exact(launched, part)
 
 
-@pytest.mark.slow
 @worlds
 def test_the_weights_are_those_of_whole_windows_with_every_setting(launched_long: LaunchEnvironment) -> None:
     _are_exact(launched_long, "settings")
@@ -74,7 +77,6 @@ def _are_exact(launched: LaunchEnvironment, part: str) -> None:
     assert len(launched[0][part]) >= 2
 
 
-@pytest.mark.slow
 @worlds
 def test_dropped_windows_and_evaluations_leave_no_trace(launched_long: LaunchEnvironment) -> None:
     for rank in launched_long:

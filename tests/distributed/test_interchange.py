@@ -59,6 +59,7 @@ def _hold(
                 assert found["digest"] == whole[world][engine]["digest"], "not bitwise"
 
 
+@pytest.mark.slow
 def test_engines_and_two_world_sizes_go_on_from_each_other(tmp_path: Path) -> None:
     _hold(tmp_path, (1, 2), "fp32", 1e-6)
 

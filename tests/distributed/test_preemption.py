@@ -110,6 +110,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     group="signals",
     does="all ranks save and leave, `preempted`; resumed it is bitwise as if it had not been",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.heavy)])
 def test_preempted_at_random_moments_is_bitwise_uninterrupted(
     tmp_path: Path, whole: list[list[Any]], times: int
@@ -153,7 +154,7 @@ def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Pa
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
-        ("worker", signal.SIGKILL),
+        pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("launcher", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("launcher", signal.SIGUSR1, marks=pytest.mark.slow),
         ("launcher", signal.SIGTERM),
@@ -205,6 +206,7 @@ def test_preempted_without_checkpoints_says_so(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "preempted"
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_preempted_ends(tmp_path: Path) -> None:
     where = (f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=${seed}")
     started = Started(tmp_path / "1", "-m", *ENDLESS, "seed=1,2", *where, world=2)
