@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The tests, with everything they need: bash launch/test.sh [pytest arguments]
-# Three files at a time, as much of it is waiting, in the order of their names: those that start processes come before the many short ones.
+# Two files at a time, in the order of their names: those that start processes come before the many short ones.
 set -euo pipefail
 development=yes
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
-exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 "$@"

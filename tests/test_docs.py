@@ -409,7 +409,10 @@ def run_block(block: Block, folder: Path) -> str:
     return succeed(script=script, cwd=folder).stdout
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=() if b.page == "README.md" else pytest.mark.slow, id=str(b)) for b in PYTHON],
+)
 def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
     printed = run_block(block, tmp_path)
     if "single_process_world" in block.text:
@@ -450,6 +453,7 @@ def test_interfaces_are_shown_as_they_are_in_the_code() -> None:
             assert hooks - {"lr_factor", "needs_evaluation", "watched_result"} == set(_members(kind))
 
 
+@pytest.mark.slow
 def test_your_own_model_data_loss_and_optimizer(tmp_path: Path) -> None:
     files = files_of_the_project()
     assert len(files) == 5
@@ -487,6 +491,7 @@ def test_coming_from_accelerate_changes_under_ten_lines() -> None:
     assert replaced + abs(len(removed) - len(added)) < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", ["-", "+"])
 def test_both_sides_of_the_accelerate_diff_run(tmp_path: Path, sign: str) -> None:
     script = "\n".join(line[1:] for line in _diff() if line[:1] in (" ", sign))

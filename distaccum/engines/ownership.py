@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ class Ownership:
     """Whether the optimizers are left with a share of their state, after :meth:`release`."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        # Its own list: engines of other threads come and go while it is walked.
+        self._claimed: list[ref[Any]] = []
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for thing, what in (
             *((optimizer, f"optimizer {type(optimizer).__name__}") for optimizer in optimizers),
@@ -53,6 +56,7 @@ class Ownership:
         """Claims these as well: an engine may put other parameters in the place of the model's."""
         for thing in things:
             _owners[thing] = self
+            self._claimed.append(ref(thing))
 
     def release(self, *, keeps_optimizers: bool = False) -> None:
         """Gives up the claim; later calls do nothing.
@@ -61,6 +65,7 @@ class Ownership:
             keeps_optimizers: where a rank is left with a share of their state, nobody can go on with them.
         """
         self.spent = keeps_optimizers
-        for thing in [thing for thing, owner in _owners.items() if owner is self]:
-            if not (keeps_optimizers and isinstance(thing, Optimizer)):
+        for thing in [reference() for reference in self._claimed]:
+            kept = keeps_optimizers and isinstance(thing, Optimizer)
+            if thing is not None and not kept and _owners.get(thing) is self:
                 del _owners[thing]

@@ -138,6 +138,7 @@ def answers(folder: Path) -> dict[str, tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.fault(
     "a setting that cannot be (some 55 of them), a plan that cannot be among them",

@@ -71,6 +71,7 @@ def _judge(found: dict[str, Any]) -> None:
                 assert values["eager after"] == pytest.approx(values["whole"], rel=1e-12, abs=1e-12), cell
 
 
+@pytest.mark.slow
 def test_a_compiled_gradient_is_that_of_the_global_batch(tmp_path: Path) -> None:
     _judge(_run(tmp_path, QUICK, 2))
 

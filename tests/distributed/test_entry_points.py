@@ -133,6 +133,7 @@ def test_token_shards_train(tmp_path: Path) -> None:
     assert metrics(tmp_path / "run")[-1]["eval_loss"] < 0.75 * np.log(50)  # the sequence is regular
 
 
+@pytest.mark.slow
 def test_epochs_end_a_run_too(tmp_path: Path) -> None:
     succeed(
         *QUIET,
@@ -154,12 +155,14 @@ def test_epochs_end_a_run_too(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_workers_load_the_same_windows(tmp_path: Path) -> None:
     for workers in (0, 2):
         succeed(*SHORT, f"trainer.num_workers={workers}", f"hydra.run.dir={tmp_path / str(workers)}")
     assert [r["loss"] for r in metrics(tmp_path / "0")] == [r["loss"] for r in metrics(tmp_path / "2")]
 
 
+@pytest.mark.slow
 def test_a_world_larger_than_the_global_batch_is_exact_too(tmp_path: Path) -> None:
     for world in (1, 3):
         succeed(

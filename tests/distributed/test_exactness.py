@@ -94,6 +94,7 @@ def _config(run_dir: Path) -> dict[str, Any]:
     return {str(key): value for key, value in config.items()}
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_same_on_every_world(tmp_path: Path, text: Path) -> None:
     found = {}
     for world in (1, 3):

@@ -23,7 +23,7 @@ def _run(example: str, world: int, cwd: Path) -> str:
     return succeed(*arguments, script=Path(script), world=world, timeout=120, cwd=cwd).stdout
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(2, marks=pytest.mark.slow)])
 def test_three_levels_give_bitwise_the_same_weights(tmp_path: Path, world: int) -> None:
     printed = [_run(level, world, tmp_path) for level in LEVELS]
     weights = [re.search(r"^weights ([0-9a-f]{64})$", text, re.MULTILINE) for text in printed]

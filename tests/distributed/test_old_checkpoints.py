@@ -40,9 +40,8 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "engine", ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ENGINES if engine != "ddp")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_goes_on_as_the_older_one_did(tmp_path: Path, engine: str) -> None:
     if engine == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")

@@ -13,13 +13,17 @@ from tests.support.commands import ROOT, run
 from tests.support.programs import ENGINES, LATE, OPEN, PROGRAMS, REFUSED, table
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "programs.py"
-# Each program on one engine, each engine with a quarter of them; the rest is heavy.
+# Each program on one engine, each engine with a quarter of them; the rest is heavy. The default run has those of ddp.
 COVERING = set(zip(PROGRAMS, cycle(ENGINES), strict=False))
-CELLS = [
-    pytest.param(name, engine, marks=() if (name, engine) in COVERING else pytest.mark.heavy)
-    for name in PROGRAMS
-    for engine in ENGINES
-]
+
+
+def _marks(name: str, engine: str) -> tuple[pytest.MarkDecorator, ...]:
+    if (name, engine) not in COVERING:
+        return (pytest.mark.heavy,)
+    return () if engine == "ddp" else (pytest.mark.slow,)
+
+
+CELLS = [pytest.param(name, engine, marks=_marks(name, engine)) for name in PROGRAMS for engine in ENGINES]
 
 
 @pytest.mark.parametrize(("name", "engine"), CELLS)

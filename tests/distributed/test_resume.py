@@ -199,6 +199,7 @@ def test_a_run_directory_is_not_reused_by_mistake(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "done"
 
 
+@pytest.mark.slow
 def test_the_same_command_finds_its_own_run(tmp_path: Path) -> None:
     short = [*SETTINGS, "trainer.max_steps=7"]
     for _ in range(2):
@@ -208,6 +209,7 @@ def test_the_same_command_finds_its_own_run(tmp_path: Path) -> None:
     assert len(metrics(run_dir)) == 7
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_starts_a_run_elsewhere(tmp_path: Path) -> None:
     succeed(*SETTINGS, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'a'}")
     start = tmp_path / "a" / "checkpoints" / "step-7"

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "workers" / "uneven_inputs.py"
 
 

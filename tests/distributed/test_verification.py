@@ -176,6 +176,7 @@ def test_no_example_is_accused(tmp_path: Path, world: int) -> None:
         assert "verified" not in done.stdout + done.stderr, command  # nothing but warnings is shown
 
 
+@pytest.mark.slow
 def test_later_windows_cost_what_they_cost_without_a_proof(tmp_path: Path) -> None:
     answered = tmp_path / "counts.json"
     succeed(answered, world=2, script=COST_WORKER, PYTHONPATH=str(ROOT), timeout=120)

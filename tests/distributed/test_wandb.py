@@ -202,6 +202,7 @@ IMAGES = (
     group="services",
     does="resumes in the same W&B run, in which each step is once; older offline folders go to `wandb/superseded`",
 )
+@pytest.mark.slow
 def test_a_resumed_run_is_one_wandb_run_with_each_step_once(tmp_path: Path) -> None:
     arguments = [*IMAGES, "checkpoint.every=2", "checkpoint.background=false", "resume=auto"]
     arguments.append(f"hydra.run.dir={tmp_path}")
@@ -378,6 +379,7 @@ def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Call
     _are(_upload(tmp_path), metrics(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_collapse_of_the_loss_scale_is_an_alert(tmp_path: Path) -> None:
     scaler = {"initial_scale_power": 40, "min_scale": 2.0**39, "max_scale": 2.0**40}  # far beyond what fp16 can hold
     settings = [f"precision.scaler.{key}={value}" for key, value in scaler.items()]
