@@ -260,7 +260,10 @@ def test_what_runs_elsewhere_is_there(test: str) -> None:
     assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=() if COMMANDS[c] == "README.md" else pytest.mark.slow) for c in TRAINING],
+)
 def test_a_training_command_passes_the_check(command: str, tmp_path: Path) -> None:
     """What it says can be configured and built; nothing is trained."""
     found = _training(command)

@@ -12,6 +12,7 @@ import pytest
 from tests.support.commands import ROOT, succeed
 from tests.support.resized import oracle
 
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "workers" / "accumulator.py"
 ENGINES = ("ddp", "zero1", "fsdp2")
 

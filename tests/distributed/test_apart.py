@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
+pytestmark = pytest.mark.slow
 WORKER = ROOT / "tests" / "distributed" / "workers" / "apart.py"
 EXACT = (
     *(f"abandoned, {where}" for where in ("before", "forward", "inside", "backward")),

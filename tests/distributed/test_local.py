@@ -31,6 +31,7 @@ def test_a_mistake_is_found_before_torchrun_starts(tmp_path: Path) -> None:
     assert status(tmp_path / "run")["state"] == "config_error"
 
 
+@pytest.mark.slow
 def test_a_check_alone_starts_nothing(tmp_path: Path) -> None:
     process = _start(*TINY, "--check=3", f"hydra.run.dir={tmp_path / 'run'}")
     said, error = process.communicate(timeout=60)

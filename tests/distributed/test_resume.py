@@ -38,6 +38,7 @@ ALL_AT_ONCE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int) -> None:
     succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'whole'}", world=world)

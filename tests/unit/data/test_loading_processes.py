@@ -65,7 +65,8 @@ for batch in DataLoader(torch.zeros(8, 2), num_workers=1, worker_init_fn=INIT):
 """
 
 
-@pytest.mark.parametrize("init", ["WorkerInit(None)", pytest.param("begin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["WorkerInit(None)", "begin"])
 def test_a_rank_that_is_killed_while_a_batch_travels_leaves_no_traceback_of_its_loading_processes(init: str) -> None:
     code = _KILLED_WHILE_A_BATCH_TRAVELS.replace("INIT", init)
     # Its standard error is open until the loading process has ended, too.
@@ -73,6 +74,7 @@ def test_a_rank_that_is_killed_while_a_batch_travels_leaves_no_traceback_of_its_
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGKILL, "", "")
 
 
+@pytest.mark.slow
 def test_a_connection_that_fails_while_the_training_lives_is_told() -> None:
     code = _KILLED_WHILE_A_BATCH_TRAVELS.replace("INIT", "begin").replace("signal.SIGKILL", "0")
     code = code.replace("os.kill(os.getpid(), 0)", "connection.close(); __import__('time').sleep(4); raise SystemExit")
