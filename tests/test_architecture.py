@@ -170,6 +170,10 @@ def test_engines_are_named_in_their_factory_only() -> None:
         "group_settings",
         "guard",
         "host_copy",
+        "memory_marks",
+        "memory_report",
+        "ownership",
+        "step_memory",
     }
     shared |= {"blocks", "modules", "ownership", "state"}
     for path in FILES:

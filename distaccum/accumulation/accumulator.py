@@ -16,11 +16,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
+from distaccum.accumulation.divided import divided
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.global_batch import GlobalBatch
+from distaccum.accumulation.loader_factory import LoaderFactory, loss_to_rehearse
 from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.recovery import Recovery
+from distaccum.accumulation.rehearsal import Rehearsal
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.settings_agreement import SettingsAgreement
 from distaccum.accumulation.spikes import Spikes
@@ -43,7 +47,6 @@ from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.counter import GlobalCounter, Rider
 from distaccum.data.cursor import DataCursor
-from distaccum.data.factory import as_loader
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
 from distaccum.data.prefetch import FEWEST
@@ -82,11 +85,14 @@ class Accumulator:
         model: is moved to this rank's device and wrapped: call :attr:`model` from then on.
         optimizer: over the model's parameters, or several, over disjoint sets of them; only the accumulator steps them.
         global_batch_size: samples per optimizer step over all ranks.
-        micro_batch_size: the most samples one forward/backward on one rank takes.
+        micro_batch_size: the most samples one forward/backward on one rank takes; ``auto``: found in a rehearsal with
+            the first data that :meth:`windows` is given, by rate and memory.
         tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
             lengths.
         count: the count of a batch, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce per window.
+        loss: what a rehearsal runs: ``loss(model, batch)`` gives the sum of a batch's losses, ``loss.count(batch)`` the
+            count.
         scheduler: torch's, or several; stepped after every applied update, before the next window steps. A
             ``ReduceLROnPlateau`` is stepped by :meth:`scheduler_step`.
         schedule: instead, a function from the number of applied updates to a factor of the learning rate.
@@ -123,9 +129,10 @@ class Accumulator:
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         global_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = None,
         tokens: int | None = None,
         count: Count | None = None,
+        loss: Loss | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
@@ -158,11 +165,9 @@ class Accumulator:
         require_choice("on_divergence", on_divergence, ON_DIVERGENCE)
         spikes = Spikes.of(on_spike, zscore=spike_zscore, window=spike_window)
         engine, precision = engine_config(engine), PrecisionConfig.of(precision)
-        given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
-        sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
+        rehearsed = loss_to_rehearse(micro_batch_size, loss)
+        sizes = _sizes(global_batch_size, None if rehearsed is not None else micro_batch_size, tokens)
         global_batch_size, micro_batch_size = sizes["global_batch_size"], sizes["micro_batch_size"]
-        if micro_batch_size is not None:
-            check_sizes(global_batch_size, micro_batch_size)
         self.world = world or World.join()
         if self.world.is_main and (self.world.size > 1 or global_batch_size != micro_batch_size):
             warn_of_batch_statistics(model)
@@ -201,12 +206,14 @@ class Accumulator:
             meet=self._counter.sum_together,
             spikes=spikes,
         )
-        given_on: dict[str, Any] = {**sizes, "prefetch_windows": prefetch_windows, "together": True}
-        loader_of = partial(as_loader, world=self.world, seed=seed, **given_on)
+        self._loader_factory = LoaderFactory(
+            lambda: self.engine, self.world, sizes, rehearsed, seed=seed, prefetch_windows=prefetch_windows
+        )
         self._global_batch = GlobalBatch(sizes)
-        self._cursor = DataCursor(loader_of, self._global_batch.give_on)
+        self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
         if self.engine.forward_communicates:
             self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=_EVERYWHERE)
+        self._recovery = Recovery(self.engine)
         self._verifier = Verifier(
             self.engine,
             self.world,
@@ -259,6 +266,11 @@ class Accumulator:
     def verified(self) -> str:
         """What the last window that proved its gradient says of it; empty where none did."""
         return self._verifier.summary
+
+    @property
+    def rehearsal(self) -> Rehearsal | None:
+        """The micro-batch that was found with ``micro_batch_size="auto"``, and why; None before, or without it."""
+        return self._loader_factory.rehearsal
 
     @property
     def stopping(self) -> bool:
@@ -350,7 +362,8 @@ class Accumulator:
         start, counted, self._abandoned = self.progress.epoch_window, False, False
         loop = self._loop = object()
         try:
-            for window in self._planned(loader):
+            for planned in self._planned(loader):
+                window = divided(planned, self.engine, self._counter, self.world)
                 if self._count is not None and not any(window.counts.values()):
                     self.tracker.skip_window(window.samples)
                     continue
@@ -456,6 +469,8 @@ class Accumulator:
                 prefetch=self._prefetch,
                 before_step=self._begin_step,
                 backward=self._strangers.backward,
+                recovery=self._recovery,
+                records=None if window.proof is None else window.proof.records,
             )
             report(outcome.grad_norm)
         self.tracker.end_step(window.plain, outcome, loss)
@@ -561,6 +576,7 @@ class Accumulator:
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "batch": self._global_batch.state(),
+            "memory": self._loader_factory.state(),
             "spikes": self.spikes.state_dict() if self.spikes is not None else {},
             **cursor,
         }
@@ -579,6 +595,7 @@ class Accumulator:
             scheduler.load_state_dict(saved)
         self._items_per_sample = state["per_sample"]
         self._global_batch.restore(state.get("batch"))
+        self._loader_factory.restore(state.get("memory", {}))
         self.restore(Progress(**state["progress"]), state["position"], state["data"], state.get("spikes", {}))
 
     def restore(
@@ -687,6 +704,15 @@ class Accumulator:
         if not given_up:
             self.tracker.end_step(window, outcome)
             self._open = None
+
+
+def _sizes(global_batch_size: object, micro_batch_size: object, tokens: object) -> dict[str, int | None]:
+    """The sizes as numbers; raises ConfigError for what cannot work."""
+    given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
+    sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
+    if sizes["micro_batch_size"] is not None:
+        check_sizes(sizes["global_batch_size"], sizes["micro_batch_size"])
+    return sizes
 
 
 def _check_counts(max_skips: int, prefetch: int, prefetch_windows: int) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from distaccum.accumulation.graph import leaves_of
+from distaccum.accumulation.recovery import Records, Recovery, WindowRecovery
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
-from distaccum.errors import MisuseError
+from distaccum.engines.ownership import is_owned
+from distaccum.errors import MisuseError, ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 
@@ -107,6 +110,43 @@ def refuse_freed(error: RuntimeError) -> NoReturn:
     raise error
 
 
+class _MicroStep:
+    """A window's micro-steps: forward, loss and backward of a batch that is on the device; see ``recovery``."""
+
+    def __init__(self, engine: Engine, window: Window, loss: Loss, backward: Callable[[Engine, Tensor], None]) -> None:
+        self._engine, self._window, self._compute, self._backward = engine, window, loss, backward
+        self.reduces = False
+        self.loss: LossSum | None = None
+
+    def __call__(self, batch: Any, own_counts: Counts, parameters: Sequence[nn.Parameter] | None = None) -> LossSum:
+        engine, activity = self._engine, self._engine.activity
+        self.loss = None
+        activity.phase = Phase.FORWARD
+        with engine.autocast():
+            total = self._compute(engine.model, batch)
+        divided = normalize_loss(total, self._window.counts, engine.gradient_divide_factor, own_counts=own_counts)
+        self.loss = total
+        if self.reduces:
+            activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+        else:
+            activity.phase = Phase.BACKWARD
+        if activity.watcher is not None:
+            activity.watcher.before_backward(divided)
+        if parameters is None:
+            self._backward(engine, divided)
+        else:
+            _expect_no_strangers(divided)
+            engine.backward_to(divided, parameters)
+        return total
+
+
+def _expect_no_strangers(loss: Tensor) -> None:
+    """Raises ResourceError where a loss reaches learned tensors that are not the model's: were they added to before?"""
+    if not all(is_owned(leaf) for leaf in leaves_of(loss)):
+        problem = "memory has run out in a backward that also reaches learned tensors outside of the model"
+        raise ResourceError(f"{problem}, and nobody knows which have their gradient: lower batch.micro_size")
+
+
 def run_window(
     engine: Engine,
     window: Window,
@@ -115,6 +155,8 @@ def run_window(
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
     backward: Callable[[Engine, Tensor], None] = backward,
+    recovery: Recovery | None = None,
+    records: Records | None = None,
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
@@ -123,6 +165,9 @@ def run_window(
     communicates gradients, except on fsdp2 with ``sync=every``, which reduces in each micro-step. Random numbers, such
     as those of dropout, are keyed by the micro-batch (``window.keys``).
 
+    Where the engine ``repairs``, a micro-step that runs out of memory is finished in parts. The boundary then reduces
+    in its backward only if its shape is known to fit, and otherwise after it.
+
     Args:
         engine: owns the model, the gradients and the step.
         window: its counts must be known.
@@ -130,32 +175,35 @@ def run_window(
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
         backward: runs each micro-batch's, given what it goes back from.
+        recovery: the same for all windows of the engine; by default a new one.
+        records: note how the window is run.
+
+    Raises:
+        ResourceError: memory is over, and the micro-step cannot be finished.
     """
     sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
+    random, micro_step = KeyedRandom(engine.device), _MicroStep(engine, window, loss, backward)
+    steps = WindowRecovery(recovery or Recovery(engine), window, micro_step, random, records)
     engine.begin_window(len(window.micro_batches))
     activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
-    random = KeyedRandom(engine.device)
+    reduced = False
     for i, batch in enumerate(batches):
-        activity.phase, activity.done = Phase.FORWARD, i
-        with random.keyed(window.keys, i), engine.micro_step(sync=i == boundary):
-            with engine.autocast():
-                total = loss(engine.model, batch)
-            own_counts, factor = window.micro_batches[i].counts, engine.gradient_divide_factor
-            divided = normalize_loss(total, window.counts, factor, own_counts=own_counts)
-            if i == boundary:
-                activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-            else:
-                activity.phase = Phase.BACKWARD
-            if activity.watcher is not None:
-                activity.watcher.before_backward(divided)
-            backward(engine, divided)
+        activity.done = i
+        micro_step.reduces = i == boundary and steps.may_reduce_in(i)
+        with random.keyed(window.keys, i), engine.micro_step(sync=micro_step.reduces):
+            for total in steps.run(i, batch, synced=micro_step.reduces):
+                sums.add(total)
+        reduced = micro_step.reduces and not steps.owes_reduction
         activity.phase = Phase.COPYING if i < boundary else Phase.STEP
-        sums.add(total)
-    if not window.micro_batches:
+    if not reduced:  # the other ranks' reduction needs this rank's part of it
         activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-        engine.shadow_micro_step()  # the other ranks' reduction needs this rank's zeros
+        if window.micro_batches:
+            engine.reduce()
+        else:
+            engine.shadow_micro_step()
     activity.phase = Phase.STEP
+    steps.end()
     if before_step is not None:
         before_step()
     return sums.outcome(window.counts, engine.step())

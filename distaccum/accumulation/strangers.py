@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distaccum.accumulation.graph import leaves_of
 from distaccum.accumulation.step import refuse_freed
 from distaccum.engines.base import Engine
 from distaccum.engines.guard import is_guarded
@@ -56,7 +57,7 @@ class Strangers:
 
     def backward(self, engine: Engine, loss: Tensor) -> None:
         """Runs the backward of a micro-batch's loss; see ``step.backward``."""
-        strangers = [leaf for leaf in _leaves(loss) if not is_owned(leaf)] if self._windows > 0 else []
+        strangers = [leaf for leaf in leaves_of(loss) if not is_owned(leaf)] if self._windows > 0 else []
         self._within = True
         try:
             engine.backward(loss)
@@ -103,23 +104,6 @@ def _message(optimizer: Optimizer, parameter: Tensor) -> str:
         "model.temperature = nn.Parameter(...), use it as acc.model.temperature or in a forward, and give it to the "
         "accumulator's optimizer"
     )
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of a graph that need a gradient: one walk over its nodes."""
-    waiting = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
 
 
 def _name_of(tensor: Tensor) -> str:

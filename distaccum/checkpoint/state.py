@@ -63,7 +63,8 @@ class RunState:
     ``position`` holds the plan's numbers that give ``progress.window`` its meaning: a run can only resume from a
     checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
     ``facts`` tell another model or other data than the configuration does, ``spikes`` is what gradient norms are
-    judged by, and ``logged`` has the window and the step of the last record; all are empty in older checkpoints.
+    judged by, ``logged`` has the window and the step of the last record, and ``memory`` the micro-batch that was found
+    and the shapes that fit; all are empty in older checkpoints.
     """
 
     progress: Progress
@@ -75,6 +76,7 @@ class RunState:
     facts: Mapping[str, Any] = field(default_factory=dict)
     spikes: Mapping[str, Any] = field(default_factory=dict)
     logged: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> dict[str, str]:
@@ -203,6 +205,7 @@ def read(folder: Path) -> SavedState:
             optimizer_format=record.get("optimizer_format", BY_PARAMETER),
             facts=record.get("facts", {}),
             spikes=record.get("spikes", {}),
+            memory=record.get("memory", {}),
             logged=record.get("logged", {}),
         ),
         world_size=record["world_size"],
@@ -213,7 +216,13 @@ def read(folder: Path) -> SavedState:
 
 def _check_types(folder: Path, record: Mapping[str, Any]) -> None:
     wrong = [name for name, kinds in _TYPES.items() if name not in record or not isinstance(record[name], kinds)]
-    later = {"optimizer_format": str, "facts": dict, "spikes": dict, "logged": dict}  # older formats have none
+    later = {
+        "optimizer_format": str,
+        "facts": dict,
+        "spikes": dict,
+        "logged": dict,
+        "memory": dict,
+    }  # older formats have none
     wrong += [name for name, kind in later.items() if not isinstance(record.get(name, kind()), kind)]
     if not wrong and not all(isinstance(n, int) for n in record.get("logged", {}).values()):
         wrong = ["logged"]

@@ -78,8 +78,12 @@ class BatchConfig:
     Args:
         global_size: samples per update, over all ranks.
         tokens: a budget of tokens per update instead (``batch=tokens``).
-        micro_size (int): the most samples of one forward and backward on one rank; not stated, it is never more than
-            the global batch.
+        micro_size (int | auto): the most samples of one forward and backward on one rank. ``auto``: found in a
+            rehearsal before the first window, by rate and memory. null: ``auto`` where the main job runs on GPUs, else
+            8, or the global batch where that is less.
+        micro_tokens (int | null): the most padded tokens of one forward and backward on one rank, the number of its
+            samples times the length of the longest; ``micro_size`` holds too where it is a number, and otherwise says
+            no more than the samples of an evaluation's micro-batch. null: no such limit.
         group_by_length: samples of similar length in one micro-batch, within a window.
         pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
         packing (none | documents): ``documents``: those of a micro-batch share rows without padding, each on its own.
@@ -90,7 +94,8 @@ class BatchConfig:
 
     global_size: Optional[int] = 32  # noqa: UP045
     tokens: Optional[int] = None  # noqa: UP045
-    micro_size: Any = AUTO  # a number once it is made
+    micro_size: Any = None  # a number, or auto, once it is made; with micro_tokens a number or null
+    micro_tokens: Any = None
     group_by_length: bool = False
     pad_rows: bool = False
     packing: str = "none"
@@ -105,12 +110,13 @@ class BatchConfig:
         require_annotated("batch", self)
         problem, remedy = f"and batch.tokens={self.tokens} is a budget of tokens", "Use batch.global_size with it"
         require(not self.schedule or self.tokens is None, "batch.schedule", self.schedule, problem, remedy)
-        if is_one_of((AUTO,), self.micro_size):
-            most = MICRO_SIZE if self.global_size is None else min(MICRO_SIZE, self.global_size)
-            object.__setattr__(self, "micro_size", most)
+        self._check_micro_tokens()
+        if self.micro_size is None and self.micro_tokens is None:
+            object.__setattr__(self, "micro_size", self._usual_micro_size)
         if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
             object.__setattr__(self, "micro_size", int(self.micro_size))
-        require_type("batch.micro_size", self.micro_size, int)
+        if not is_one_of((AUTO,), self.micro_size) and self.limits_samples:
+            require_type("batch.micro_size", self.micro_size, int)
         require_choice("batch.packing", self.packing, ("none", DOCUMENTS))
         packs = self.packing == DOCUMENTS
         problem, remedy = "rows are packed, not sorted by length", "Leave one of them out"
@@ -119,6 +125,40 @@ class BatchConfig:
             require_count("batch.row_tokens", self.row_tokens, least=1)
             problem = "and batch.packing=none has no rows of several documents"
             require(packs, "batch.row_tokens", self.row_tokens, problem, "Use batch.packing=documents")
+
+    def _check_micro_tokens(self) -> None:
+        key, most = "batch.micro_tokens", self.micro_tokens
+        if isinstance(most, str) and most.isdecimal():  # of ${oc.env:...}
+            object.__setattr__(self, "micro_tokens", most := int(most))
+        if most is None:
+            return
+        require_type(key, most, int)
+        require_count(key, most, least=1)
+        problem = "and batch.packing=documents packs a number of samples into rows"
+        require(self.packing != DOCUMENTS, key, most, problem, "Use batch.micro_size with it, or batch.packing=none")
+        problem = "and batch.pad_rows=true fills micro-batches up to one number of samples"
+        require(not self.pad_rows, key, most, problem, "Use batch.micro_size with it, or batch.pad_rows=false")
+        if is_one_of((AUTO,), self.micro_size):  # nothing is to be found: the tokens are the limit
+            object.__setattr__(self, "micro_size", None)
+
+    @property
+    def limits_samples(self) -> bool:
+        """Whether a micro-batch has a most number of samples: not with ``micro_tokens`` alone."""
+        return self.micro_tokens is None or self.micro_size is not None
+
+    @property
+    def _usual_micro_size(self) -> int:
+        return MICRO_SIZE if self.global_size is None else min(MICRO_SIZE, self.global_size)
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether the micro-batch is found in a rehearsal."""
+        return is_one_of((AUTO,), self.micro_size)
+
+    @property
+    def first_micro_size(self) -> int:
+        """``micro_size``; without one what evaluations use; before a rehearsal what a plan is made with."""
+        return int(self.micro_size) if self.limits_samples and not self.rehearses else self._usual_micro_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -636,7 +676,7 @@ def _from_plain(node: Mapping[str, Any]) -> RunConfig:
     engine_schema = settings_of(_name_of(node))
     try:
         schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
-        OmegaConf.update(schema, "batch.micro_size", AUTO)  # OmegaConf reads the defaults of a made BatchConfig
+        OmegaConf.update(schema, "batch.micro_size", None)  # OmegaConf reads the defaults of a made BatchConfig
         OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
         typed = OmegaConf.merge(_writable(schema), node)
     except oc.OmegaConfBaseException as error:

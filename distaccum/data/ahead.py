@@ -47,7 +47,7 @@ def prefetch_factor(workers: WorkerOptions, window: int) -> int | None:
 
 
 def items_of_window(plan: Plan | StreamPlan) -> int:
-    """The items of a rank's largest window: micro-batches, or samples of a stream; of token budgets in epoch 0."""
+    """The items of a rank's largest window: micro-batches, or samples of a stream; of limits of tokens in epoch 0."""
     if isinstance(plan, StreamPlan):
         return -(-plan.wanted(0) // plan.world_size)
     steps: int = plan.as_dict()["accumulation_steps"]

@@ -41,14 +41,14 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any], other: Callable[[
         return {key: map_tensors(value, function, other) for key, value in batch.items()}
     if kind is list or kind is tuple:
         return kind([map_tensors(value, function, other) for value in batch])
-    rebuild = None if batch is None or isinstance(batch, str | int | float) else _rebuilder(batch)
+    rebuild = None if batch is None or isinstance(batch, str | int | float) else rebuilder(batch)
     return other(batch) if rebuild is None else rebuild(batch, lambda part: map_tensors(part, function, other))
 
 
 Apply = Callable[[Any], Any]
 
 
-def _rebuilder(batch: Any) -> Callable[[Any, Apply], Any] | None:
+def rebuilder(batch: Any) -> Callable[[Any, Apply], Any] | None:
     """What makes a container of this type again, from its parts; None for what is none."""
     if isinstance(batch, PackedSequence):
         return _repacked

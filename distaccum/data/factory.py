@@ -13,8 +13,9 @@ from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.ahead import items_of_window, stream_loader
-from distaccum.data.loader import MapWindowLoader, WindowLoader
+from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
+from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
@@ -34,6 +35,9 @@ def make_plan(
     seed: int | None,
     batched: bool = False,
     stages: Sequence[Stage] = (),
+    micro_tokens: int | None = None,
+    limits_samples: bool = True,
+    group_by_length: bool = False,
     names: SizeNames = KEYWORDS,
 ) -> Plan | StreamPlan:
     """The plan of a source's training data.
@@ -47,11 +51,15 @@ def make_plan(
         seed: for the order of samples.
         batched: whether a stream yields micro-batches; a ``DataLoader`` says so itself.
         stages: the global batches that come before ``global_batch_size``.
+        micro_tokens: the most padded tokens of a micro-batch, as the source's collate function pads; None: any number.
+        limits_samples: whether a micro-batch has no more than ``micro_batch_size`` samples with ``micro_tokens``, too.
+        group_by_length: whether the loader is to group samples by length, which decides how ``micro_tokens`` cuts.
         names: what an error calls the sizes.
 
     Raises:
-        ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``, a budget or a stage
-            of tokens over samples of unknown length, or stages of a stream.
+        ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``; a budget or a stage
+            of tokens, or ``micro_tokens``, over samples of unknown length; stages or ``micro_tokens`` of a stream; a
+            sample of more than ``micro_tokens``.
     """
     if global_batch_size is None and tokens is None:
         problem = f"is not given, and {names.tokens} neither"
@@ -76,12 +84,15 @@ def make_plan(
             raise ConfigError(names.tokens, tokens, "the data is a stream", remedy)
         remedy = "Leave it out: the samples of a stream are not known before they are read"
         require(not stages, key, shown, "the data is a stream", remedy)
+        remedy = f"Use {names.micro_batch_size}: the lengths of a stream's samples are not known before they are read"
+        require(micro_tokens is None, names.micro_tokens, micro_tokens, "the data is a stream", remedy)
         batched = batched or yields_batches(source)
         return StreamPlan(global_batch_size=global_batch_size, batched=batched, **sizes)
     seed = seed + source.order_seed if source.shuffle and seed is not None else None
+    plan: Plan
     if global_batch_size is not None and stages:
         in_tokens = any(stage.unit == "tokens" for stage in stages)
-        return ScheduledPlan(
+        plan = ScheduledPlan(
             samples=len(source.train),
             stages=tuple(stages),
             global_batch_size=global_batch_size,
@@ -89,10 +100,25 @@ def make_plan(
             seed=seed,
             **sizes,
         )
-    if global_batch_size is not None:
-        return BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
-    assert tokens is not None
-    return TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
+    elif global_batch_size is not None:
+        plan = BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
+    else:
+        assert tokens is not None
+        plan = TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
+    if micro_tokens is None:
+        return plan
+    key = names.micro_tokens
+    problem, remedy = "the rows of micro-batches are filled up to one number", "Leave pad_rows out"
+    require(not source.pad_rows, key, micro_tokens, problem, remedy)
+    return MicroTokenPlan(
+        plan=plan,
+        lengths=_lengths(source, key, micro_tokens),
+        micro_tokens=micro_tokens,
+        tokens_of=tokens_of(source.collate),
+        grouped=group_by_length,
+        limits_samples=limits_samples,
+        names=names,
+    )
 
 
 def _check_rows(source: DataSpec, key: str) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from distaccum.data import loading_processes
 from distaccum.data.ahead import SeededIds
+from distaccum.data.cutting import CannotCutError, cut, shape_of
 from distaccum.data.factory import loading_options
 from distaccum.data.loader import Collate, expect_all, generator_of, torch_loader
 from distaccum.data.reading import start_method
@@ -119,6 +120,15 @@ class HeldOut:
                 raise
             raise meant from problem
         expect_all(self._ids.taken, found, "the held-out data")
+
+    def rows_of(self, batch: Any) -> int:
+        """The samples of one of its batches, if it can be cut between them; else 0."""
+        rows, _ = shape_of(batch)
+        try:
+            cut(batch, 0, rows, rows)
+        except CannotCutError:
+            return 0
+        return rows if rows <= self._size else 0
 
     def _own_ids(self) -> Iterator[list[int]]:
         step = self._size * self._world_size

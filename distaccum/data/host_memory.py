@@ -13,6 +13,7 @@ from distaccum.data.ahead import items_of_window
 from distaccum.data.batches import map_tensors
 from distaccum.data.loader import rows_of
 from distaccum.data.plan.batch import Plan
+from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.reading import reading
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
@@ -78,7 +79,10 @@ def window_memory(source: DataSpec, plan: Plan, workers: WorkerOptions | None = 
         found: int = next(reading(source.train, [[longest]], collate, workers or WorkerOptions()))
     finally:
         generators.restore()
-    return WindowMemory(micro_batch=found * rows_of(plan), micro_batches=items_of_window(plan))
+    micro_batch = found * rows_of(plan)
+    if isinstance(plan, MicroTokenPlan):  # as many tokens of which a sample has this many
+        micro_batch = -(-found * plan.micro_tokens // max(1, plan.tokens_of(plan.lengths[[longest]])))
+    return WindowMemory(micro_batch=micro_batch, micro_batches=items_of_window(plan))
 
 
 class _Bytes:

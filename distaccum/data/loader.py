@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
@@ -22,7 +22,9 @@ from distaccum.data.agreement import Agreement, differing_item, refuse_other_dat
 from distaccum.data.ahead import SeededIds, items_of_window, note_memory, prefetch_factor
 from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
+from distaccum.data.packing import PackCollator
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
+from distaccum.data.plan.micro_tokens import MicroTokenPlan, TokensOf
 from distaccum.data.plan.resized import Resize, ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.data.reading import reading
@@ -82,7 +84,8 @@ class MapWindowLoader(WindowLoader):
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
         workers: how samples are loaded.
-        group_by: the length of each sample: the micro-batches of a window then hold samples of similar length.
+        group_by: the length of each sample: the micro-batches of a window then hold samples of similar length. A
+            ``MicroTokenPlan`` says itself whether they do.
         seed: of the windows' keys.
         filled_with: fills smaller micro-batches up, with rows that count nothing: ``DataSpec.ignored``.
     """
@@ -148,11 +151,12 @@ class MapWindowLoader(WindowLoader):
             ConfigError: the global batch is smaller than the micro-batch.
             MisuseError: the windows are cut by a budget of tokens.
         """
-        if not isinstance(self._plan, BatchPlan):
+        whole = self._plan
+        plan = whole.plan if isinstance(whole, MicroTokenPlan) else whole
+        if not isinstance(plan, BatchPlan):
             what = f"set_global_batch_size({change.global_batch_size})"
             raise MisuseError(f"{what} where tokens= cuts the windows: make an Accumulator with global_batch_size=")
-        plan = self._plan
-        self._plan = self._ids.plan = ResizedPlan(
+        resized = ResizedPlan(
             samples=plan.samples,
             global_batch_size=change.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
@@ -160,6 +164,8 @@ class MapWindowLoader(WindowLoader):
             seed=plan.seed,
             since=change,
         )
+        self._plan = replace(whole, plan=resized) if isinstance(whole, MicroTokenPlan) else resized
+        self._ids.plan = self._plan
         self._next = None
         needed = prefetch_factor(self._options, items_of_window(self._plan))
         rows = getattr(self._loader.collate_fn, "rows", None)
@@ -186,7 +192,7 @@ class MapWindowLoader(WindowLoader):
         for k in range(start, cut.windows_per_epoch):
             generators, self._next = RNGState.capture(), None
             self._clock.start()
-            filled = sum(1 for positions in cut.micro_batches(k, self._world.rank) if positions)
+            filled = len(self._ids.positions(cut, epoch, k))
             micro_batches: list[MicroBatch] = []
             error: Exception | None = None
             try:
@@ -222,9 +228,22 @@ class MapWindowLoader(WindowLoader):
                 ids=partial(self._ids.of_window, cut, epoch, k),
                 keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
                 fetch=self._fetch,
+                key_at=partial(self._key_at, cut, epoch, k),
+                rows=partial(self._rows, cut, epoch, k),
             )
         if self._goes_on and batches is not None:
             self._next = ((epoch + 1, 0), batches, False) if has_some else None
+
+    def _key_at(self, cut: Epoch, epoch: int, k: int, i: int, place: int) -> int:
+        positions = self._ids.positions(cut, epoch, k)[i]
+        last = len(positions) - 1  # rows that fill a micro-batch up count nothing, and draw what they like
+        return keys_of([int(positions[min(place, last)])], self._seed, epoch)[0]
+
+    def _rows(self, cut: Epoch, epoch: int, k: int, i: int) -> int | None:
+        collate = self._loader.collate_fn
+        if isinstance(collate, PackCollator):
+            return None
+        return collate.rows if isinstance(collate, FilledCollator) else len(self._ids.positions(cut, epoch, k)[i])
 
     def _start(self) -> Iterator[Any]:
         batches = self._iteration.begin(self._loader)
@@ -268,6 +287,8 @@ class MapWindowLoader(WindowLoader):
         if self._lengths is not None:
             facts["lengths"] = f"{zlib.crc32(np.ascontiguousarray(self._lengths).tobytes()):08x} (a hash)"
             facts["micro_batch_size"] = self._plan.micro_batch_size
+        if isinstance(self._plan, MicroTokenPlan):
+            facts[self._plan.names.micro_tokens] = self._plan.micro_tokens
         return facts
 
     def _sketch_of_next(self, batches: Iterator[Any]) -> Sketch | None:
@@ -409,16 +430,21 @@ class MicroBatchIds:
 
     def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         """The ids of window ``k`` of the epoch that ``cut`` slices, one list per micro-batch."""
-        for positions in (
-            self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
-        ):
-            if len(positions):
-                yield self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+        for positions in self.positions(cut, epoch, k):
+            yield self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
 
     def firsts(self, cut: Epoch, epoch: int, k: int) -> list[int]:
         """The position in the epoch's order of the first sample of each micro-batch of window ``k``."""
-        parts = self._arranged(cut, epoch, k) if self._group_by is not None else cut.micro_batches(k, self._rank)
-        return [int(positions[0]) for positions in parts if len(positions)]
+        return [int(positions[0]) for positions in self.positions(cut, epoch, k)]
+
+    def positions(self, cut: Epoch, epoch: int, k: int) -> list[Ids | range]:
+        """The positions in the epoch's order of each micro-batch of window ``k`` that has any."""
+        parts: Sequence[Ids | range]
+        if self._group_by is None or isinstance(self.plan, MicroTokenPlan):  # which arranges samples itself
+            parts = cut.micro_batches(k, self._rank)
+        else:
+            parts = self._arranged(cut, epoch, k)
+        return [positions for positions in parts if len(positions)]
 
     def _arranged(self, cut: Epoch, epoch: int, k: int) -> list[Ids]:
         """This rank's positions: the window is sorted by length, and dealt to the ranks micro-step by micro-step.
@@ -440,7 +466,15 @@ def rows_of(plan: Plan) -> int:
     if isinstance(plan, BatchPlan | ScheduledPlan):
         largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
         return min(plan.micro_batch_size, -(-largest // plan.world_size))
-    return plan.micro_batch_size
+    return plan.rows if isinstance(plan, MicroTokenPlan) else plan.micro_batch_size
+
+
+def tokens_of(collate: Collate | None) -> TokensOf:
+    """From the lengths of a micro-batch's samples to its tokens, padding included, as ``collate`` makes it.
+
+    A function that does not say is taken to pad to the longest of the micro-batch.
+    """
+    return getattr(collate, "tokens_of", None) or PadCollator(()).tokens_of
 
 
 def padding_share(
@@ -448,12 +482,12 @@ def padding_share(
 ) -> float:
     """The share of padding among the tokens of the first windows, where ``collate`` makes their micro-batches."""
     real = padded = 0
-    cut = plan.epoch(0)
+    plan = replace(plan, grouped=grouped) if isinstance(plan, MicroTokenPlan) else plan
+    cut, in_memory = plan.epoch(0), tokens_of(collate)
     first = range(min(windows, cut.windows_per_epoch))
     for rank in range(plan.world_size):
-        steps = sum(bool(positions) for k in first for positions in cut.micro_batches(k, rank))
-        for ids in islice(MicroBatchIds(plan, rank, group_by=lengths if grouped else None), steps):
+        of_rank = MicroBatchIds(plan, rank, group_by=lengths if grouped else None)
+        for ids in chain.from_iterable(of_rank.of_window(cut, 0, k) for k in first):
             real += int(lengths[ids].sum())
-            tokens_of = getattr(collate, "tokens_of", None) or PadCollator(()).tokens_of
-            padded += tokens_of(lengths[ids])
+            padded += in_memory(lengths[ids])
     return 1 - real / padded

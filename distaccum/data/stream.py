@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -116,12 +116,14 @@ class IterableWindowLoader(WindowLoader):
             self._clock.start()
             micro_batches: list[MicroBatch] = []
             ids: list[range] = []
+            sizes: list[int] = []
             counts: dict[str, float] = {}
             samples = empty = 0
             while (wanted := self._plan.wanted(samples)) and not all(self._ended):
-                fresh, spans, found, more = self._round(wanted, counter, epoch, index)
+                fresh, spans, own, found, more = self._round(wanted, counter, epoch, index)
                 micro_batches += fresh
                 ids += spans
+                sizes += own
                 samples += more
                 for name, count in found.items():
                     counts[name] = counts.get(name, 0.0) + count
@@ -142,6 +144,8 @@ class IterableWindowLoader(WindowLoader):
                     device_wait_s=device_waited,
                     ids=partial(iter, ids),
                     keys=keys_of([span.start for span in ids], self._seed, epoch, self._world.rank),
+                    key_at=None if self._plan.batched else partial(self._key_at, ids, epoch),
+                    rows=sizes.__getitem__,
                 )
                 self._last = (index - 1, window)
                 yield window
@@ -155,11 +159,11 @@ class IterableWindowLoader(WindowLoader):
 
     def _round(
         self, wanted: int, counter: GlobalCounter, epoch: int, turn: int
-    ) -> tuple[list[MicroBatch], list[range], Counts, int]:
+    ) -> tuple[list[MicroBatch], list[range], list[int], Counts, int]:
         """Fetches this rank's part of the ``wanted`` items of window ``turn``.
 
         Returns:
-            Its micro-batches, the items of each, and the counts and samples of all ranks.
+            Its micro-batches, the items of each and their samples, and the counts and samples of all ranks.
         """
         quota = self._plan.quota(wanted, [not ended for ended in self._ended], self._world.rank, turn=turn)
         taken: list[Any] = []
@@ -183,7 +187,10 @@ class IterableWindowLoader(WindowLoader):
         samples = sum(size for _, _, size in batches)
         counts, (total, *ended) = counter.all_reduce(micro_batches, [samples, *ends], error=error)
         self._ended = [before or now > 0 for before, now in zip(self._ended, ended, strict=True)]
-        return micro_batches, [span for _, span, _ in batches], counts, int(total)
+        return micro_batches, [span for _, span, _ in batches], [size for *_, size in batches], counts, int(total)
+
+    def _key_at(self, spans: Sequence[range], epoch: int, i: int, place: int) -> int:
+        return keys_of([spans[i].start + place], self._seed, epoch, self._world.rank)[0]
 
     def _batches(self, taken: list[Any]) -> list[tuple[Any, range, int]]:
         """The micro-batches of the items that were taken, their numbers in the stream, and their samples.

@@ -41,6 +41,12 @@ class Window:
     """One number per micro-batch, which seeds the random numbers of its micro-step: a function of the run's seed, the
     epoch and the place of the micro-batch's first sample in the epoch's order (of a stream: in this rank's stream), but
     of nothing else. Without keys random numbers are drawn from the rank's own generators."""
+    key_at: Callable[[int, int], int] | None = None
+    """The key of a part of a micro-batch, by the micro-batch's number and the place of the part's first sample in it:
+    the one that a micro-batch would have which begins there. None where keys say nothing of places."""
+    rows: Callable[[int], int | None] | None = None
+    """The samples of a micro-batch, by its number: what it can be cut between. None for rows of which each holds whole
+    samples, as many as its tensors have; without the function nobody knows."""
     device_wait_s: Callable[[], float] | None = None
     """Gives the seconds that a GPU waited for the micro-batches, when the window is done; None on a CPU."""
     fetch: Callable[[Sequence[int]], tuple[list[Any], Callable[[list[Any]], Any]]] | None = None

@@ -8,7 +8,14 @@ from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import DistaccumError, ResourceError
 
-_HOST_MEMORY = "can't allocate memory"
+# What allocators and libraries say that have no error class of their own: the host's, oneDNN's, cuBLAS's, CUDA's.
+_SAID = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "could not create a memory object",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
 _OF_A_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCTION)
 
 
@@ -16,7 +23,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Of the host, or of a device; not in words yet."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and not isinstance(error, DistaccumError) and _HOST_MEMORY in str(error)
+    if not isinstance(error, RuntimeError) or isinstance(error, DistaccumError):
+        return False
+    said = str(error)
+    return any(words in said for words in _SAID)
 
 
 def out_of_memory(error: BaseException, world: World) -> ResourceError:

@@ -22,6 +22,7 @@ from distaccum.engines.compiled import Compiled
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
@@ -169,6 +170,8 @@ class Engine(ABC):
         for group in self._rated:
             group["initial_lr"] = group["lr"]
         self._settings = GroupSettings(optimizers)
+        self.memory_marks = MemoryMarks()
+        """Which shapes of micro-batches fit on this rank, as far as is known."""
 
     @property
     def window_open(self) -> bool:
@@ -373,6 +376,42 @@ class Engine(ABC):
     def finishing(self) -> AbstractContextManager[None]:
         """Around what follows a window's last backward, which may lie in another accumulator's micro-step."""
         return nullcontext()
+
+    @property
+    def repairs(self) -> bool:
+        """Whether a micro-step that an error has ended can be finished, or run again: see :meth:`interrupted`."""
+        return False
+
+    def interrupted(self) -> Sequence[Tensor]:
+        """Told that the open micro-step's forward or backward has raised; only where :attr:`repairs`.
+
+        From here to the end of the micro-step backwards are local. One that was to reduce needs :meth:`reduce` at its
+        end.
+
+        Returns:
+            The trained parameters that the last :meth:`backward` or :meth:`backward_to` of it has added to.
+        """
+        raise NotImplementedError
+
+    def backward_to(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """As :meth:`backward`, of a part of the interrupted micro-step: adds to these ``parameters`` alone."""
+        raise NotImplementedError
+
+    def reduce(self) -> None:
+        """The window's reduction, where its last micro-step was told not to reduce, or was interrupted.
+
+        As in a backward that reduces, the last micro-step has to have reached every parameter, unless unused ones are
+        looked for. Only where :attr:`repairs`.
+        """
+        raise NotImplementedError
+
+    def copy_gradients(self) -> Sequence[Tensor]:
+        """What the open window has accumulated on this rank: copies; only where :attr:`repairs`."""
+        raise NotImplementedError
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sets the gradients to what :meth:`copy_gradients` gave; to zero, if that is empty."""
+        raise NotImplementedError
 
     @property
     def gives_up_alone(self) -> bool:

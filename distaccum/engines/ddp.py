@@ -32,6 +32,7 @@ from distaccum.engines.masters import Masters
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.reached_leaves import ReachedLeaves
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.unused_parameters import UnusedParameters
@@ -113,6 +114,7 @@ class DDPEngine(Engine):
         ]
         for master, parameter in self._copies:
             master.grad = parameter.grad
+        self._leaves = ReachedLeaves(self._parameters)
         self._watch = GradientWatch(partial(map, attrgetter("grad"), self._parameters))
         self._watch.note()
         self._optimizer_step = OptimizerStep(
@@ -128,6 +130,7 @@ class DDPEngine(Engine):
         stepped = list(self._stepped.values())
         self._unused = UnusedParameters(self._parameters, stepped) if config.find_unused_parameters else None
         self._ran = self._syncs = self._reduced = False
+        self._began = False  # a reduction, in a backward that was interrupted
         self._fault = ""  # why this rank's gradient is NaN
         self._collectives = Collectives(world.device)
         self._communicates = False  # a micro-step was seen to
@@ -232,6 +235,7 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         vars(self._ddp)["called"] = False  # by no way round: once a micro-step
+        self._leaves.forget()
         if not self._ran and not self._communicates and self._world.size > 1:
             self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
@@ -252,6 +256,7 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
+        self._leaves.begin_backward()
         if self._collectives.watching and self._collectives.called():  # on all ranks that have this micro-step
             self._communicates = True
             self._compare_micro_steps(self._communicating())
@@ -312,6 +317,67 @@ class DDPEngine(Engine):
         else:
             remedy = "if that is meant, set engine.find_unused_parameters=true"
         return f"{problem}, so gradients would not be reduced: {remedy}"
+
+    @property
+    def repairs(self) -> bool:
+        """See :class:`Engine`; not where the other ranks may wait in a forward."""
+        return not self._communicating()
+
+    def interrupted(self) -> Sequence[Tensor]:
+        """See :class:`Engine`."""
+        self._syncs, reached = False, self._leaves.reached_in_backward
+        self._began = self._began or self._reduction.has_begun(len(reached))
+        vars(self._ddp)["reduces"] = self._reduction.running
+        self._watch.note()
+        return reached
+
+    def backward_to(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """See :class:`Engine`. Where DDP's reduction has begun, its hooks may fire once only: they are passed by."""
+        self._watch.check()
+        self._leaves.begin_backward()
+        if not loss.requires_grad:
+            return
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        if not self._reduction.running:
+            scaled.backward(inputs=parameters)  # type: ignore[no-untyped-call]
+        else:
+            found = torch.autograd.grad(scaled, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    assert parameter.grad is not None
+                    parameter.grad.add_(gradient)
+                    self._leaves.note(parameter)
+        self._watch.note()
+
+    def reduce(self) -> None:
+        """See :class:`Engine`. Adds minus zero, which changes no number, and no zero's sign."""
+        self._watch.check()
+        missing = [] if self._unused is not None else self._leaves.missing
+        value = nan if missing else -0.0
+        if missing:
+            self._fault = self._unused_message(missing)
+        with self._unused_ignored(), uncounted():
+            if self._began:
+                self._reduction.complete(self._reduction.unreached(), value)
+            else:
+                self._reduction.join(value)
+        self._reduced = True
+        vars(self._ddp)["reduces"] = False
+        self._watch.note()
+
+    def copy_gradients(self) -> Sequence[Tensor]:
+        """See :class:`Engine`."""
+        return [torch.empty(0) if view is None else view.clone() for view in self._views]
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """See :class:`Engine`."""
+        with torch.no_grad():
+            for i, view in enumerate(self._views):
+                if view is not None and gradients:
+                    view.copy_(gradients[i])
+                elif view is not None:
+                    view.zero_()
+        self._watch.note()
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A backward from a constant: its hooks fire, the user's forward does not run."""
@@ -378,7 +444,7 @@ class DDPEngine(Engine):
         return sends
 
     def _end_interrupted(self) -> None:
-        if self._watch.unchanged:
+        if self._watch.unchanged and not self._began:
             self._reduction.join(nan)
         else:
             self._reduction.complete(self._reduction.unreached(), nan)
@@ -388,7 +454,8 @@ class DDPEngine(Engine):
         if self._reduction.running:
             self._end_interrupted()
         self._drop_gradients()
-        self._ran = self._reduced = False
+        self._ran = self._reduced = self._began = False
+        vars(self._ddp)["reduces"] = False
         self._fault, self._micro_steps = "", None
         self._close_window()
 
@@ -433,6 +500,7 @@ class DDPEngine(Engine):
         super().close()
         self._optimizer_step.release()
         self._reduction.close()
+        self._leaves.close()
         self._collectives.stop()
         self._watch.forget()
         for master, _ in self._copies:

@@ -120,6 +120,17 @@ class Reduction:
         self.running = False
         return []
 
+    def has_begun(self, reached: int) -> bool:
+        """Whether DDP knows of a parameter, after an interrupted backward that has added to so many of them.
+
+        The hook of a user may raise before DDP's own is called for the same parameter.
+        """
+        if reached != 1 or not self.running:
+            return self.running and reached > 1
+        begun = bool(self.unreached())
+        self.running = True
+        return begun
+
     def complete(self, numbers: Sequence[int], value: float) -> None:
         """Ends the reduction with gradients of ``value`` for these parameters; the other ranks are waiting for it."""
         if numbers:

@@ -22,9 +22,18 @@ class DDPModel(DistributedDataParallel):
     called: bool = False
     """Whether a forward, a method or a part of the model was asked for since this was last set to False."""
 
+    reduces: bool = False
+    """Whether a reduction has begun and not ended: torch's own forward would refuse to begin another."""
+
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped model's, by way of torch's wrapper, which does nothing for a local one but look at its buckets."""
+        if vars(self).get("reduces"):
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:

@@ -176,7 +176,7 @@ def step_values(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int
             dict(group) | {"params": mine} | _rate(group)
             for group, mine in zip(optimizer.param_groups, values, strict=True)
         ]
-        trial = _trial_copy(optimizer, groups)
+        trial = trial_copy(optimizer, groups)
         if trial is None:
             return None
         if begun:
@@ -219,7 +219,7 @@ def _begin(trial: Any, optimizer: Optimizer) -> None:
             }
 
 
-def _trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     """An optimizer of the same rule and settings over other groups, without state and hooks.
 
     None: it has one inside with groups of its own. What it keeps as attributes is there too, lists and dictionaries as
@@ -234,7 +234,7 @@ def _trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
         if isinstance(value, Optimizer):
             if value.param_groups is not optimizer.param_groups:
                 return None
-            vars(trial)[name] = _trial_copy(value, groups)
+            vars(trial)[name] = trial_copy(value, groups)
         elif name not in _OURS:
             vars(trial)[name] = copy(value) if isinstance(value, dict | list | set) else value
             if isinstance(value, Tensor):

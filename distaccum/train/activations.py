@@ -12,7 +12,6 @@ fused attention.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -24,16 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._subclasses import fake_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from distaccum.data.batches import map_tensors, moved_object
+from distaccum.distributed.live_memory import LiveMemory
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
-
-BLOCK = {"cuda": 512}  # bytes, of which a GPU's allocator gives whole ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,45 +39,6 @@ class Activations:
 
     kept: int
     peak: int
-
-
-class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Counts the bytes of tensors on one kind of device that operators make within the block, while they are alive.
-
-    Args:
-        kind: of the device.
-    """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._kind, self._block = kind, BLOCK.get(kind, 1)
-        self._known: dict[int, weakref.ref[Any]] = {}  # by a storage's address
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operator, then looks at what it gives; what it is given and nobody made was there before."""
-        self._note((args, kwargs), made=False)
-        found = function(*args, **(kwargs or {}))
-        self._note(found, made=True)
-        return found
-
-    def _note(self, values: Any, *, made: bool) -> None:
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and tensor.device.type == self._kind:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._add(storage, -(-storage.nbytes() // self._block) * self._block if made else 0)
-
-    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
-        address = storage._cdata
-
-        def freed(_: object) -> None:
-            del self._known[address]
-            self.now -= size
-
-        self._known[address] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 class CannotTellError(Exception):

@@ -31,6 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
+from distaccum.config.checks import AUTO
 from distaccum.config.command_line import flags_as_settings, register_aliases, take_flag
 from distaccum.config.composed import composed
 from distaccum.config.hydra_errors import check_overrides, from_hydra
@@ -218,7 +219,7 @@ class _Jobs:
 
     def _run(self, node: DictConfig, run_dir: RunDir) -> Any:
         check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-        config, tried = plain(node), _is_tried()
+        config, tried = _with_rehearsal(plain(node)), _is_tried()
         if tried and config.get("objective") is None:
             config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
         if HydraConfig.get().mode == RunMode.MULTIRUN and config.get("resume") == "auto":
@@ -240,6 +241,13 @@ class _Jobs:
             return None
         objective = objective_of(config.get("objective"), result.evaluation, run_dir.metrics)
         return require_finite(objective, config["objective"]) if tried else objective
+
+
+def _with_rehearsal(config: dict[str, Any]) -> dict[str, Any]:
+    """On GPUs the micro-batch is rehearsed where nobody states one."""
+    if config["batch"].get("micro_size") is None and torch.cuda.is_available():
+        config["batch"]["micro_size"] = AUTO
+    return config
 
 
 def _swept(overrides: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:

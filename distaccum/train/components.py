@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class TrainingComponents:
     ``record`` is the configuration as checkpoints and W&B keep it: that of the objects which train, without secrets.
     ``parameters`` is the number of elements, counted before an engine shards them, and ``groups`` those of each
     parameter group that the configuration states. ``most_ahead``: micro-batches of a rank that may be loaded ahead;
-    None: any number.
+    None: any number. ``memory`` says how the micro-batch was found; see ``train/micro_batch.py``.
     """
 
     config: RunConfig
@@ -89,6 +89,7 @@ class TrainingComponents:
     device: torch.device
     total_steps: int
     most_ahead: int | None = None
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
@@ -177,14 +178,17 @@ def build_components(
         data,
         global_batch_size=batch.global_size,
         tokens=batch.tokens,
-        micro_batch_size=batch.micro_size,
+        micro_batch_size=batch.first_micro_size,
         world_size=world_size,
         seed=config.seed,
         stages=[_stage(stage) for stage in batch.schedule],
+        micro_tokens=batch.micro_tokens,
+        limits_samples=batch.limits_samples,
+        group_by_length=batch.group_by_length,
         names=CONFIG_KEYS,
     )
     check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
-    most_ahead = _most_ahead(data, plan, config)
+    ahead = most_ahead(data, plan, config)
     check_held_out(data, config, metrics=metrics or {}, world_size=world_size)
     if batch.group_by_length and data.lengths is None:
         remedy = "Give lengths to its DataSpec: the tokens of each training sample"
@@ -216,7 +220,7 @@ def build_components(
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
         global_batch_size=batch.global_size,
-        micro_batch_size=batch.micro_size,
+        micro_batch_size=batch.first_micro_size,
         world_size=world_size,
         device=device,
         seed=config.seed,
@@ -260,7 +264,7 @@ def build_components(
         engine=engine,
         device=device,
         total_steps=total_steps,
-        most_ahead=most_ahead,
+        most_ahead=ahead,
     )
 
 
@@ -269,7 +273,7 @@ def _stage(stated: Mapping[str, int]) -> Stage:
     return Stage(stated["global_size"], stated[unit], unit)
 
 
-def _most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:
+def most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:
     """How many micro-batches of a rank may be loaded ahead within ``trainer.host_memory``; None: any number."""
     key, stated = "trainer.host_memory", config.trainer.host_memory
     if stated is None:

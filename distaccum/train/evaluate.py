@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from distaccum.data.batches import to_device
+from distaccum.data.cutting import cut
 from distaccum.data.held_out import HeldOut
 from distaccum.data.prefetch import FEWEST, on_device
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.activity import Phase
+from distaccum.distributed.memory import is_out_of_memory
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -21,6 +25,8 @@ from distaccum.errors import MisuseError, shorten
 from distaccum.losses.base import Loss, Predictor, Scorer, scores
 from distaccum.losses.normalize import SINGLE, as_counts
 
+_log = logging.getLogger(__name__)
+_Found = tuple[Mapping[str, Tensor], Sequence[Any]]
 _MEAN_TOLERANCE = 0.01  # of the halves' sum: far below the half by which a mean misses it
 
 
@@ -138,15 +144,13 @@ class Evaluation:
         counted: dict[str, float] = {}
         for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
             self._world.activity.done += 1
-            with engine.autocast():
-                found = scores(loss, model, batch)
-                if metrics:
-                    predictions = cast(Predictor, loss).predictions(model, batch)
+            for part in self._parts_that_fit(batch, held_out, partial(self._forward, model)):
+                found, predictions = part
                 for metric in metrics.values() if is_own else ():
                     metric.update(*predictions)
-            for name, value in found.items() if is_own else ():
-                # fp64: a held-out set may hold more tokens than fp32 can count
-                sums[name] = sums.get(name, 0.0) + value.double()
+                for name, value in found.items() if is_own else ():
+                    # fp64: a held-out set may hold more tokens than fp32 can count
+                    sums[name] = sums.get(name, 0.0) + value.double()
         result = _means(prefix, sums, counted, engine.device, self._world)
         if self._data.bytes_per_token is not None:
             bits = result[f"{prefix}loss"] / math.log(2) / self._data.bytes_per_token
@@ -154,6 +158,34 @@ class Evaluation:
         for name, metric in metrics.items():
             result |= _numbers(f"{prefix}{name}", metric.compute())
         return result
+
+    def _forward(self, model: nn.Module, batch: Any) -> _Found:
+        """The scores of a batch, and the predictions that metrics need."""
+        with self._engine.autocast():
+            found = scores(self._loss, model, batch)
+            predictions = cast(Predictor, self._loss).predictions(model, batch) if self._metrics else ()
+        return found, predictions
+
+    def _parts_that_fit(self, batch: Any, held_out: HeldOut, forward: Callable[[Any], _Found]) -> Iterator[_Found]:
+        """What ``forward`` gives for a batch; for its halves, and those of them, where memory runs out.
+
+        Not where a forward is a collective: the other ranks run the whole batch.
+        """
+        try:
+            found = forward(batch)
+        except Exception as error:
+            rows = 0 if self._engine.forward_communicates or not is_out_of_memory(error) else held_out.rows_of(batch)
+            if rows <= 1:
+                raise
+        else:
+            yield found
+            return
+        # Outside of the handler: the error's frames hold what the forward has made.
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        _log.warning("out of memory in an evaluation: a batch of %d samples is evaluated in halves", rows)
+        for start, stop in ((0, rows // 2), (rows // 2, rows)):
+            yield from self._parts_that_fit(cut(batch, start, stop, rows), held_out, forward)
 
     def _counted(self, held_out: HeldOut, counted: dict[str, float]) -> Iterator[tuple[Any, bool]]:
         """The batches on the host, and whether they count; those that do are counted into ``counted``."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from itertools import islice
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
 
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
 from distaccum.config.sharding import FULL, HALF, PARAMETER_STAGE
-from distaccum.data.adapters import yields_batches
 from distaccum.data.batches import map_tensors
-from distaccum.data.spec import DataSpec, is_map_style
+from distaccum.data.longest import longest_micro_batch
 from distaccum.engines.factory import checkpoint_activations
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.forecast.memory import MicroStep
@@ -40,7 +35,7 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     """
     loss = build("loss", config.loss)
     try:
-        batch = largest_micro_batch(pack(build_data(config.data), config.batch, loss), samples)
+        batch = longest_micro_batch(pack(build_data(config.data), config.batch, loss), samples)
     except Exception as error:  # the data may be on another machine, and is the user's code
         return MicroStep(unknown=f"there is no micro-batch: {_first_line(error)}")
     sizes: list[int] = []
@@ -80,20 +75,6 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
 def _devices() -> list[str]:
     """The kinds of device whose operators this machine can tell of, the best first."""
     return [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]
-
-
-def largest_micro_batch(data: DataSpec, size: int) -> Any:
-    """A micro-batch of so many samples, on the host: the longest where the data says how long they are."""
-    if not is_map_style(data.train):
-        stream = iter(cast("Iterable[Any]", data.train))
-        if yields_batches(data):
-            return next(stream)
-        return (data.collate or default_collate)(list(islice(stream, size)))
-    ids = list(range(min(size, len(data.train))))
-    if data.lengths is not None:
-        ids = np.argsort(-np.asarray(data.lengths), kind="stable")[:size].tolist()
-    loader = DataLoader(cast("Any", data.train), batch_sampler=[ids], collate_fn=data.collate)
-    return next(iter(loader))
 
 
 def _first_line(error: Exception) -> str:

@@ -110,7 +110,7 @@ def _moments(optim: OptimConfig) -> float:
 
 def measured(config: RunConfig, cluster: Cluster) -> Cluster:
     """The cluster with micro-steps and updates as this machine takes them."""
-    one = replace(config.batch, global_size=config.batch.micro_size, schedule=[])
+    one = replace(config.batch, global_size=config.batch.first_micro_size, schedule=[])
     alone = replace(config, engine=DDPConfig(), batch=one)
     ranks = LaunchEnvironment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
@@ -221,18 +221,22 @@ def job_of(config: RunConfig) -> Job:
     """What the arithmetic of a forecast takes.
 
     Raises:
-        ConfigError: the model or its optimizers cannot be built, sizes do not fit, or the global batch is in tokens.
+        ConfigError: the model or its optimizers cannot be built, sizes do not fit, or the global batch or the
+            micro-batch is in tokens.
     """
     if config.batch.global_size is None:
         remedy = "State batch.global_size: how many samples a budget of tokens makes depends on the data"
         raise ConfigError("batch.tokens", config.batch.tokens, "cannot be planned without the data", remedy)
-    check_sizes(config.batch.global_size, config.batch.micro_size, CONFIG_KEYS)
+    if config.batch.micro_tokens is not None:
+        remedy = "Set it to null and state batch.micro_size: how it cuts depends on the lengths of the samples"
+        raise ConfigError("batch.micro_tokens", config.batch.micro_tokens, "cannot be planned without the data", remedy)
+    check_sizes(config.batch.global_size, config.batch.first_micro_size, CONFIG_KEYS)
     return Job(
         sizes=sizes_of(config),
         sharding=config.engine.sharding(),
         formats=config.engine.formats(config.precision, moments_of(config)),
         global_batch_size=config.batch.global_size,
-        micro_batch_size=config.batch.micro_size,
+        micro_batch_size=config.batch.first_micro_size,
     )
 
 

@@ -247,6 +247,11 @@ class Restore:
         return run.wandb_id if own else wandb_id, "; ".join(filter(None, (note, averaged)))
 
     @property
+    def memory(self) -> Mapping[str, Any]:
+        """What the checkpoint says of memory; the same on every rank."""
+        return {} if self._saved is None else self._saved.run.memory
+
+    @property
     def logged(self) -> Mapping[str, int]:
         """Window and step of the last record of this run's own past; empty where it has none, or none is known."""
         own = self._saved is not None and self._components.config.resume == "auto"

@@ -45,6 +45,7 @@ from distaccum.train.loop import Loop
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb_environment import run_id
+from distaccum.train.micro_batch import find_micro_batch
 from distaccum.train.model_summary import ModuleRow, summarize
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
@@ -274,6 +275,9 @@ def train(
     modules = summarize(components.model, depth)  # an engine may take it apart
     accumulator = build_accumulator(components, world)
     config = components.config
+    if config.batch.rehearses:
+        screen.enter("rehearsing")
+    components = find_micro_batch(components, accumulator, world, restore.memory)
     _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
     loader = build_loader(
         components.data,
@@ -382,6 +386,7 @@ def _open_loggers(
     plan = components.plan.as_dict() | {
         "total_steps": components.total_steps,
         "engine": engine.describe(),
+        **({"memory": components.memory} if config.batch.rehearses else {}),
         **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
     }
     run_dir.write_plan(plan)
@@ -412,7 +417,7 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
         components.model,
         components.optimizers,
         global_batch_size=None if config.batch.schedule else config.batch.global_size,  # its plan says it
-        micro_batch_size=config.batch.micro_size,
+        micro_batch_size=config.batch.first_micro_size,
         count=components.loss.count,
         schedule=components.lr_factor,
         nonfinite=config.trainer.nonfinite,

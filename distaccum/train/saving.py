@@ -24,6 +24,7 @@ from distaccum.train.callbacks import looks_at_checkpoints
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import reason_of
+from distaccum.train.micro_batch import memory_to_save
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.save_clock import SaveClock
 from distaccum.train.time_limit import TimeLimit
@@ -236,6 +237,7 @@ class Saver:
             facts=self._components.facts if self._world.is_main else {},
             spikes={} if spikes is None else spikes.state_dict(),
             logged=logged,
+            memory=memory_to_save(self._components, self._accumulator),
         )
 
     def _begin(self, step: int, part: checkpoint.Part) -> bool:

@@ -58,6 +58,8 @@ def print_header(
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {_updates(components)}",
     }
+    if reason := components.memory.get("reason"):
+        lines["memory"] = str(reason)
     if components.groups:
         lines["groups"] = "; ".join(map(str, components.groups))
     if components.data.lengths is not None and not isinstance(plan, StreamPlan):

@@ -91,7 +91,7 @@ class DirectionalRoad:
         assert recorded.buffers is not None
         self._engine, self._world, self._loss = engine, world, recorded.loss
         self._states, self._buffers, self._counts = recorded.states, recorded.buffers, recorded.counts
-        batches = [micro.batch for micro in recorded.window.micro_batches]
+        batches = recorded.batches
         everyone = world.all_gather_object(len(batches))
         self._own, self._most = len(batches), max(everyone)
         if not min(everyone):  # a forward is a collective: who has no batch runs another rank's, for nothing

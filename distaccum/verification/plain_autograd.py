@@ -77,9 +77,9 @@ class PlainGradient:
             self._buffers_after = Buffers(self._engine)
         with state_restored(self._engine):
             recorded.buffers.restore()
-            for state, micro in zip(recorded.states, recorded.window.micro_batches, strict=True):
+            for state, host in zip(recorded.states, recorded.batches, strict=True):
                 state.restore()
-                batch = to_device(micro.batch, self._engine.device)
+                batch = to_device(host, self._engine.device)
                 with self._engine.autocast():
                     total = recorded.loss(model, batch)
                 totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))

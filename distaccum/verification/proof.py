@@ -89,6 +89,11 @@ class GradientProof:
         """``loss``, noting what it takes to run it again."""
         return self._recorded.recording(loss)
 
+    @property
+    def records(self) -> RecordedWindow:
+        """What is noted of the window."""
+        return self._recorded
+
     def before_forward(self) -> None:
         """Notes the random numbers that a micro-batch's forward begins with."""
         self._recorded.before_forward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class RecordedWindow:
         """What losses are divided by where the count is known at the window's end only."""
         self.scale = None if scale is None else scale.clone()
         """The loss scale of the whole window: 0-dim, on the device; None without a loss scaler."""
+        self.batches = [micro.batch for micro in window.micro_batches]
+        """The micro-batches as they were run, on the host: some of the window's in parts."""
         self._engine = engine
 
     def rerun_with(self, loss: Loss) -> None:
@@ -65,6 +67,19 @@ class RecordedWindow:
         """Notes a micro-batch's losses."""
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
 
+    def mark(self) -> tuple[int, int, list[Any]]:
+        """What was noted so far."""
+        return len(self.states), len(self.totals), list(self.batches)
+
+    def reset(self, mark: tuple[int, int, list[Any]]) -> None:
+        """Forgets what was noted since, of a micro-batch that an error has ended."""
+        states, totals, batches = mark
+        self.states, self.totals, self.batches = self.states[:states], self.totals[:totals], list(batches)
+
+    def replace_next(self, batches: Sequence[Any]) -> None:
+        """These are run in place of the micro-batch that comes next."""
+        self.batches[len(self.states) : len(self.states) + 1] = batches
+
     @property
     def loss_scale(self) -> float:
         """:attr:`scale` on the host; 1.0 without a loss scaler."""
@@ -77,9 +92,9 @@ class RecordedWindow:
 
     @property
     def micro_batches(self) -> int:
-        """How many this rank has."""
-        return len(self.window.micro_batches)
+        """How many this rank has run."""
+        return len(self.batches)
 
     def forget(self) -> None:
         """Frees what was recorded."""
-        self.states, self.loss, self.buffers = [], None, None
+        self.states, self.batches, self.loss, self.buffers = [], [], None, None

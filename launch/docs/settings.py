@@ -13,6 +13,7 @@ from distaccum.config.describe import Setting, settings
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 MARKS = "<!-- {0}: made by python -m launch.docs -->", "<!-- {0} end -->"
 MORE = {  # where a setting's page says more
+    "batch.micro_tokens": "data.md#micro-batches-of-tokens",
     "batch.pad_rows": "data.md#one-shape",
     "checkpoint.background": "checkpoints.md#in-the-background",
     "compile": "performance.md#compiled-forwards",

@@ -7,6 +7,7 @@ so resuming and changing the world size are arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from distaccum.data.plan.shuffle import Shuffle
 from distaccum.errors import ConfigError
 
 Ids = NDArray[np.int64]
+_LOOKED_AT = 1000  # windows
 
 
 class SizeNames(NamedTuple):
@@ -25,10 +27,11 @@ class SizeNames(NamedTuple):
     global_batch_size: str
     micro_batch_size: str
     tokens: str
+    micro_tokens: str
 
 
-KEYWORDS = SizeNames("global_batch_size", "micro_batch_size", "tokens")
-CONFIG_KEYS = SizeNames("batch.global_size", "batch.micro_size", "batch.tokens")
+KEYWORDS = SizeNames("global_batch_size", "micro_batch_size", "tokens", "micro_batch_tokens")
+CONFIG_KEYS = SizeNames("batch.global_size", "batch.micro_size", "batch.tokens", "batch.micro_tokens")
 
 
 class Epoch(Protocol):
@@ -41,12 +44,15 @@ class Epoch(Protocol):
     def window(self, k: int) -> range:
         """Positions of window ``k`` in the epoch's order, over all ranks."""
 
-    def micro_batches(self, k: int, rank: int) -> list[range]:
-        """The micro-batches of ``rank`` in window ``k``; empty ranges where the rank has nothing left."""
+    def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
+        """The micro-batches of ``rank`` in window ``k``, by positions; empty ones where the rank has nothing left."""
 
 
 class Plan(Protocol):
-    """The division of a map-style dataset: by samples (:class:`BatchPlan`) or by tokens (``TokenPlan``)."""
+    """The division of a map-style dataset: by samples (:class:`BatchPlan`) or by tokens (``TokenPlan``).
+
+    A ``MicroTokenPlan`` is another one, whose micro-batches are cut otherwise.
+    """
 
     @property
     def samples(self) -> int:
@@ -188,6 +194,13 @@ def share_of(window: range, rank: int, world_size: int) -> range:
     return window[begin:end]
 
 
+def largest_share(plan: Plan) -> int:
+    """The most samples that a rank has in a window: of the first windows, and of the largest that is planned."""
+    cut = plan.epoch(0)
+    largest = max(len(cut.window(k)) for k in range(min(_LOOKED_AT, cut.windows_per_epoch)))
+    return -(-max(largest, getattr(plan, "largest", 0)) // plan.world_size)
+
+
 def micro_steps_of(window: range, world_size: int, micro_batch_size: int) -> int:
     """Micro-steps of the rank with the largest share of a window."""
     largest_share = -(-len(window) // world_size)
@@ -238,5 +251,10 @@ class _Sizes(Protocol):
 
 def describe_steps(plan: _Sizes, steps: int) -> str:
     """Ranks and micro-steps of one update, in words."""
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    ranks = describe_ranks(plan.world_size)
     return f"{ranks} x {steps} micro-step{'' if steps == 1 else 's'} of at most {plan.micro_batch_size}"
+
+
+def describe_ranks(world_size: int) -> str:
+    """Their number, in words."""
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"

@@ -1,0 +1,91 @@
+"""Windows whose micro-batches are known to be too large are run in parts from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
+from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.random import keys_of
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.engines.memory_marks import Shape
+
+_Part = tuple[int, int, int]  # the micro-batch, and its rows from the second number to before the third
+
+
+def divided(window: Window, engine: Engine, counter: GlobalCounter, world: World) -> Window:
+    """The window with micro-batches that fit, as far as the engine's marks say; the counts stay the same.
+
+    Where a forward is a collective all ranks run as many parts of their n-th micro-batch, which is a collective too.
+    Micro-batches that cannot be cut stay whole.
+    """
+    marks = engine.memory_marks
+    if not marks.any_failed:
+        return window
+    numbers = [marks.parts(Shape(*shape_of(micro.batch))) for micro in window.micro_batches]
+    rows = [_rows(window, i) if parts > 1 or engine.forward_communicates else 1 for i, parts in enumerate(numbers)]
+    if engine.forward_communicates:
+        (most,) = world.all_reduce_max_host([len(numbers)])
+        numbers = world.all_reduce_max_host([*numbers, *[1] * (most - len(numbers))])
+    spans = [
+        (i, start, stop) for i, size in enumerate(rows) for start, stop in pairwise(_ends(size, min(numbers[i], size)))
+    ]
+    if len(spans) == len(window.micro_batches):
+        return window
+    micro_batches = [_part(window, part, rows[part[0]], counter) for part in spans]
+    if not _same_counts(window.micro_batches, micro_batches):
+        return window
+    return replace(
+        window,
+        micro_batches=micro_batches,
+        ids=partial(_ids, window, spans, rows),
+        keys=[_key(window, part) for part in spans] if window.keys else (),
+        key_at=lambda n, place: _key(window, (spans[n][0], spans[n][1] + place, spans[n][2])),
+        rows=None if window.rows is None else lambda n: spans[n][2] - spans[n][1],
+    )
+
+
+def _rows(window: Window, i: int) -> int:
+    try:
+        return rows_of(window, i)
+    except CannotCutError:
+        return 1
+
+
+def _part(window: Window, part: _Part, rows: int, counter: GlobalCounter) -> MicroBatch:
+    i, start, stop = part
+    whole = window.micro_batches[i]
+    return whole if (start, stop) == (0, rows) else counter.micro_batch(cut(whole.batch, start, stop, rows))
+
+
+def _ends(rows: int, parts: int) -> list[int]:
+    return [rows * n // parts for n in range(parts + 1)]
+
+
+def _key(window: Window, part: _Part) -> int:
+    i, place, _ = part
+    if not place:
+        return window.keys[i]
+    return keys_of([place], window.keys[i])[0] if window.key_at is None else window.key_at(i, place)
+
+
+def _ids(window: Window, spans: Sequence[_Part], rows: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The samples of each part; of rows that hold several each, those of the whole."""
+    whole = list(window.ids())
+    for i, start, stop in spans:
+        yield whole[i][start:stop] if len(whole[i]) == rows[i] else whole[i]
+
+
+def _same_counts(whole: Sequence[MicroBatch], parts: Sequence[MicroBatch]) -> bool:
+    """Whether what is counted is the same: what counts a micro-batch and no sample must not be divided."""
+    names = {name for micro in (*whole, *parts) for name in micro.counts}
+    for name in names:
+        before, after = (sum(micro.counts.get(name, 0.0) for micro in micros) for micros in (whole, parts))
+        if abs(before - after) > 1e-6 * max(before, after):
+            return False
+    return True

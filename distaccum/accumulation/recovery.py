@@ -1,0 +1,393 @@
+"""A micro-step that runs out of memory is finished in parts; the window's gradient stays the same.
+
+An error in the middle of a backward leaves some parameters added to and others not. Running the parts for all of them
+would count the first ones twice; so the parts add to those alone that were not reached. The loss is a sum over samples,
+and so is its gradient with respect to each parameter: it does not matter for which parameters it was computed at once,
+and for which in parts.
+
+That holds where a forward gives a sample the same in whatever company. Where it draws random numbers (dropout) or
+normalizes over the micro-batch, the rest has to come of the same forward: the same samples are run again, with the same
+random numbers and their activations on the host; or else all of it is run in parts, from the gradient as it was before
+the micro-step.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distaccum.accumulation.batch_norm import batch_statistics
+from distaccum.data.batches import to_device
+from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
+from distaccum.data.window import Window
+from distaccum.distributed.memory import is_out_of_memory
+from distaccum.distributed.random import KeyedRandom, keys_of
+from distaccum.engines.base import Engine
+from distaccum.engines.buffers import ChangingBuffers
+from distaccum.engines.memory_marks import Shape
+from distaccum.engines.memory_report import memory_by_part
+from distaccum.engines.modules import trained
+from distaccum.errors import ResourceError
+from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
+
+_log = logging.getLogger(__name__)
+_ADDS_UP = 1e-3  # the losses of parts, to that of the whole; a mean is off by a half
+_ADDS_UP_16 = 3e-2
+_RISING = 2  # windows in a row in which the allocator had to try again
+_NO_COUNTS: Counts = {}  # of a part: its loss may be a constant
+_NOT_TWICE = "some parameters have their gradient already, and a second forward would draw other random numbers for it"
+
+Span = tuple[int, int]
+"""Rows of a micro-batch, from the first to before the second."""
+
+
+class MicroStep(Protocol):
+    """One forward, loss and backward."""
+
+    loss: LossSum | None
+    """What the loss of the last run gave; None where it did not get so far."""
+
+    def __call__(self, batch: Any, own_counts: Counts, parameters: Sequence[nn.Parameter] | None = None) -> LossSum:
+        """Runs it on a batch that is on the device; adds to ``parameters`` alone, if they are given."""
+
+
+class Records(Protocol):
+    """Notes of how a window is run, to run it once more."""
+
+    def mark(self) -> Any:
+        """What was noted so far."""
+
+    def reset(self, mark: Any) -> None:
+        """Forgets what was noted since ``mark``."""
+
+    def replace_next(self, batches: Sequence[Any]) -> None:
+        """These are run in place of the micro-batch that comes next."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    said: str
+    missing: Sequence[nn.Parameter] | None = None
+    """What is still to be added to; None: everything, as the backward had not begun."""
+    torn: bool = False
+    """Whether the rest has to come of the same forward."""
+    loss_sums: Mapping[str, Tensor] | None = None
+
+
+class _TornError(Exception):
+    """Some parameters have a gradient of a forward that cannot be had again."""
+
+    def __init__(self, failure: _Failure) -> None:
+        super().__init__(failure.said)
+        self.failure = failure
+
+
+class Recovery:
+    """What outlives a window of the micro-steps that an engine runs, and that are finished if memory runs out.
+
+    Args:
+        engine: only where it ``repairs``; elsewhere an error is raised as it is.
+        retries: gives the allocations that the device's allocator had to try again since the start.
+    """
+
+    def __init__(self, engine: Engine, *, retries: Callable[[], int] | None = None) -> None:
+        self.engine, self.buffers = engine, ChangingBuffers(engine)
+        self.draws: bool | None = None
+        """Whether forwards draw random numbers; None: not known yet."""
+        self.repaired = 0
+        """Micro-steps that ran out of memory, and were finished."""
+        if retries is None and engine.device.type == "cuda":
+            retries = _allocation_retries(engine.device)
+        self._retries, self._retried, self._rising = retries, 0, 0
+
+    def end(self, largest: Shape) -> None:
+        """After a window's last micro-step: lowers the mark where the allocator runs short more and more.
+
+        A device that is nearly full frees its cache and tries again, which is slow. Two windows in a row of it mean
+        that the largest shape is too large.
+        """
+        if self._retries is None:
+            return
+        found = self._retries()
+        self._rising = self._rising + 1 if found > self._retried else 0
+        self._retried = found
+        if self._rising >= _RISING and largest.rows > 1:
+            self._rising = 0
+            self.engine.memory_marks.fail(largest)
+            _log.warning("memory is short: micro-batches from %s on are run in parts from the next window on", largest)
+
+
+class WindowRecovery:
+    """Runs the micro-steps of one window, and finishes those that run out of memory.
+
+    Args:
+        recovery: of the engine.
+        window: has not begun.
+        micro_step: of the window.
+        random: around each micro-step.
+        records: of the window; None where nobody notes how it is run.
+    """
+
+    def __init__(
+        self, recovery: Recovery, window: Window, micro_step: MicroStep, random: KeyedRandom, records: Records | None
+    ) -> None:
+        self._of_all, self._window, self._micro_step = recovery, window, micro_step
+        self._random, self._records = random, records
+        self._engine, self._marks = recovery.engine, recovery.engine.memory_marks
+        self._repairs = self._engine.repairs
+        self._shapes = [Shape(*shape_of(micro.batch)) for micro in window.micro_batches] if self._repairs else []
+        self._i = 0
+        self._aside: Sequence[Tensor] | None = None  # the gradient before the micro-step, where it may be put back
+        self._interrupted = False
+
+    def may_reduce_in(self, i: int) -> bool:
+        """Whether the backward of micro-batch ``i`` may reduce as it goes, as its shape is known to fit."""
+        return not self._repairs or self._marks.is_proven(self._shapes[i])
+
+    @property
+    def owes_reduction(self) -> bool:
+        """Whether the last micro-step was interrupted, so that its backward has not reduced."""
+        return self._interrupted
+
+    def end(self) -> None:
+        """After the window's last micro-step."""
+        if self._shapes:
+            self._of_all.end(max(self._shapes, key=lambda shape: shape.rows * shape.elements))
+
+    def run(self, i: int, batch: Any, *, synced: bool) -> list[LossSum]:
+        """The losses of micro-batch ``i``, which is on the device: of the whole, or of its parts.
+
+        Args:
+            i: its number in the window.
+            batch: on the device.
+            synced: whether its backward reduces.
+
+        Raises:
+            ResourceError: memory is over for a single sample, or the micro-batch cannot be finished.
+        """
+        counts = self._window.micro_batches[i].counts
+        if not self._repairs:
+            return [self._micro_step(batch, counts)]
+        self._i, self._interrupted, shape = i, False, self._shapes[i]
+        if self._marks.is_too_large(shape) and (rows := self._rows_if_any()):
+            return self._in_parts((0, rows), None, self._marks.parts(shape))
+        self._aside = None if synced else self._set_aside(shape)
+        buffers = self._of_all.buffers.keep()
+        mark = None if self._records is None else self._records.mark()
+        found = self._attempt(batch, counts, None)
+        if not isinstance(found, _Failure):
+            self._aside = None
+            if not self._marks.is_proven(shape):
+                self._marks.prove(shape)
+            self._of_all.buffers.learn()
+            if self._of_all.draws is None:
+                self._of_all.draws = self._has_drawn(0)
+            return [found]
+        del batch
+        self._marks.fail(shape)
+        place, rows = str(self._engine.activity.now()), self._rows(found)
+        try:
+            totals = self._rest((0, rows), found)
+            self._check_sum(found.loss_sums or {}, totals, torn=found.torn)
+        except _TornError as torn:
+            totals = self._anew(rows, torn.failure, buffers, mark)
+        self._of_all.repaired += 1
+        self._tell(place, len(totals))
+        return totals
+
+    # --- one attempt
+
+    def _set_aside(self, shape: Shape) -> Sequence[Tensor] | None:
+        """The gradient before a shape that may fail; None where it will not be put back."""
+        if self._i == 0:
+            return ()  # nothing has accumulated
+        if self._marks.is_proven(shape):
+            return None
+        anew = self._of_all.draws is not False or batch_statistics(self._engine.unwrapped_model)
+        return self._engine.copy_gradients() if anew else None
+
+    def _attempt(self, batch: Any, counts: Counts, wanted: Sequence[nn.Parameter] | None, *, row: int = 0) -> Any:
+        """The losses of a micro-batch, or of its part from ``row`` on; a failure, if memory runs out in it.
+
+        Buffers and records are then as they were before.
+        """
+        restore = self._of_all.buffers.keep()
+        mark = None if self._records is None else self._records.mark()
+        try:
+            return self._micro_step(batch, counts, wanted)
+        except Exception as error:
+            if not (is_out_of_memory(error) and self._engine.repairs):
+                raise
+            failure = self._failure((str(error).splitlines() or [type(error).__name__])[0], wanted, row)
+        # Outside of the handler: the error's frames hold what the forward has made.
+        self._interrupted = True
+        if failure.missing is not None and not failure.missing:
+            return failure.loss_sums  # the backward had reached everything
+        restore()
+        if self._records is not None:
+            self._records.reset(mark)
+        del batch
+        gc.collect()
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return failure
+
+    def _failure(self, said: str, wanted: Sequence[nn.Parameter] | None, row: int) -> _Failure:
+        reached = set(map(id, self._engine.interrupted()))
+        loss, self._micro_step.loss = self._micro_step.loss, None  # its graph holds the activations
+        if loss is None:  # in the forward
+            return _Failure(said, wanted)
+        sums = {name: part.detach() for name, part in as_loss_sums(loss).items()}
+        everything = list(trained(self._engine.unwrapped_model).values()) if wanted is None else wanted
+        missing = [parameter for parameter in everything if id(parameter) not in reached]
+        alone = self._has_drawn(row) or bool(batch_statistics(self._engine.unwrapped_model))
+        return _Failure(said, missing, torn=alone and bool(reached), loss_sums=sums)
+
+    def _has_drawn(self, row: int) -> bool:
+        """Without keys nobody can tell, nor draw the same again."""
+        key = self._key(row)
+        return key is None or self._random.has_drawn(key, self._engine.device)
+
+    def _key(self, row: int) -> int | None:
+        """Of the part of the micro-batch that begins with this row."""
+        keys = self._window.keys
+        if not keys or row == 0:
+            return keys[self._i] if keys else None
+        if self._window.key_at is not None:
+            return self._window.key_at(self._i, row)
+        return keys_of([row], keys[self._i])[0]
+
+    # --- the rest
+
+    def _rest(self, span: Span, failure: _Failure) -> list[LossSum]:
+        """The losses of these rows, whose gradient is added to what is missing."""
+        if failure.torn:
+            return [self._again(span, failure)]
+        if span[1] - span[0] <= 1:
+            raise self._refusal(failure.said, "it is a single sample")
+        return self._in_parts(span, failure.missing, 2)
+
+    def _in_parts(self, span: Span, wanted: Sequence[nn.Parameter] | None, parts: int) -> list[LossSum]:
+        spans = _divided(span, parts)
+        if self._records is not None:
+            self._records.replace_next([self._host(one) for one in spans])
+        totals: list[LossSum] = []
+        for one in spans:
+            batch = to_device(self._host(one), self._engine.device)
+            found = self._attempt_part(one, batch, wanted)
+            if isinstance(found, _Failure):
+                self._marks.fail(Shape(*shape_of(batch)))
+                del batch
+                totals += self._rest(one, found)
+            else:
+                self._marks.prove(Shape(*shape_of(batch)))
+                totals.append(found)
+        return totals
+
+    def _attempt_part(self, span: Span, batch: Any, wanted: Sequence[nn.Parameter] | None) -> Any:
+        if (key := self._key(span[0])) is not None:
+            self._random.again(key)
+        self._interrupted = True  # from here on the micro-step is local
+        return self._attempt(batch, _NO_COUNTS, wanted, row=span[0])
+
+    def _again(self, span: Span, failure: _Failure) -> LossSum:
+        """The same rows with the same random numbers; on a GPU their activations wait on the host.
+
+        Raises:
+            _TornError: memory is over again.
+        """
+        if self._key(span[0]) is None:
+            raise _TornError(failure)
+        cuda = self._engine.device.type == "cuda"
+        host: AbstractContextManager[object] = torch.autograd.graph.save_on_cpu() if cuda else nullcontext()
+        with host:
+            found = self._attempt_part(span, to_device(self._host(span), self._engine.device), failure.missing)
+        if isinstance(found, _Failure):
+            raise _TornError(found)
+        total: LossSum = found
+        return total
+
+    def _anew(self, rows: int, failure: _Failure, buffers: Callable[[], None], mark: Any) -> list[LossSum]:
+        """All of the micro-batch in more and more parts, from the gradient as it was before it."""
+        parts = 2
+        while self._aside is not None and parts < 2 * rows:
+            self._engine.put_gradients(self._aside)
+            buffers()
+            if self._records is not None:
+                self._records.reset(mark)
+            try:
+                return self._in_parts((0, rows), None, min(parts, rows))
+            except _TornError as torn:
+                failure = torn.failure
+            parts *= 2
+        raise self._refusal(failure.said, _NOT_TWICE)
+
+    def _host(self, span: Span) -> Any:
+        return cut(self._window.micro_batches[self._i].batch, *span, rows_of(self._window, self._i))
+
+    def _rows(self, failure: _Failure) -> int:
+        try:
+            return rows_of(self._window, self._i)
+        except CannotCutError as error:
+            raise self._refusal(failure.said, f"it cannot be cut in halves: {error}") from None
+
+    def _rows_if_any(self) -> int:
+        """More than one, or 0."""
+        try:
+            rows = rows_of(self._window, self._i)
+        except CannotCutError:
+            return 0
+        return rows if rows > 1 else 0
+
+    # --- words
+
+    def _check_sum(self, whole: Mapping[str, Tensor], totals: Sequence[LossSum], *, torn: bool) -> None:
+        """Raises ResourceError where the losses of the parts do not add up to that of the whole; reads the device."""
+        if torn or self._has_drawn(0) or batch_statistics(self._engine.unwrapped_model):
+            return
+        exact = max(self._engine.unit_roundoff(p) for p in self._engine.unwrapped_model.parameters()) <= 2.0**-20
+        for name, expected in whole.items():
+            parts = [float(as_loss_sums(total)[name].detach()) for total in totals]
+            bound = (_ADDS_UP if exact else _ADDS_UP_16) * max(*map(abs, parts), abs(float(expected)))
+            if abs(sum(parts) - float(expected)) > bound:
+                said = f"{float(expected):.6g} as a whole and {sum(parts):.6g} in parts"
+                raise self._refusal("its backward could not end", f"its loss is no sum over samples, but {said}")
+
+    def _tell(self, place: str, parts: int) -> None:
+        how = f"in {parts} parts" if parts > 1 else "by running it again"
+        _log.warning(
+            "out of memory in %s, micro-batch %d of %d (%s) on this rank: finished %s, and the gradient is the same; "
+            "from here on such micro-batches are run in parts",
+            place,
+            self._i + 1,
+            len(self._shapes),
+            self._shapes[self._i],
+            how,
+        )
+
+    def _refusal(self, said: str, why: str) -> ResourceError:
+        return ResourceError(
+            f"out of memory in {self._engine.activity.now()}, micro-batch {self._i + 1} of {len(self._shapes)} "
+            f"({self._shapes[self._i]}): {said}. It cannot be finished: {why}. {memory_by_part(self._engine)}. Lower "
+            "batch.micro_size (the global batch and its gradient stay the same), use activation checkpointing, or an "
+            "engine that shards the model (fsdp2, deepspeed)"
+        )
+
+
+def _divided(span: Span, parts: int) -> list[Span]:
+    """The span in so many parts, of which none is empty."""
+    rows = span[1] - span[0]
+    ends = [span[0] + rows * n // parts for n in range(parts + 1)]
+    return [(start, stop) for start, stop in pairwise(ends) if stop > start]
+
+
+def _allocation_retries(device: torch.device) -> Callable[[], int]:
+    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

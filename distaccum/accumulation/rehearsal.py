@@ -1,0 +1,344 @@
+"""A rehearsal before the first window finds the micro-batch: by rate, within the memory.
+
+The gradient does not depend on the micro-batch, so it may be chosen for speed alone. Micro-batches of the longest
+samples run forward and backward, as in a window but without its reduction and step; random numbers, buffers and
+gradients are put back, and no weight moves. All ranks take every decision together.
+
+Memory of a micro-step is linear in its padded tokens: the peaks of two sizes predict the next one's, which is run only
+if it is to fit, and is measured then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distaccum.accumulation.graph import leaves_of
+from distaccum.data.batches import to_device
+from distaccum.data.cutting import shape_of
+from distaccum.distributed.live_memory import LiveMemory
+from distaccum.distributed.memory import is_out_of_memory
+from distaccum.distributed.memory_limit import memory_left
+from distaccum.distributed.random import KeyedRandom
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.engines.buffers import state_restored
+from distaccum.engines.compiled import uncompiled
+from distaccum.engines.memory_marks import Shape
+from distaccum.engines.ownership import is_owned
+from distaccum.engines.step_memory import state_to_come
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import Count, as_counts, normalize_loss
+
+_log = logging.getLogger(__name__)
+
+SECONDS = 10.0  # of a rehearsal
+_SHARE = 0.9  # of the memory
+_NEAR = 0.98  # of the best rate
+_CLOSE = 0.9  # of the best rate: sizes that are timed again
+_TIMED_S, _MOST_RUNS, _ROUNDS = 0.1, 5, 3  # of one size in a round
+_KEY = 0  # of the random numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one size was measured at, the worst of all ranks.
+
+    Args:
+        size: samples.
+        seconds: of a forward and backward.
+        memory: bytes beside weights and gradients; None where it was not measured.
+    """
+
+    size: int
+    seconds: float
+    memory: int | None
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.size / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """The micro-batch that was found, and why.
+
+    Args:
+        micro_size: samples of a micro-batch.
+        tokens: elements of a micro-batch of so many of the longest samples; of token data padded tokens.
+        reason: one line for people.
+        trials: the sizes that were run.
+        memory: bytes that a micro-step could take, on the rank that has the fewest; None: not known.
+        left_out: the smallest size that was not run as it would not fit; None: none.
+        seconds: that it took.
+    """
+
+    micro_size: int
+    tokens: int
+    reason: str
+    trials: Sequence[Trial] = field(default_factory=list)
+    memory: int | None = None
+    left_out: int | None = None
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As values that JSON can hold."""
+        return asdict(self)
+
+
+def rehearse(
+    engine: Engine,
+    world: World,
+    loss: Loss,
+    batch_of: Callable[[int], Any],
+    *,
+    count: Count,
+    most: int,
+    sharing: int = 1,
+    seconds: float = SECONDS,
+) -> Rehearsal:
+    """Finds the smallest power of two within 2 % of the best rate and at most 90 % of memory; a collective.
+
+    Args:
+        engine: before its first window, or between two.
+        world: this rank.
+        loss: sums over a batch.
+        batch_of: gives a micro-batch of so many samples, on the host: the longest ones.
+        count: of a batch.
+        most: samples that a rank has in a window, at most.
+        sharing: ranks on this machine.
+        seconds: that it may take; a size that has begun is finished.
+
+    Raises:
+        ResourceError, RuntimeError: memory is over for a single sample.
+    """
+    found = _Rehearsal(engine, world, loss, batch_of=batch_of, count=count, sharing=sharing)
+    return found.run(most, seconds)
+
+
+class _Rehearsal:
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        loss: Loss,
+        *,
+        batch_of: Callable[[int], Any],
+        count: Count,
+        sharing: int,
+    ) -> None:
+        self._engine, self._world, self._loss = engine, world, loss
+        self._batch_of, self._count, self._sharing = batch_of, count, sharing
+        self._shapes: dict[int, Shape] = {}
+        self._cuda = engine.device.type == "cuda"
+
+    def run(self, most: int, seconds: float) -> Rehearsal:
+        began = perf_counter()
+        engine = self._engine
+        to_come = state_to_come(engine.optimizers)
+        with state_restored(engine), uncompiled(engine.unwrapped_model):
+            trained = engine.unwrapped_model.training
+            if not trained:
+                engine.model.train()
+            try:
+                found = self._search(most, seconds, began, to_come)
+            finally:
+                engine.zero_gradients()
+                if not trained:
+                    engine.unwrapped_model.eval()
+        if self._cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(engine.device)
+        shape = self._shapes[found.micro_size]
+        if found.memory is not None:
+            engine.memory_marks.prove(shape)
+        return found
+
+    def _search(self, most: int, seconds: float, began: float, to_come: int) -> Rehearsal:
+        batches: dict[int, Any] = {}
+        limit = self._limit(to_come)
+        trials: dict[int, Trial] = {}
+        left_out: int | None = None
+        size = 1
+        batches[1] = self._take(1)
+        self._run(batches[1])  # what is made once: kernels, workspaces, threads
+        while size <= most:
+            expected = _predicted(list(trials.values()), size)
+            if limit is not None and expected is not None and expected > _SHARE * limit:
+                left_out = size
+                break
+            batches[size] = batches.get(size) or self._take(size)
+            memory, error = self._measure(batches[size])
+            if error is not None:
+                if size == 1:
+                    raise error
+                left_out = size
+                break
+            trials[size] = self._timed(size, batches[size], memory)
+            over = limit is not None and memory is not None and memory > _SHARE * limit
+            if over and size > 1:
+                left_out = size
+                del trials[size]
+                break
+            if self._is_over(began, seconds, 2 * trials[size].seconds * (_MOST_RUNS + 1)) or _falls(trials):
+                break
+            size *= 2
+        self._time_again(trials, batches, began, seconds)
+        return self._choice(trials, limit, left_out, perf_counter() - began)
+
+    def _limit(self, to_come: int) -> int | None:
+        left = memory_left(self._engine.device, sharing=self._sharing)
+        known = -1 if left is None else max(0, left - to_come)
+        fewest = -self._world.all_reduce_max_host([-known])[0]
+        return None if fewest < 0 else fewest
+
+    def _take(self, size: int) -> Any:
+        batch = self._batch_of(size)
+        self._shapes[size] = Shape(*shape_of(batch))
+        return batch
+
+    # --- one micro-step
+
+    def _run(self, batch: Any) -> float:
+        """Seconds of a forward and backward, which accumulates on this rank only; the gradient is dropped."""
+        engine, random = self._engine, KeyedRandom(self._engine.device)
+        engine.begin_window(1)
+        counts = as_counts(self._count(batch))
+        divisors = {name: value or 1.0 for name, value in counts.items()}
+        moved = to_device(batch, engine.device)
+        self._wait()
+        began = perf_counter()
+        with random.keyed([_KEY], 0), engine.micro_step(sync=False):
+            with engine.autocast():
+                total = self._loss(engine.model, moved)
+            divided = normalize_loss(total, divisors, engine.gradient_divide_factor, own_counts=counts)
+            strangers = _Strangers(divided)
+            engine.backward(divided)
+            strangers.restore()
+        self._wait()
+        taken = perf_counter() - began
+        engine.zero_gradients()
+        return taken
+
+    def _measure(self, batch: Any) -> tuple[int | None, Exception | None]:
+        """The bytes that a micro-step takes beside weights and gradients, the most of all ranks; or it does not fit."""
+        own, error = -1, None
+        try:
+            own = self._memory_of(batch)
+        except Exception as problem:
+            if not is_out_of_memory(problem) or self._engine.forward_communicates:
+                raise
+            error = type(problem)(*problem.args)  # without its frames, which hold what the forward has made
+        if error is not None:
+            self._engine.zero_gradients()
+            if self._cuda:
+                torch.cuda.empty_cache()
+        memory, failed = self._world.all_reduce_max_host([own, error is not None])
+        if failed and error is None:
+            error = RuntimeError("another rank is out of memory")
+        return (memory if memory >= 0 else None), error
+
+    def _memory_of(self, batch: Any) -> int:
+        device = self._engine.device
+        if self._cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            self._run(batch)
+            return torch.cuda.max_memory_allocated(device) - before
+        if self._engine.forward_communicates:
+            self._run(batch)
+            return -1  # sharded parameters do not go through a dispatch mode of ours
+        live = LiveMemory("cpu")
+        with live, torch.autograd.set_multithreading_enabled(False):
+            self._run(batch)
+        return live.peak
+
+    def _wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._engine.device)
+
+    # --- times
+
+    def _timed(self, size: int, batch: Any, memory: int | None) -> Trial:
+        first = self._slowest(self._run(batch))
+        runs = max(1, min(_MOST_RUNS, int(_TIMED_S / first)))
+        own = min(self._run(batch) for _ in range(runs))
+        return Trial(size=size, seconds=min(first, self._slowest(own)), memory=memory)
+
+    def _time_again(self, trials: dict[int, Trial], batches: dict[int, Any], began: float, seconds: float) -> None:
+        """Times the sizes that come near the best in turns, so that what else the machine does meets all of them."""
+        for _ in range(_ROUNDS):
+            best = max(trial.rate for trial in trials.values())
+            near = [trial for trial in trials.values() if trial.rate >= _CLOSE * best]
+            if len(near) == 1 or self._is_over(began, seconds, sum(trial.seconds for trial in near) * _MOST_RUNS):
+                return
+            for trial in near:
+                again = self._timed(trial.size, batches[trial.size], trial.memory)
+                if again.seconds < trial.seconds:
+                    trials[trial.size] = again
+
+    def _slowest(self, seconds: float) -> float:
+        """Of all ranks."""
+        return self._world.all_reduce_max_host([round(seconds * 1e9)])[0] / 1e9
+
+    def _is_over(self, began: float, seconds: float, more: float) -> bool:
+        """Whether ``more`` seconds do not fit; the same on every rank."""
+        return bool(self._world.all_reduce_max_host([perf_counter() - began + more > seconds])[0])
+
+    # --- the choice
+
+    def _choice(self, trials: dict[int, Trial], limit: int | None, left_out: int | None, seconds: float) -> Rehearsal:
+        best = max(trials.values(), key=lambda trial: trial.rate)
+        chosen = next(trial for trial in trials.values() if trial.rate >= _NEAR * best.rate)
+        said = ["the best rate" if chosen is best else f"{1 - chosen.rate / best.rate:.1%} from the best rate"]
+        if limit is not None and chosen.memory is not None:
+            said.append(f"{chosen.memory / max(1, limit):.0%} of memory")
+        parts = [", ".join(said)]
+        if left_out is not None:
+            parts.append(f"{left_out} would not fit")
+        shape = self._shapes[chosen.size]
+        return Rehearsal(
+            micro_size=chosen.size,
+            tokens=shape.rows * shape.elements,
+            reason=f"micro {chosen.size}: {'; '.join(parts)}",
+            trials=list(trials.values()),
+            memory=limit,
+            left_out=left_out,
+            seconds=seconds,
+        )
+
+
+def _predicted(trials: Sequence[Trial], size: int) -> float | None:
+    """The memory of a size, by a line through the last two."""
+    if len(trials) < 2:  # noqa: PLR2004  a line
+        return None
+    (a, b) = trials[-2:]
+    if a.memory is None or b.memory is None:
+        return None
+    return b.memory + (b.memory - a.memory) / (b.size - a.size) * (size - b.size)
+
+
+def _falls(trials: dict[int, Trial]) -> bool:
+    """Whether the last two sizes are slower than the best before them: larger ones will not be faster."""
+    rates = [trial.rate for trial in trials.values()]
+    return len(rates) > 2 and max(rates[-2:]) < _NEAR * max(rates[:-2])  # noqa: PLR2004
+
+
+class _Strangers:
+    """The gradients of learned tensors outside of the model, which a rehearsal must not change."""
+
+    def __init__(self, loss: Tensor) -> None:
+        leaves = [leaf for leaf in leaves_of(loss) if not is_owned(leaf)] if loss.requires_grad else []
+        self._kept = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+
+    def restore(self) -> None:
+        for leaf, gradient in self._kept:
+            leaf.grad = gradient

@@ -1,0 +1,77 @@
+"""What a rank knows of its memory: which shapes of micro-batches fit, and which did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """Of a micro-batch: its rows, and the elements of each; of token data the padded length."""
+
+    rows: int
+    elements: int
+
+    def fits_in(self, other: Shape) -> bool:
+        """Whether it is no larger in either direction, so that it takes no more memory."""
+        return self.rows <= other.rows and self.elements <= other.elements
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.elements}"
+
+
+class MemoryMarks:
+    """Shapes that ran, and shapes that ran out of memory.
+
+    A shape is proven if a larger one ran. It is too large if one that is no larger than it has failed. The last word
+    counts: what fails is proven no longer, and what runs has not failed.
+    """
+
+    def __init__(self) -> None:
+        self._proven: list[Shape] = []  # the largest ones
+        self._failed: list[Shape] = []  # the smallest ones
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether some shape is too large."""
+        return bool(self._failed)
+
+    @property
+    def failed(self) -> Sequence[Shape]:
+        """The smallest shapes that failed."""
+        return tuple(self._failed)
+
+    def is_proven(self, shape: Shape) -> bool:
+        """Whether it is known to fit."""
+        return any(shape.fits_in(proven) for proven in self._proven)
+
+    def is_too_large(self, shape: Shape) -> bool:
+        """Whether it is known not to fit."""
+        return any(failed.fits_in(shape) for failed in self._failed)
+
+    def parts(self, shape: Shape) -> int:
+        """Into how many parts of equal rows it is to be cut: a power of two, or as many as it has rows."""
+        parts = 1
+        while parts < shape.rows and self.is_too_large(Shape(-(-shape.rows // parts), shape.elements)):
+            parts *= 2
+        return min(parts, max(shape.rows, 1))
+
+    def prove(self, shape: Shape) -> None:
+        """Notes that it ran."""
+        self._failed = [failed for failed in self._failed if not failed.fits_in(shape)]
+        if not self.is_proven(shape):
+            self._proven = [*(proven for proven in self._proven if not proven.fits_in(shape)), shape]
+
+    def fail(self, shape: Shape) -> None:
+        """Notes that it ran out of memory; of a single row nobody can cut it."""
+        self._proven = [proven for proven in self._proven if not shape.fits_in(proven)]
+        if shape.rows > 1 and not self.is_too_large(shape):
+            self._failed = [*(failed for failed in self._failed if not shape.fits_in(failed)), shape]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shapes, as values that JSON can hold."""
+        return {"proven": list(map(list, self._proven)), "failed": list(map(list, self._failed))}
+
+    def load_state_dict(self, state: Mapping[str, Iterable[Sequence[int]]]) -> None:
+        """Restores :meth:`state_dict`; what is missing there is not known."""
+        self._proven, self._failed = ([Shape(*shape) for shape in state.get(name, ())] for name in ("proven", "failed"))

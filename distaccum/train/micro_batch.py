@@ -1,0 +1,85 @@
+"""The micro-batch of a run with ``batch.micro_size=auto``: rehearsed, or taken up from the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.rehearsal import rehearse
+from distaccum.data.longest import longest_micro_batch
+from distaccum.data.plan.batch import largest_share
+from distaccum.data.plan.stream import StreamPlan
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.world import World
+from distaccum.train.components import TrainingComponents, most_ahead
+
+SIZE, REASON, HARDWARE, MARKS = "micro_size", "reason", "hardware", "marks"
+
+
+def find_micro_batch(
+    components: TrainingComponents, accumulator: Accumulator, world: World, saved: Mapping[str, Any]
+) -> TrainingComponents:
+    """The components with the micro-batch that the run is to use, and why; a collective before the first window.
+
+    Args:
+        components: planned with a size before the rehearsal.
+        accumulator: made of them, with the weights to begin with.
+        world: this rank.
+        saved: what the checkpoint says of memory; the same on every rank.
+
+    Returns:
+        The same components, but where ``batch.micro_size=auto``: with another plan.
+
+    Raises:
+        ResourceError: memory is over for a single sample.
+    """
+    hardware = _hardware(components, world)
+    marks = accumulator.engine.memory_marks
+    if saved.get(HARDWARE) == hardware:
+        marks.load_state_dict(saved.get(MARKS, {}))
+    plan = components.plan
+    if not components.config.batch.rehearses:
+        return replace(components, memory={HARDWARE: hardware})
+    if isinstance(plan, StreamPlan):
+        reason = f"micro {plan.micro_batch_size}: a stream gives its items once, so that nothing is rehearsed"
+        return replace(components, memory={HARDWARE: hardware, REASON: reason})
+    if saved.get(HARDWARE) == hardware and SIZE in saved:
+        found = {name: saved[name] for name in saved if name != MARKS}
+    else:
+        found = rehearse(
+            accumulator.engine,
+            world,
+            components.loss,
+            partial(longest_micro_batch, components.data),
+            count=components.loss.count,
+            most=largest_share(plan),
+            sharing=max(1, LaunchEnvironment.from_environment().local_size),
+        ).as_dict()
+    plan = replace(plan, micro_batch_size=found[SIZE])  # type: ignore[type-var]  # every plan is a dataclass
+    return replace(
+        components,
+        plan=plan,
+        most_ahead=most_ahead(components.data, plan, components.config),
+        memory={**found, HARDWARE: hardware},
+    )
+
+
+def memory_to_save(components: TrainingComponents, accumulator: Accumulator) -> dict[str, Any]:
+    """What a checkpoint keeps: the micro-batch with its reason, what it was found on, and which shapes fit."""
+    return {**components.memory, MARKS: accumulator.engine.memory_marks.state_dict()}
+
+
+def _hardware(components: TrainingComponents, world: World) -> str:
+    """What a measurement of memory and rate holds for; of all ranks' devices the first one's."""
+    device = world.device
+    name = f"{torch.get_num_threads()} threads of a CPU"
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, {torch.cuda.mem_get_info(device)[1]} bytes"
+    config = components.config
+    how = f"{config.engine.name}, {config.precision.name}, compile={config.compile.name}"
+    return world.broadcast_str(f"{world.size} x {name}; {how}")
