@@ -30,7 +30,7 @@ class DDPModel(DistributedDataParallel):
         vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped model's, by way of torch's wrapper, which does nothing for a local one but look at its buckets."""
+        """The wrapped model's, by way of torch's wrapper, which of a local one looks at its buckets alone."""
         if vars(self).get("reduces"):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

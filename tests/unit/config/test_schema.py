@@ -33,14 +33,15 @@ def test_settings_are_typed_and_frozen() -> None:
         ({"global_size": 4}, 4),
         ({"global_size": 64}, 8),
         ({"global_size": None, "tokens": 100}, 8),
-        ({"global_size": 4, "micro_size": "auto"}, 4),
+        ({"global_size": 4, "micro_size": None}, 4),
+        ({"global_size": 4, "micro_size": "auto"}, "auto"),  # a rehearsal finds it
         ({"global_size": 4, "micro_size": 3}, 3),
         ({"global_size": 4, "micro_size": 8}, 8),  # what is stated is refused by the plan, not changed
         ({"micro_size": "16"}, 16),  # as an environment variable gives it
     ],
 )
 def test_a_micro_batch_that_is_not_stated_is_never_more_than_the_global_batch(
-    batch: dict[str, object], micro_size: int
+    batch: dict[str, object], micro_size: int | str
 ) -> None:
     assert RunConfig.from_dict({"batch": batch}).batch.micro_size == micro_size
 
