@@ -108,6 +108,11 @@ class Recovery:
             retries = _allocation_retries(engine.device)
         self._retries, self._retried, self._rising = retries, 0, 0
 
+    @property
+    def watches(self) -> bool:
+        """Whether the allocator's retries are counted."""
+        return self._retries is not None
+
     def end(self, largest: Shape) -> None:
         """After a window's last micro-step: lowers the mark where the allocator runs short more and more.
 
@@ -143,7 +148,7 @@ class WindowRecovery:
         self._random, self._records = random, records
         self._engine, self._marks = recovery.engine, recovery.engine.memory_marks
         self._repairs = self._engine.repairs
-        self._shapes = [Shape(*shape_of(micro.batch)) for micro in window.micro_batches] if self._repairs else []
+        self._shapes = [shape_of(micro.batch) for micro in window.micro_batches] if self._repairs else []
         self._i = 0
         self._aside: Sequence[Tensor] | None = None  # the gradient before the micro-step, where it may be put back
         self._interrupted = False
@@ -159,8 +164,8 @@ class WindowRecovery:
 
     def end(self) -> None:
         """After the window's last micro-step."""
-        if self._shapes:
-            self._of_all.end(max(self._shapes, key=lambda shape: shape.rows * shape.elements))
+        if self._shapes and self._of_all.watches:
+            self._of_all.end(Shape(*max(self._shapes, key=lambda shape: shape[0] * shape[1])))
 
     def run(self, i: int, batch: Any, *, synced: bool) -> list[LossSum]:
         """The losses of micro-batch ``i``, which is on the device: of the whole, or of its parts.
@@ -176,20 +181,18 @@ class WindowRecovery:
         counts = self._window.micro_batches[i].counts
         if not self._repairs:
             return [self._micro_step(batch, counts)]
-        self._i, self._interrupted, shape = i, False, self._shapes[i]
-        if self._marks.is_too_large(shape) and (rows := self._rows_if_any()):
+        self._i, self._interrupted, shape = i, False, Shape._make(self._shapes[i])
+        known = self._marks.is_proven(shape)
+        if not known and self._marks.is_too_large(shape) and (rows := self._rows_if_any()):
             return self._in_parts((0, rows), None, self._marks.parts(shape))
-        self._aside = None if synced else self._set_aside(shape)
+        self._aside = self._set_aside() if not (synced or known) else () if i == 0 and not synced else None
         buffers = self._of_all.buffers.keep()
         mark = None if self._records is None else self._records.mark()
-        found = self._attempt(batch, counts, None)
-        if not isinstance(found, _Failure):
+        found = self._attempt(batch, counts, None, buffers=buffers, mark=mark)
+        if type(found) is not _Failure:
             self._aside = None
-            if not self._marks.is_proven(shape):
-                self._marks.prove(shape)
-            self._of_all.buffers.learn()
-            if self._of_all.draws is None:
-                self._of_all.draws = self._has_drawn(0)
+            if not known:
+                self._ran(shape)
             return [found]
         del batch
         self._marks.fail(shape)
@@ -205,22 +208,33 @@ class WindowRecovery:
 
     # --- one attempt
 
-    def _set_aside(self, shape: Shape) -> Sequence[Tensor] | None:
+    def _ran(self, shape: Shape) -> None:
+        self._marks.prove(shape)
+        self._of_all.buffers.learn()
+        if self._of_all.draws is None:
+            self._of_all.draws = self._has_drawn(0)
+
+    def _set_aside(self) -> Sequence[Tensor] | None:
         """The gradient before a shape that may fail; None where it will not be put back."""
         if self._i == 0:
             return ()  # nothing has accumulated
-        if self._marks.is_proven(shape):
-            return None
         anew = self._of_all.draws is not False or batch_statistics(self._engine.unwrapped_model)
         return self._engine.copy_gradients() if anew else None
 
-    def _attempt(self, batch: Any, counts: Counts, wanted: Sequence[nn.Parameter] | None, *, row: int = 0) -> Any:
+    def _attempt(
+        self,
+        batch: Any,
+        counts: Counts,
+        wanted: Sequence[nn.Parameter] | None,
+        *,
+        buffers: Callable[[], None],
+        mark: Any,
+        row: int = 0,
+    ) -> Any:
         """The losses of a micro-batch, or of its part from ``row`` on; a failure, if memory runs out in it.
 
-        Buffers and records are then as they were before.
+        ``buffers`` and the records are then put back to what they were before.
         """
-        restore = self._of_all.buffers.keep()
-        mark = None if self._records is None else self._records.mark()
         try:
             return self._micro_step(batch, counts, wanted)
         except Exception as error:
@@ -231,7 +245,7 @@ class WindowRecovery:
         self._interrupted = True
         if failure.missing is not None and not failure.missing:
             return failure.loss_sums  # the backward had reached everything
-        restore()
+        buffers()
         if self._records is not None:
             self._records.reset(mark)
         del batch
@@ -296,7 +310,9 @@ class WindowRecovery:
         if (key := self._key(span[0])) is not None:
             self._random.again(key)
         self._interrupted = True  # from here on the micro-step is local
-        return self._attempt(batch, _NO_COUNTS, wanted, row=span[0])
+        buffers = self._of_all.buffers.keep()
+        mark = None if self._records is None else self._records.mark()
+        return self._attempt(batch, _NO_COUNTS, wanted, buffers=buffers, mark=mark, row=span[0])
 
     def _again(self, span: Span, failure: _Failure) -> LossSum:
         """The same rows with the same random numbers; on a GPU their activations wait on the host.

@@ -60,17 +60,21 @@ def cut(batch: Any, start: int, stop: int, rows: int) -> Any:
 
 def shape_of(batch: Any) -> tuple[int, int]:
     """The rows of a batch's largest tensor, and the elements of each: of tokens the padded length."""
-    largest: list[Tensor] = []
-
-    def look(tensor: Tensor) -> None:
-        if tensor.ndim and (not largest or tensor.numel() > largest[0].numel()):
-            largest[:] = [tensor]
-
-    map_tensors(batch, look)
-    if not largest or not largest[0].shape[0]:
-        return 0, 0
-    rows = int(largest[0].shape[0])
-    return rows, largest[0].numel() // rows
+    kind = type(batch)
+    parts = batch.values() if kind is dict else batch if kind is tuple or kind is list else None
+    rows = most = 0
+    for part in parts or ():  # no call of ours a part: it is asked for every micro-batch
+        if not isinstance(part, Tensor):
+            parts = None
+            break
+        if part.ndim and part.numel() > most:
+            rows, most = part.shape[0], part.numel()
+    if parts is None:
+        tensors: list[Tensor] = []
+        map_tensors(batch, tensors.append)
+        largest = max((t for t in tensors if t.ndim), key=Tensor.numel, default=None)
+        rows, most = (0, 0) if largest is None else (largest.shape[0], largest.numel())
+    return rows, most // rows if rows else 0
 
 
 def _has_one_each(values: list[Any] | tuple[Any, ...], rows: int) -> bool:

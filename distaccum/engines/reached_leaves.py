@@ -36,8 +36,13 @@ class ReachedLeaves:
     def _register(self, parameter: nn.Parameter) -> Any:
         handle: Any = parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
         try:
-            # The first: what a user's hook raises comes after the leaf was added to.
-            getattr(parameter, _HOOKS).move_to_end(handle.id, last=False)
+            hooks = getattr(parameter, _HOOKS)
+            others = {number: hook for number, hook in hooks.items() if number != handle.id}
+            # The first: what a user's hook raises comes after the leaf was added to. Torch calls them in the order of
+            # their insertion, which OrderedDict.move_to_end does not change.
+            for number in others:
+                del hooks[number]
+            hooks.update(others)
         except (AttributeError, KeyError) as error:
             problem = f"keeps no {_HOOKS} in order, by which an interrupted backward is finished"
             raise ConfigError("torch", "this release", problem, "Use a torch from 2.8 to 2.15") from error

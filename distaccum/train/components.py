@@ -98,6 +98,13 @@ class TrainingComponents:
         found = {"model": structure(self.model), "loss": structure(self.loss), "data": data}
         return found | {"adapters": adapters.facts(self.model)}
 
+    def found(self, **changes: Any) -> TrainingComponents:
+        """The same with what was found out since, as another plan, after an engine has wrapped the model."""
+        other = replace(self, **changes)
+        if "facts" in vars(self):  # of the model that was not wrapped yet
+            vars(other)["facts"] = self.facts
+        return other
+
     @property
     def evaluates_alone(self) -> bool:
         """Whether the run makes no update: it evaluates the weights that it starts from, once."""

@@ -44,10 +44,10 @@ def find_micro_batch(
         marks.load_state_dict(saved.get(MARKS, {}))
     plan = components.plan
     if not components.config.batch.rehearses:
-        return replace(components, memory={HARDWARE: hardware})
+        return components.found(memory={HARDWARE: hardware})
     if isinstance(plan, StreamPlan):
         reason = f"micro {plan.micro_batch_size}: a stream gives its items once, so that nothing is rehearsed"
-        return replace(components, memory={HARDWARE: hardware, REASON: reason})
+        return components.found(memory={HARDWARE: hardware, REASON: reason})
     if saved.get(HARDWARE) == hardware and SIZE in saved:
         found = {name: saved[name] for name in saved if name != MARKS}
     else:
@@ -61,8 +61,7 @@ def find_micro_batch(
             sharing=max(1, LaunchEnvironment.from_environment().local_size),
         ).as_dict()
     plan = replace(plan, micro_batch_size=found[SIZE])  # type: ignore[type-var]  # every plan is a dataclass
-    return replace(
-        components,
+    return components.found(
         plan=plan,
         most_ahead=most_ahead(components.data, plan, components.config),
         memory={**found, HARDWARE: hardware},

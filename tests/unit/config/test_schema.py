@@ -88,7 +88,6 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"optim": {"clip_norm": -1}}, "optim.clip_norm", -1),
         ({"batch": {"tokens": "many"}}, "batch.tokens", "many"),
         ({"batch": {"micro_size": "many"}}, "batch.micro_size", "many"),
-        ({"batch": {"micro_size": None}}, "batch.micro_size", None),
         ({"batch": {"group_by_length": "long"}}, "batch.group_by_length", "long"),
         ({"trainer": {"prefetch": 1}}, "trainer.prefetch", 1),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),

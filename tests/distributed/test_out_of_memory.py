@@ -1,0 +1,164 @@
+"""Memory that runs out in a micro-step of ddp and zero1 changes nothing of the window: held to a plain fp64 loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT, succeed
+from tests.support.memory_faults import PLACES, Cell, judge, make_model, run
+from tests.support.threads import run_ranks
+
+WORKER = Path(__file__).parent / "workers" / "out_of_memory.py"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning"),
+    pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning"),
+]
+ENGINES = ("ddp", "zero1")
+LEAVES = 14  # of the largest of the programs; a cell takes its number modulo those that it has
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, logger="distaccum")
+
+
+def covering() -> Iterator[Cell]:
+    """A cell of each kind."""
+    yield Cell(places=("tensor",), leaf=3, micro=0, rank=0)
+    yield Cell(places=("post",), leaf=5, micro=1, rank=1, engine="zero1")
+    yield Cell(places=("post",), leaf=13, micro=-1, rank=0, windows=3)  # the first that the boundary reaches
+    yield Cell(places=("tensor",), leaf=4, micro=-1, rank=1, window=1, engine="zero1")
+    yield Cell(places=("forward",), micro=-1, rank=1, window=1)
+    yield Cell(places=("tensor", "tensor"), leaf=6, micro=1, rank=0)  # also in the half
+    yield Cell(program="tokens", places=("activation",), leaf=1, micro=0, rank=1)
+    yield Cell(program="two", places=("loss",), micro=-1, rank=0)
+    yield Cell(program="tied", places=("post",), leaf=4, micro=1, rank=0, early=True)
+    yield Cell(program="sometimes", places=("tensor",), leaf=1, micro=-1, rank=0, unused=True)
+    yield Cell(program="batch norm", places=("forward",), micro=1, rank=0)
+    yield Cell(program="net", places=("tensor",), leaf=2, rows=2, world=3, windows=1)
+    yield Cell(precision="fp16", places=("tensor",), leaf=7, micro=1, rank=1)
+    yield Cell(precision="bf16-weights", places=("tensor",), leaf=7, micro=-1, rank=1)
+    yield Cell(places=("tensor",), leaf=3, micro=1, rank=0, verify="first")
+    yield Cell(checkpoint="blocks", places=("tensor",), leaf=3, micro=1, rank=0)
+
+
+def by_process() -> Iterator[Cell]:
+    """Cells whose ranks cannot be threads: torch's generator and its compiler are of the process."""
+    yield Cell(program="dropout", places=("tensor",), leaf=5, micro=1, rank=0)
+    yield Cell(program="dropout", places=("post",), leaf=9, micro=-1, rank=1, engine="zero1", windows=3)
+    yield Cell(program="dropout", places=("forward",), micro=-1, rank=0)
+    yield Cell(program="dropout", places=("tensor", "tensor"), leaf=5, micro=0, rank=1)  # again, and from the start
+    yield Cell(program="dropout, sometimes", places=("tensor",), leaf=3, micro=-1, rank=0, unused=True)
+    yield Cell(program="net", compile="blocks", places=("tensor",), leaf=3, micro=1, rank=1)
+
+
+def matrix() -> Iterator[Cell]:
+    """Every leaf, place, micro-step, rank and engine."""
+    for program, engine, place, micro, rank, leaf in product(
+        ("net", "tied", "tokens", "two", "batch norm"), ENGINES, PLACES, (0, 1, -1), (0, 1), range(LEAVES)
+    ):
+        if leaf < 2 or place in ("tensor", "post"):
+            yield Cell(program=program, engine=engine, places=(place,), micro=micro, rank=rank, leaf=leaf)
+
+
+def drawn(number: int, seed: int) -> Iterator[Cell]:
+    """Cells at random."""
+    draw = random.Random(seed)  # noqa: S311  a seed, so that a cell can be had again
+    for _ in range(number):
+        unused = draw.random() < 0.3
+        yield Cell(
+            engine=draw.choice(ENGINES),
+            world=draw.choice((1, 2, 3)),
+            program="sometimes" if unused else draw.choice(("net", "tied", "tokens", "two", "batch norm")),
+            precision=draw.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
+            checkpoint=draw.choice(("none", "none", "blocks")),
+            unused=unused,
+            places=tuple(draw.choice(PLACES) for _ in range(draw.choice((1, 1, 2)))),
+            leaf=draw.randrange(LEAVES),
+            early=draw.random() < 0.3,
+            window=draw.choice((-1, 0, 1)),
+            micro=draw.choice((0, 1, -1)),
+            rank=draw.choice((-1, 0)),
+            last=draw.random() < 0.5,
+            verify=draw.choice(("never", "never", "first")),
+            windows=draw.choice((1, 2, 3)),
+            tail=draw.choice((0, 1, 3, 7)),
+        )
+
+
+def hold(cells: Iterable[Cell]) -> None:
+    """Runs cells on ranks that are threads, and holds each to the truth."""
+    wrong: list[Any] = []
+    for cell in cells:
+        models = [make_model(cell) for _ in range(cell.world)]
+        found: Sequence[Any] = run_ranks(cell.world, lambda world, c=cell, m=models: run(c, world, m[world.rank]))
+        raised = [one for one in found if isinstance(one, BaseException)]
+        if raised:
+            wrong.append((cell, raised))
+            continue
+        errors = judge(cell, found)
+        if errors.wrong(cell) or errors.refused or not errors.struck:
+            wrong.append((cell, errors.wrong(cell), errors))
+    assert not wrong, "\n".join(map(str, wrong[:5]))
+
+
+def test_a_window_stays_the_same_wherever_memory_runs_out_in_it() -> None:
+    hold(covering())
+
+
+@pytest.mark.slow
+def test_random_numbers_are_those_of_one_forward(tmp_path: Path) -> None:
+    cells = list(by_process())
+    asked, answered = tmp_path / "cells.json", tmp_path / "errors.json"
+    asked.write_text(json.dumps([asdict(cell) for cell in cells]))
+    succeed(answered, asked, world=2, script=WORKER, timeout=200, PYTHONPATH=str(ROOT))
+    for cell, found in zip(cells, json.loads(answered.read_text()), strict=True):
+        assert "said" not in found or not any(found["said"]), (cell, found)
+        assert found["struck"] >= 1, cell
+        assert not found["refused"], (cell, found)
+        bound = 1e-12 if cell.precision == "fp64" else 4 * found["plain"]
+        assert max(found["gradient"], found["loss"], found["norm"]) <= bound, (cell, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_cells_at_random(seed: int) -> None:
+    hold(drawn(12, seed))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+def test_the_whole_matrix() -> None:
+    hold(matrix())
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+def test_many_cells_at_random() -> None:
+    hold(drawn(300, 99))
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        (Cell(world=1, program="uncuttable", places=("tensor",), leaf=3), "cannot be cut in halves"),
+        (Cell(world=1, places=("forward",) * 4, whole=True, micro=0), "a single sample"),
+        (Cell(world=1, program="contrastive", places=("tensor",), leaf=3), "no sum over samples"),
+    ],
+    ids=["uncuttable", "single", "contrastive"],
+)
+def test_what_cannot_be_finished_is_refused_before_a_weight_moves(cell: Cell, why: str) -> None:
+    found: Sequence[Any] = run_ranks(1, lambda world: run(cell, world, make_model(cell)))
+    assert not isinstance(found[0], BaseException), found
+    errors = judge(cell, found)  # the weights are as they were
+    assert errors.refused
+    assert [why in said for said in errors.said] == [True], errors.said
