@@ -390,11 +390,13 @@ class WindowRecovery:
         )
 
     def _refusal(self, said: str, why: str) -> ResourceError:
+        rows, elements = self._shapes[self._i]
+        lower = "lower batch.micro_size (the global batch and its gradient stay the same), " if rows > 1 else ""
+        remedy = f"{lower}use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
         return ResourceError(
-            f"out of memory in {self._engine.activity.now()}, micro-batch {self._i + 1} of {len(self._shapes)} "
-            f"({self._shapes[self._i]}): {said}. It cannot be finished: {why}. {memory_by_part(self._engine)}. Lower "
-            "batch.micro_size (the global batch and its gradient stay the same), use activation checkpointing, or an "
-            "engine that shards the model (fsdp2, deepspeed)"
+            f"out of memory in {self._engine.activity.now()}, micro-batch {self._i + 1} of this rank: {said}. It has "
+            f"{rows} x {elements} elements and cannot be finished in parts: {why}. {memory_by_part(self._engine)}. "
+            f"{remedy[0].upper()}{remedy[1:]}"
         )
 
 

@@ -337,7 +337,7 @@ class DDPEngine(Engine):
         self._leaves.begin_backward()
         if not loss.requires_grad:
             return
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled = self._scaler.scale(loss) if self._scaler else loss
         if not self._reduction.running:
             scaled.backward(inputs=parameters)  # type: ignore[no-untyped-call]
         else:

@@ -40,11 +40,12 @@ def _fail(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.fault(
-    "out of memory on one rank, of the host or of a GPU",
+    "out of memory on one rank, of the host or of a GPU, in a single sample",
     group="processes",
     does="`failed`; all ranks end",
-    says="rank 1: ResourceError: out of memory in a forward of window 3 (step 2), micro-batch 2 of this rank: ... "
-    "Lower batch.micro_size (the global batch and its gradient stay the same), use activation checkpointing, or ...",
+    says="rank 1: ResourceError: out of memory in a forward of window 3 (step 2), micro-batch 2 of this rank: ... it "
+    "is a single sample. This rank holds: weights ..., gradients ..., optimizer state ... Use activation checkpointing, "
+    "or an engine that shards the model (fsdp2, deepspeed)",
 )
 @pytest.mark.parametrize("hang_timeout", ["auto", "null"])
 @pytest.mark.parametrize(
