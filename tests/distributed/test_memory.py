@@ -44,8 +44,8 @@ def _fail(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProcess
     group="processes",
     does="`failed`; all ranks end",
     says="rank 1: ResourceError: out of memory in a forward of window 3 (step 2), micro-batch 2 of this rank: ... it "
-    "is a single sample. This rank holds: weights ..., gradients ..., optimizer state ... Use activation checkpointing, "
-    "or an engine that shards the model (fsdp2, deepspeed)",
+    "is a single sample. This rank holds: weights ..., gradients ..., optimizer state ... Use activation "
+    "checkpointing, or an engine that shards the model (fsdp2, deepspeed)",
 )
 @pytest.mark.parametrize("hang_timeout", ["auto", "null"])
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""Which shapes of micro-batches fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distaccum.engines.memory_marks import MemoryMarks, Shape
+
+
+def test_a_shape_is_proven_by_one_that_is_no_smaller_in_either_direction() -> None:
+    marks = MemoryMarks()
+    assert not marks.is_proven(Shape(1, 1))
+    marks.prove(Shape(4, 100))
+    marks.prove(Shape(2, 300))
+    proven = {(4, 100): True, (3, 80): True, (2, 300): True, (1, 200): True, (3, 200): False, (5, 10): False}
+    assert {shape: marks.is_proven(Shape(*shape)) for shape in proven} == proven
+
+
+def test_a_failure_takes_the_proof_of_what_is_no_smaller() -> None:
+    marks = MemoryMarks()
+    marks.prove(Shape(8, 100))
+    marks.prove(Shape(1, 500))
+    marks.fail(Shape(4, 100))
+    assert not marks.is_proven(Shape(8, 100))
+    assert marks.is_proven(Shape(1, 500))
+    assert marks.is_too_large(Shape(4, 100))
+    assert marks.is_too_large(Shape(5, 700))
+    assert not marks.is_too_large(Shape(3, 100))
+    assert not marks.is_too_large(Shape(8, 99))
+
+
+def test_what_runs_after_all_is_not_too_large() -> None:
+    marks = MemoryMarks()
+    marks.fail(Shape(4, 100))
+    marks.prove(Shape(6, 100))
+    assert marks.is_proven(Shape(4, 100))
+    assert not marks.is_too_large(Shape(4, 100))
+    assert not marks.any_failed
+
+
+@pytest.mark.parametrize(
+    ("failed", "shape", "parts"),
+    [
+        ([], (8, 10), 1),
+        ([(8, 10)], (8, 10), 2),
+        ([(8, 10)], (7, 10), 1),
+        ([(8, 10)], (16, 10), 4),
+        ([(8, 10)], (8, 9), 1),
+        ([(2, 10)], (8, 10), 8),
+        ([(2, 10)], (5, 10), 5),  # a part has at least one row
+        ([(8, 10), (2, 50)], (8, 50), 8),
+    ],
+)
+def test_parts_are_a_power_of_two_until_none_is_too_large(
+    failed: list[tuple[int, int]], shape: tuple[int, int], parts: int
+) -> None:
+    marks = MemoryMarks()
+    for one in failed:
+        marks.fail(Shape(*one))
+    assert marks.parts(Shape(*shape)) == parts
+
+
+def test_a_single_row_cannot_be_cut_and_is_not_noted() -> None:
+    marks = MemoryMarks()
+    marks.prove(Shape(4, 100))
+    marks.fail(Shape(1, 100))
+    assert not marks.any_failed
+    assert not marks.is_proven(Shape(1, 100))
+
+
+def test_marks_outlive_the_process_as_json() -> None:
+    marks, again = MemoryMarks(), MemoryMarks()
+    marks.prove(Shape(2, 3))
+    marks.fail(Shape(4, 5))
+    again.load_state_dict(json.loads(json.dumps(marks.state_dict())))
+    assert again.state_dict() == marks.state_dict()
+    assert again.is_proven(Shape(2, 3))
+    assert again.is_too_large(Shape(4, 5))
+    again.load_state_dict({})  # of an older checkpoint
+    assert not again.any_failed
