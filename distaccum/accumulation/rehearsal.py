@@ -166,24 +166,22 @@ class _Rehearsal:
         limit = self._limit(to_come)
         trials: dict[int, Trial] = {}
         left_out: int | None = None
-        size = 1
-        batches[1] = self._take(1)
-        self._run(batches[1])  # what is made once: kernels, workspaces, threads
+        first = size = self._first(most)
         while size <= most:
             expected = _predicted(list(trials.values()), size)
             if limit is not None and expected is not None and expected > _SHARE * limit:
                 left_out = size
                 break
-            batches[size] = batches.get(size) or self._take(size)
+            batches[size] = self._take(size)
             memory, error = self._measure(batches[size])
             if error is not None:
-                if size == 1:
+                if size == first:
                     raise error
                 left_out = size
                 break
             trials[size] = self._timed(size, batches[size], memory)
             over = limit is not None and memory is not None and memory > _SHARE * limit
-            if over and size > 1:
+            if over and size > first:
                 left_out = size
                 del trials[size]
                 break
@@ -192,6 +190,27 @@ class _Rehearsal:
             size *= 2
         self._time_again(trials, batches, began, seconds)
         return self._choice(trials, limit, left_out, perf_counter() - began)
+
+    def _first(self, most: int) -> int:
+        """The size to begin with: 1, or 2 where a model does not take a single sample, as batch normalisation.
+
+        It is run for what is made once: kernels, workspaces, threads.
+        """
+        error: Exception | None = None
+        try:
+            self._run(self._take(1))
+        except Exception as problem:
+            if is_out_of_memory(problem) or self._engine.forward_communicates:
+                raise
+            error = problem.with_traceback(None)
+            self._engine.zero_gradients()
+        (failed,) = self._world.all_reduce_max_host([error is not None])
+        if not failed:
+            return 1
+        if error is not None and most < 2:  # noqa: PLR2004
+            raise error
+        self._run(self._take(2))
+        return 2
 
     def _limit(self, to_come: int) -> int | None:
         left = memory_left(self._engine.device, sharing=self._sharing)
