@@ -191,7 +191,7 @@ class WindowRecovery:
         found = self._attempt(batch, counts, None, buffers=buffers, mark=mark)
         if type(found) is not _Failure:
             self._aside = None
-            if not known:
+            if not known or self._of_all.draws is None:
                 self._ran(shape)
             return [found]
         del batch

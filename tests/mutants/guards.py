@@ -39,7 +39,7 @@ GUARDS = Mutant(
         ),
         (
             "engines/ddp.py",
-            "        if self._watch.unchanged:\n            self._reduction.join",
+            "        if self._watch.unchanged and not self._began:\n            self._reduction.join",
             "        if False:\n            self._reduction.join",
         ),
         ("engines/fused_update.py", "        if not held <= self._known:\n", "        if False:\n"),
