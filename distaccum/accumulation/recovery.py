@@ -5,10 +5,11 @@ would count the first ones twice; so the parts add to those alone that were not 
 and so is its gradient with respect to each parameter: it does not matter for which parameters it was computed at once,
 and for which in parts.
 
-That holds where a forward gives a sample the same in whatever company. Where it draws random numbers (dropout) or
-normalizes over the micro-batch, the rest has to come of the same forward: the same samples are run again, with the same
-random numbers and their activations on the host; or else all of it is run in parts, from the gradient as it was before
-the micro-step.
+That holds where a forward gives a sample the same in whatever company. Where it draws random numbers (dropout), what
+is left of a backward has to come of the same forward: the same samples are run again, with the same random numbers and
+their activations on the host; or else all of it is run in parts, from the gradient as it was before the micro-step.
+Where a forward normalizes over the micro-batch (batch statistics), no part gives what the whole does: the whole is run
+again, or the window is refused; so is a loss that is no sum.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ from distaccum.engines.memory_marks import Shape
 from distaccum.engines.memory_report import memory_by_part
 from distaccum.engines.modules import trained
 from distaccum.errors import ResourceError
+from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
+from distaccum.verification.parts import what_does_not_add_up
 
 _log = logging.getLogger(__name__)
-_ADDS_UP = 1e-3  # the losses of parts, to that of the whole; a mean is off by a half
-_ADDS_UP_16 = 3e-2
 _RISING = 2  # windows in a row in which the allocator had to try again
 _NO_COUNTS: Counts = {}  # of a part: its loss may be a constant
+_UNKNOWN = "nobody can tell whether its loss is a sum over samples"
+_COMPANY = "its batch normalization is over the micro-batch, and parts of it have other statistics"
 _NOT_TWICE = "some parameters have their gradient already, and a second forward would draw other random numbers for it"
 
 Span = tuple[int, int]
@@ -52,6 +55,8 @@ Span = tuple[int, int]
 class MicroStep(Protocol):
     """One forward, loss and backward."""
 
+    compute: Loss
+    """Of a micro-batch, by the model."""
     loss: LossSum | None
     """What the loss of the last run gave; None where it did not get so far."""
 
@@ -80,6 +85,7 @@ class _Failure:
     torn: bool = False
     """Whether the rest has to come of the same forward."""
     loss_sums: Mapping[str, Tensor] | None = None
+    """Where everything was reached."""
 
 
 class _TornError(Exception):
@@ -102,6 +108,8 @@ class Recovery:
         self.engine, self.buffers = engine, ChangingBuffers(engine)
         self.draws: bool | None = None
         """Whether forwards draw random numbers; None: not known yet."""
+        self.adds_up = False
+        """Whether the loss is known to be a sum over samples."""
         self.repaired = 0
         """Micro-steps that ran out of memory, and were finished."""
         if retries is None and engine.device.type == "cuda":
@@ -124,7 +132,7 @@ class Recovery:
         found = self._retries()
         self._rising = self._rising + 1 if found > self._retried else 0
         self._retried = found
-        if self._rising >= _RISING and largest.rows > 1:
+        if self._rising >= _RISING and largest.rows > 1 and not batch_statistics(self.engine.unwrapped_model):
             self._rising = 0
             self.engine.memory_marks.fail(largest)
             _log.warning("memory is short: micro-batches from %s on are run in parts from the next window on", largest)
@@ -183,7 +191,7 @@ class WindowRecovery:
             return [self._micro_step(batch, counts)]
         self._i, self._interrupted, shape = i, False, Shape._make(self._shapes[i])
         known = self._marks.is_proven(shape)
-        if not known and self._marks.is_too_large(shape) and (rows := self._rows_if_any()):
+        if not known and self._is_cut(shape) and (rows := self._rows_if_any()):
             return self._in_parts((0, rows), None, self._marks.parts(shape))
         self._aside = self._set_aside() if not (synced or known) else () if i == 0 and not synced else None
         buffers = self._of_all.buffers.keep()
@@ -195,16 +203,22 @@ class WindowRecovery:
                 self._ran(shape)
             return [found]
         del batch
-        self._marks.fail(shape)
-        place, rows = str(self._engine.activity.now()), self._rows(found)
+        self._marks.fail(shape, apart=not self._company())
+        place = str(self._engine.activity.now())
         try:
-            totals = self._rest((0, rows), found)
-            self._check_sum(found.loss_sums or {}, totals, torn=found.torn)
+            totals = [self._again(None, found)] if found.torn else self._rest((0, self._rows(found)), found)
         except _TornError as torn:
-            totals = self._anew(rows, torn.failure, buffers, mark)
+            totals = self._anew(torn.failure, buffers, mark)
         self._of_all.repaired += 1
         self._tell(place, len(totals))
         return totals
+
+    def _is_cut(self, shape: Shape) -> bool:
+        return self._marks.is_too_large(shape) and not self._company()
+
+    def _company(self) -> bool:
+        """Whether a forward gives a sample something else in other company."""
+        return bool(batch_statistics(self._engine.unwrapped_model))
 
     # --- one attempt
 
@@ -218,7 +232,7 @@ class WindowRecovery:
         """The gradient before a shape that may fail; None where it will not be put back."""
         if self._i == 0:
             return ()  # nothing has accumulated
-        anew = self._of_all.draws is not False or batch_statistics(self._engine.unwrapped_model)
+        anew = self._of_all.draws is not False and not self._company()
         return self._engine.copy_gradients() if anew else None
 
     def _attempt(
@@ -257,13 +271,13 @@ class WindowRecovery:
     def _failure(self, said: str, wanted: Sequence[nn.Parameter] | None, row: int) -> _Failure:
         reached = set(map(id, self._engine.interrupted()))
         loss, self._micro_step.loss = self._micro_step.loss, None  # its graph holds the activations
+        company = self._company()
         if loss is None:  # in the forward
-            return _Failure(said, wanted)
+            return _Failure(said, wanted, torn=company)
         sums = {name: part.detach() for name, part in as_loss_sums(loss).items()}
         everything = list(trained(self._engine.unwrapped_model).values()) if wanted is None else wanted
         missing = [parameter for parameter in everything if id(parameter) not in reached]
-        alone = self._has_drawn(row) or bool(batch_statistics(self._engine.unwrapped_model))
-        return _Failure(said, missing, torn=alone and bool(reached), loss_sums=sums)
+        return _Failure(said, missing, torn=company or (bool(reached) and self._has_drawn(row)), loss_sums=sums)
 
     def _has_drawn(self, row: int) -> bool:
         """Without keys nobody can tell, nor draw the same again."""
@@ -290,13 +304,14 @@ class WindowRecovery:
         return self._in_parts(span, failure.missing, 2)
 
     def _in_parts(self, span: Span, wanted: Sequence[nn.Parameter] | None, parts: int) -> list[LossSum]:
+        self._expect_sum(span)
         spans = _divided(span, parts)
         if self._records is not None:
             self._records.replace_next([self._host(one) for one in spans])
         totals: list[LossSum] = []
         for one in spans:
             batch = to_device(self._host(one), self._engine.device)
-            found = self._attempt_part(one, batch, wanted)
+            found = self._attempt_part(one[0], batch, wanted)
             if isinstance(found, _Failure):
                 self._marks.fail(Shape(*shape_of(batch)))
                 del batch
@@ -306,34 +321,39 @@ class WindowRecovery:
                 totals.append(found)
         return totals
 
-    def _attempt_part(self, span: Span, batch: Any, wanted: Sequence[nn.Parameter] | None) -> Any:
-        if (key := self._key(span[0])) is not None:
+    def _attempt_part(self, row: int, batch: Any, wanted: Sequence[nn.Parameter] | None) -> Any:
+        if (key := self._key(row)) is not None:
             self._random.again(key)
         self._interrupted = True  # from here on the micro-step is local
         buffers = self._of_all.buffers.keep()
         mark = None if self._records is None else self._records.mark()
-        return self._attempt(batch, _NO_COUNTS, wanted, buffers=buffers, mark=mark, row=span[0])
+        return self._attempt(batch, _NO_COUNTS, wanted, buffers=buffers, mark=mark, row=row)
 
-    def _again(self, span: Span, failure: _Failure) -> LossSum:
-        """The same rows with the same random numbers; on a GPU their activations wait on the host.
+    def _again(self, span: Span | None, failure: _Failure) -> LossSum:
+        """The same rows, or all, with the same random numbers; on a GPU their activations wait on the host.
 
         Raises:
             _TornError: memory is over again.
         """
-        if self._key(span[0]) is None:
+        first = 0 if span is None else span[0]
+        if self._key(first) is None:
             raise _TornError(failure)
         cuda = self._engine.device.type == "cuda"
         host: AbstractContextManager[object] = torch.autograd.graph.save_on_cpu() if cuda else nullcontext()
+        whole = self._window.micro_batches[self._i].batch
+        batch = to_device(whole if span is None else self._host(span), self._engine.device)
         with host:
-            found = self._attempt_part(span, to_device(self._host(span), self._engine.device), failure.missing)
+            found = self._attempt_part(first, batch, failure.missing)
         if isinstance(found, _Failure):
             raise _TornError(found)
         total: LossSum = found
         return total
 
-    def _anew(self, rows: int, failure: _Failure, buffers: Callable[[], None], mark: Any) -> list[LossSum]:
+    def _anew(self, failure: _Failure, buffers: Callable[[], None], mark: Any) -> list[LossSum]:
         """All of the micro-batch in more and more parts, from the gradient as it was before it."""
-        parts = 2
+        if self._company():
+            raise self._refusal(failure.said, _COMPANY)
+        rows, parts = self._rows(failure), 2
         while self._aside is not None and parts < 2 * rows:
             self._engine.put_gradients(self._aside)
             buffers()
@@ -345,6 +365,26 @@ class WindowRecovery:
                 failure = torn.failure
             parts *= 2
         raise self._refusal(failure.said, _NOT_TWICE)
+
+    def _expect_sum(self, span: Span) -> None:
+        """Raises ResourceError where the loss of these rows is not the sum of that of their halves; asked once."""
+        start, stop = span
+        mark = None if self._records is None else self._records.mark()
+        while not self._of_all.adds_up and stop - start > 1:
+            whole, halves = self._host((start, stop)), list(map(self._host, _divided((start, stop), 2)))
+            try:
+                differs = what_does_not_add_up(self._engine, self._micro_step.compute, whole, halves)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise self._refusal(f"{type(error).__name__} of the loss in evaluation mode", _UNKNOWN) from error
+                stop = start + (stop - start) // 2
+                continue
+            finally:
+                if self._records is not None:
+                    self._records.reset(mark)
+            if differs:
+                raise self._refusal("the loss was looked at", f"it is no sum over samples, but {differs}")
+            self._of_all.adds_up = True
 
     def _host(self, span: Span) -> Any:
         return cut(self._window.micro_batches[self._i].batch, *span, rows_of(self._window, self._i))
@@ -365,28 +405,16 @@ class WindowRecovery:
 
     # --- words
 
-    def _check_sum(self, whole: Mapping[str, Tensor], totals: Sequence[LossSum], *, torn: bool) -> None:
-        """Raises ResourceError where the losses of the parts do not add up to that of the whole; reads the device."""
-        if torn or self._has_drawn(0) or batch_statistics(self._engine.unwrapped_model):
-            return
-        exact = max(self._engine.unit_roundoff(p) for p in self._engine.unwrapped_model.parameters()) <= 2.0**-20
-        for name, expected in whole.items():
-            parts = [float(as_loss_sums(total)[name].detach()) for total in totals]
-            bound = (_ADDS_UP if exact else _ADDS_UP_16) * max(*map(abs, parts), abs(float(expected)))
-            if abs(sum(parts) - float(expected)) > bound:
-                said = f"{float(expected):.6g} as a whole and {sum(parts):.6g} in parts"
-                raise self._refusal("its backward could not end", f"its loss is no sum over samples, but {said}")
-
     def _tell(self, place: str, parts: int) -> None:
         how = f"in {parts} parts" if parts > 1 else "by running it again"
         _log.warning(
-            "out of memory in %s, micro-batch %d of %d (%s) on this rank: finished %s, and the gradient is the same; "
-            "from here on such micro-batches are run in parts",
+            "out of memory in %s, micro-batch %d of %d (%s) on this rank: finished %s, and the gradient is the same%s",
             place,
             self._i + 1,
             len(self._shapes),
-            self._shapes[self._i],
+            Shape(*self._shapes[self._i]),
             how,
+            "" if self._company() else "; from here on such micro-batches are run in parts",
         )
 
     def _refusal(self, said: str, why: str) -> ResourceError:

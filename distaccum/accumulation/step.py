@@ -114,7 +114,7 @@ class _MicroStep:
     """A window's micro-steps: forward, loss and backward of a batch that is on the device; see ``recovery``."""
 
     def __init__(self, engine: Engine, window: Window, loss: Loss, backward: Callable[[Engine, Tensor], None]) -> None:
-        self._engine, self._window, self._compute, self._backward = engine, window, loss, backward
+        self._engine, self._window, self.compute, self._backward = engine, window, loss, backward
         self.reduces = False
         self.loss: LossSum | None = None
 
@@ -123,7 +123,7 @@ class _MicroStep:
         self.loss = None
         activity.phase = Phase.FORWARD
         with engine.autocast():
-            total = self._compute(engine.model, batch)
+            total = self.compute(engine.model, batch)
         divided = normalize_loss(total, self._window.counts, engine.gradient_divide_factor, own_counts=own_counts)
         self.loss = total
         if self.reduces:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
 from distaccum.engines.extra_state import takes_extra
+from distaccum.errors import ResourceError
 
 
 @contextmanager
@@ -59,6 +60,14 @@ class Buffers:
         for module, extra in self._extras:
             module.set_extra_state(deepcopy(extra))
 
+    def changed(self) -> Sequence[tuple[nn.Module, str]]:
+        """Those that are no longer what they were; reads the device. A batch norm's kernel counts no version."""
+        return [
+            (module, name)
+            for module, name, buffer, copy in self._kept
+            if getattr(module, name, None) is not buffer or not torch.equal(buffer, copy)
+        ]
+
     def hold(self, within: float = 0.0) -> bool:
         """Whether the buffers still are what they were, up to a relative difference; reads the device."""
         return all(_alike(getattr(module, name), copy, within) for module, name, _, copy in self._kept)
@@ -67,7 +76,8 @@ class Buffers:
 class ChangingBuffers:
     """The buffers that training forwards change, such as running statistics: kept, and put back for a second forward.
 
-    The first forward tells which they are, and is guarded by a copy of all; from then on only they are copied.
+    The first forward tells which they are, and is guarded by a copy of all; from then on only they are copied. Where
+    another one is changed in place later on, a second forward is refused.
 
     Args:
         engine: whose model it is.
@@ -75,47 +85,59 @@ class ChangingBuffers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._versions: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._before: Buffers | None = None
         self._changing: list[tuple[nn.Module, str]] | None = None  # None: not known yet
+        self._constant: list[tuple[nn.Module, str, Tensor]] = []
 
     def keep(self) -> Callable[[], None]:
-        """Before a forward; what is returned sets them to what they are now."""
+        """Before a forward; what is returned sets them to what they are now.
+
+        Raises:
+            ResourceError: by what is returned: a buffer has changed of which there is no copy.
+        """
         if self._changing is None:
-            self._versions = [(module, name, b, b._version) for module, name, b in _named(self._engine)]
-            return Buffers(self._engine).restore
-        if not self._changing:
+            self._before = Buffers(self._engine)
+            return self._before.restore
+        if not self._changing and not self._constant:
             return _nothing
-        return partial(_put_back, [(m, name, getattr(m, name), getattr(m, name).clone()) for m, name in self._changing])
+        kept = [(m, name, getattr(m, name), getattr(m, name).clone()) for m, name in self._changing]
+        return partial(self._put_back, kept, [buffer._version for _, _, buffer in self._constant])
 
     def learn(self) -> None:
         """After a forward and backward that went well."""
-        if self._changing is None:
-            changed = [(m, name) for m, name, b, version in self._versions if _changed(m, name, b, version)]
-            if not any(takes_extra(module) for module in self._engine.unwrapped_model.modules()):
-                self._changing = changed
-            self._versions = []
+        if self._before is None:
+            return
+        if not any(takes_extra(module) for module in self._engine.unwrapped_model.modules()):
+            self._changing = list(self._before.changed())
+            known = {(id(module), name) for module, name in self._changing}
+            named = _named(self._engine)
+            self._constant = [(m, name, buffer) for m, name, buffer in named if (id(m), name) not in known]
+        self._before = None
+
+    @torch.no_grad()
+    def _put_back(self, kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]], versions: Sequence[int]) -> None:
+        for (module, name, buffer), version in zip(self._constant, versions, strict=True):
+            if buffer._version != version:
+                problem = (
+                    f"the forward has changed the buffer {name} of {type(module).__name__}, and not in the first one"
+                )
+                raise ResourceError(f"memory has run out, and {problem}: it is not run again. Lower batch.micro_size")
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+        for module, name, buffer, copy in kept:
+            buffer.copy_(copy)
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
 
 
 def _nothing() -> None:
     pass
 
 
-@torch.no_grad()
-def _put_back(kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-    for module, name, buffer, copy in kept:
-        buffer.copy_(copy)
-        if getattr(module, name) is not buffer:
-            setattr(module, name, buffer)
-
-
 def _named(engine: Engine) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for module in engine.unwrapped_model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             yield module, name, buffer
-
-
-def _changed(module: nn.Module, name: str, buffer: Tensor, version: int) -> bool:
-    return getattr(module, name, None) is not buffer or buffer._version != version
 
 
 def _alike(found: Any, expected: Tensor, within: float) -> bool:

@@ -66,10 +66,10 @@ class MemoryMarks:
         if not self.is_proven(shape):
             self._proven = [*(proven for proven in self._proven if not proven.fits_in(shape)), shape]
 
-    def fail(self, shape: Shape) -> None:
-        """Notes that it ran out of memory; of a single row nobody can cut it."""
+    def fail(self, shape: Shape, *, apart: bool = True) -> None:
+        """Notes that it ran out of memory; of a single row, or if not ``apart``, nobody can cut it."""
         self._proven = [proven for proven in self._proven if not shape.fits_in(proven)]
-        if shape.rows > 1 and not self.is_too_large(shape):
+        if apart and shape.rows > 1 and not self.is_too_large(shape):
             self._failed = [*(failed for failed in self._failed if not shape.fits_in(failed)), shape]
 
     def state_dict(self) -> dict[str, Any]:

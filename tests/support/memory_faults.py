@@ -1,14 +1,15 @@
 """Memory that runs out on purpose, and what the windows must give nevertheless.
 
 The truth is a plain fp64 loop on one process: of models that give a sample the same in whatever company, over whole
-windows; of models with dropout or batch statistics over the micro-batches, of which those that were interrupted may be
-cut in halves, quarters and single samples, and each part draws the numbers of a micro-batch that begins there. Each
-window is held to it by itself, from the weights that it began with.
+windows; of models with dropout over the micro-batches, of which those that were interrupted may be cut in halves,
+quarters and single samples, and each part draws the numbers of a micro-batch that begins there; of batch statistics
+over the micro-batches as they were. Each window is held to it by itself, from the weights that it began with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -177,6 +178,7 @@ class Program:
     collate: Callable[[Sequence[Batch]], Batch] = collate
     company: bool = False
     draws: bool = False
+    normal: bool = False
 
 
 PROGRAMS = {
@@ -192,7 +194,7 @@ PROGRAMS = {
     "tokens": Program(model=Tagger, loss=tagged, count=lambda batch: int((batch["labels"] != IGNORED).sum())),
     "dropout": Program(model=partial(Net, dropout=0.3), company=True, draws=True),
     "dropout, sometimes": Program(model=partial(Net, dropout=0.3, unused="sometimes"), company=True, draws=True),
-    "batch norm": Program(model=partial(Net, normal=True), company=True),
+    "batch norm": Program(model=partial(Net, normal=True), company=True, normal=True),
     "contrastive": Program(model=partial(Net, outputs=3), loss=contrastive),
     "uncuttable": Program(collate=uncuttable),
     "uncuttable, dropout": Program(model=partial(Net, dropout=0.3), collate=uncuttable, company=True, draws=True),
@@ -385,12 +387,14 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
     )
 
     def loss(module: Any, batch: Batch) -> Any:
-        fault.forward(batch)
+        fault.off = not torch.is_grad_enabled()  # the loss is only looked at
+        if not fault.off:
+            fault.forward(batch)
         total = program.loss(module, as_type(batch, cell.dtype))
         fault.at("loss")
         return total
 
-    try:
+    with suppress(_RefusedError), closing(acc):
         found.weights.append(weights_of(acc))
         for number, window in enumerate(acc.windows(source)):
             fault.batches = []
@@ -401,9 +405,9 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
                 found.said, refused = str(error), True
                 acc.abandon()
             if refused:
-                found.refused = True
+                found.refused, found.struck = True, fault.struck
                 found.weights.append(weights_of(acc))
-                break
+                raise _RefusedError  # so that nobody waits for the others when it closes
             assert acc.last is not None
             found.losses.append(acc.mean_loss())
             found.norms.append(float(acc.last.grad_norm))
@@ -411,9 +415,11 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
             found.weights.append(weights_of(acc))
             found.buffers.append({k: b.detach().clone() for k, b in acc.engine.unwrapped_model.named_buffers()})
         found.struck, found.verified, found.repaired = fault.struck, acc.verified, acc._recovery.repaired
-    finally:
-        acc.close()
     return found
+
+
+class _RefusedError(Exception):
+    """Some rank could not finish a window."""
 
 
 def weights_of(acc: Accumulator) -> Weights:
@@ -557,6 +563,8 @@ def judge(cell: Cell, ranks: Sequence[Found]) -> Errors:
             lost = max(lost, sum(map(len, rank.batches[number])) - sum(map(len, parts)))
         parts = [part for of_rank in run for part in of_rank]
         assert sorted(i for part in parts for i in part) == window
+        if program.normal:  # no micro-batch was cut
+            assert sorted(parts) == _micro(window)
         truth = plain(cell, before, window, parts if program.company else [window], dtype=torch.float64)
         if cell.precision != "fp64":
             loop = plain(cell, before, window, _micro(window), dtype=torch.float32)
@@ -591,12 +599,6 @@ def whole_of(cell: Cell, ranks: Sequence[Found], number: int) -> Weights:
             assert torch.equal(found.setdefault(name, tensor), tensor), f"ranks differ in {name}"
     names = [name for name, _ in make_model(cell).named_parameters()]
     return {name: found[name] for name in names}
-
-
-def _kept(batches: Sequence[Ids], window: Ids) -> list[Ids]:
-    """Those of a rank's forwards that count: of each sample the last one."""
-    last = {i: number for number, ids in enumerate(batches) for i in ids if i in set(window)}
-    return [batches[number] for number in sorted(set(last.values()))]
 
 
 def _micro(window: Ids) -> list[Ids]:
