@@ -32,6 +32,7 @@ with without_garbage_collection():
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.live_line import erasing_streams
+    from distaccum.train.memory_note import noted_for_launcher
     from distaccum.train.owner import read_holder
     from distaccum.train.peers import UNSEEN
     from distaccum.train.run_dir import RunDir
@@ -43,6 +44,8 @@ SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEFT_TO_TORCHRUN = "SIGQUIT"
 ONE_PRESS_S = 0.3
+SWEEPS = {"-m", "--multirun"}
+STARTS, MOST_STARTS = "DISTACCUM_MEMORY_STARTS", 8
 _SAID_WHY = (1, 2)  # exit codes of ranks that print their own errors
 
 
@@ -66,12 +69,43 @@ def main() -> None:
     relay.has_workers = True
     with tempfile.TemporaryDirectory() as folder:
         environment[RUN_NOTE], environment[LAUNCHER] = str(Path(folder, "run")), str(os.getpid())
+        note = Path(environment[RUN_NOTE])
         try:
             run.main([*options, str(TRAIN), *arguments])
         except ChildFailedError as error:
             if relay.told_by:  # told to leave before it could, or it failed at it: the workers have said so
                 sys.exit(128 + relay.told_by)
-            sys.exit(_report(error, Path(environment[RUN_NOTE])))
+            again = _with_less_memory(arguments, note)
+            if not again:
+                sys.exit(_report(error, note))
+        else:
+            return
+    os.execv(sys.executable, [sys.executable, __file__, *again])  # noqa: S606  this program, with its own arguments
+
+
+def _with_less_memory(arguments: list[str], note: Path) -> list[str]:
+    """The arguments that go on with a run which ran out of memory, and whose micro-batches can be cut; else none."""
+    cut, starts = noted_for_launcher(note), int(os.environ.get(STARTS, "0"))
+    if not cut.exists() or not note.exists() or starts >= MOST_STARTS or not SWEEPS.isdisjoint(arguments):
+        return []
+    path = Path(note.read_text())
+    run_dir = RunDir(path)
+    step, kept = run_dir.saved_step(), [one for one in arguments if not one.startswith("hydra.run.dir=")]
+    resumes = [one for one in arguments if one.startswith("resume=")]
+    if step is None and resumes and resumes[-1] not in ("resume=auto", "resume=never"):
+        return []  # from a checkpoint elsewhere, to which the records here do not belong
+    os.environ[STARTS] = str(starts + 1)
+    with erasing_streams():
+        sys.stderr.write(
+            f"distaccum: {_first_line(run_dir.failure())}\n"
+            f"distaccum: going on {'from the beginning' if step is None else f'from step {step}'}: micro-batches from "
+            f"{cut.read_text()} on are run in parts, and the gradient stays the same\n"
+        )
+    return [*kept, "resume=auto", f"hydra.run.dir={path}"]
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or ["out of memory"])[0]
 
 
 def _report(error: ChildFailedError, note: Path) -> int:

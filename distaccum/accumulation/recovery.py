@@ -188,7 +188,7 @@ class WindowRecovery:
         """
         counts = self._window.micro_batches[i].counts
         if not self._repairs:
-            return [self._micro_step(batch, counts)]
+            return [self._once(batch, counts)]
         self._i, self._interrupted, shape = i, False, Shape._make(self._shapes[i])
         known = self._marks.is_proven(shape)
         if not known and self._is_cut(shape) and (rows := self._rows_if_any()):
@@ -212,6 +212,15 @@ class WindowRecovery:
         self._of_all.repaired += 1
         self._tell(place, len(totals))
         return totals
+
+    def _once(self, batch: Any, counts: Counts) -> LossSum:
+        """Where an error ends the window; its shape is known then to whoever begins again."""
+        try:
+            return self._micro_step(batch, counts)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._marks.fail(Shape(*shape_of(batch)), apart=not self._company())
+            raise
 
     def _is_cut(self, shape: Shape) -> bool:
         return self._marks.is_too_large(shape) and not self._company()

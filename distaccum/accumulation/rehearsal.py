@@ -168,11 +168,14 @@ class _Rehearsal:
         left_out: int | None = None
         first = size = self._first(most)
         while size <= most:
+            batches[size] = self._take(size)
+            if size > first and self._engine.memory_marks.is_too_large(self._shapes[size]):
+                left_out = size
+                break
             expected = _predicted(list(trials.values()), size)
             if limit is not None and expected is not None and expected > _SHARE * limit:
                 left_out = size
                 break
-            batches[size] = self._take(size)
             memory, error = self._measure(batches[size])
             if error is not None:
                 if size == first:
@@ -252,7 +255,10 @@ class _Rehearsal:
         try:
             own = self._memory_of(batch)
         except Exception as problem:
-            if not is_out_of_memory(problem) or self._engine.forward_communicates:
+            if not is_out_of_memory(problem):
+                raise
+            if self._engine.forward_communicates:  # the ranks begin again, without it
+                self._engine.memory_marks.fail(Shape(*shape_of(batch)))
                 raise
             error = type(problem)(*problem.args)  # without its frames, which hold what the forward has made
         if error is not None:

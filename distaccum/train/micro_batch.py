@@ -22,7 +22,7 @@ SIZE, REASON, HARDWARE, MARKS = "micro_size", "reason", "hardware", "marks"
 
 
 def find_micro_batch(
-    components: TrainingComponents, accumulator: Accumulator, world: World, saved: Mapping[str, Any]
+    components: TrainingComponents, accumulator: Accumulator, world: World, saved: Mapping[str, Any], hardware: str
 ) -> TrainingComponents:
     """The components with the micro-batch that the run is to use, and why; a collective before the first window.
 
@@ -31,6 +31,7 @@ def find_micro_batch(
         accumulator: made of them, with the weights to begin with.
         world: this rank.
         saved: what the checkpoint says of memory; the same on every rank.
+        hardware: as :func:`hardware_of` says.
 
     Returns:
         The same components, but where ``batch.micro_size=auto``: with another plan.
@@ -38,10 +39,6 @@ def find_micro_batch(
     Raises:
         ResourceError: memory is over for a single sample.
     """
-    hardware = _hardware(components, world)
-    marks = accumulator.engine.memory_marks
-    if saved.get(HARDWARE) == hardware:
-        marks.load_state_dict(saved.get(MARKS, {}))
     plan = components.plan
     if not components.config.batch.rehearses:
         return components.found(memory={HARDWARE: hardware})
@@ -73,7 +70,7 @@ def memory_to_save(components: TrainingComponents, accumulator: Accumulator) -> 
     return {**components.memory, MARKS: accumulator.engine.memory_marks.state_dict()}
 
 
-def _hardware(components: TrainingComponents, world: World) -> str:
+def hardware_of(components: TrainingComponents, world: World) -> str:
     """What a measurement of memory and rate holds for; of all ranks' devices the first one's."""
     device = world.device
     name = f"{torch.get_num_threads()} threads of a CPU"

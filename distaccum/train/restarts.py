@@ -11,6 +11,7 @@ from typing import Any
 
 from distaccum.checkpoint.files import write_json
 from distaccum.errors import ConfigError
+from distaccum.train.memory_note import ended_by_memory
 from distaccum.train.run_dir import State
 
 _MOST = 3  # starts in a row that fail
@@ -96,6 +97,8 @@ def _failures(folder: Path, restarted: bool, job: str) -> list[dict[str, Any]]:
         status = json.loads((folder / "status.json").read_bytes())
         if status["state"] in (State.DONE.value, State.PREEMPTED.value):
             return []
+        if status["state"] == State.FAILED.value and ended_by_memory(folder):
+            return failures  # this one cuts what did not fit
         if status["state"] in (State.FAILED.value, State.RUNNING.value):
             failures.append({"step": int(status["step"]), "reason": str(status["reason"])})
     return failures

@@ -42,10 +42,11 @@ from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop
+from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb_environment import run_id
-from distaccum.train.micro_batch import find_micro_batch
+from distaccum.train.micro_batch import find_micro_batch, hardware_of
 from distaccum.train.model_summary import ModuleRow, summarize
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
@@ -274,26 +275,29 @@ def train(
     depth = components.config.metrics.summary_depth if world.is_main else 0
     modules = summarize(components.model, depth)  # an engine may take it apart
     accumulator = build_accumulator(components, world)
-    config = components.config
-    if config.batch.rehearses:
-        screen.enter("rehearsing")
-    components = find_micro_batch(components, accumulator, world, restore.memory)
-    _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
-    loader = build_loader(
-        components.data,
-        components.plan,
-        world,
-        num_workers=config.trainer.num_workers,
-        prefetch_windows=config.trainer.prefetch_windows,
-        options=asdict(config.trainer.loader),
-        most_ahead=components.most_ahead,
-        group_by_length=config.batch.group_by_length,
-        seed=config.seed,
-    )
-    wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
-    generators = RNGState.capture(world.device)
-    console = screen.console
+    hardware = hardware_of(components, world)
     with ExitStack() as closing:
+        marks = accumulator.engine.memory_marks
+        closing.enter_context(memory_noted(run_dir, marks, restore.memory, hardware, world))
+        config = components.config
+        if config.batch.rehearses:
+            screen.enter("rehearsing")
+        components = find_micro_batch(components, accumulator, world, restore.memory, hardware)
+        _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
+        loader = build_loader(
+            components.data,
+            components.plan,
+            world,
+            num_workers=config.trainer.num_workers,
+            prefetch_windows=config.trainer.prefetch_windows,
+            options=asdict(config.trainer.loader),
+            most_ahead=components.most_ahead,
+            group_by_length=config.batch.group_by_length,
+            seed=config.seed,
+        )
+        wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
+        generators = RNGState.capture(world.device)
+        console = screen.console
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
         loggers: list[Logger] = []
         if console is not None:
@@ -316,7 +320,6 @@ def train(
             folder = run_dir.path / "profile"
             profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
             closing.callback(profiler.close)
-        max_time = config.trainer.max_time
         loop = Loop(
             components,
             accumulator,
@@ -331,7 +334,7 @@ def train(
             utilization=utilization,
             profiler=profiler,
             time_limit=TimeLimit(
-                None if max_time is None else seconds_of("trainer.max_time", max_time),
+                None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
                 began=began,
                 parameters=components.parameters,
             ),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from distaccum.checkpoint.files import write_json
 from distaccum.errors import ConfigError
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.run_dir import RunDir, State
@@ -40,6 +41,18 @@ def test_progress_a_save_and_a_person_reset_it(tmp_path: Path) -> None:
     note_start(tmp_path, restarted=False)
     assert not (tmp_path / "restarts.json").exists()
     _restarts(tmp_path, 15, 15)
+
+
+def test_a_start_that_cuts_what_did_not_fit_is_not_the_same_again(tmp_path: Path) -> None:
+    for rows in (64, 32, 16, 8):  # each has run out of memory with half of what the one before had
+        _fails(tmp_path, 0)
+        write_json(tmp_path / "memory.json", {"hardware": "", "failed": [[rows, 16]], "reason": "out of memory"})
+        note_start(tmp_path, restarted=True)
+    write_json(tmp_path / "memory.json", {"hardware": "", "failed": [[8, 16]], "reason": ""})  # taken up
+    _restarts(tmp_path, 0, 0)
+    _fails(tmp_path, 0)
+    with pytest.raises(ConfigError, match="3 starts in a row"):
+        note_start(tmp_path, restarted=True)
 
 
 def test_killed_runs_count_and_a_damaged_record_does_not_matter(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""A run whose forward is a collective begins again by itself after an out-of-memory error, with smaller parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, succeed
+
+LOCAL = ROOT / "launch" / "local.py"
+RUN = (
+    *TINY,
+    *QUIET[2:],
+    "trainer.eval_every=0",
+    "trainer.verify=never",  # whose forwards the model would count
+    "model._target_=tests.support.greedy.GreedyGPT",
+    "batch.global_size=32",
+    "batch.micro_size=8",
+    "trainer.max_steps=6",
+    "checkpoint.every=2",
+    "precision=fp32",
+)
+SHARDED = [
+    ("engine=fsdp2",),
+    pytest.param(("engine=fsdp2", "engine.sync=every"), marks=pytest.mark.heavy),
+    ("engine=deepspeed", "engine.stage=3"),
+]
+
+
+def _launched(folder: Path, *arguments: str, **extra: str) -> tuple[int, str]:
+    command = [sys.executable, str(LOCAL), *RUN, *arguments, f"hydra.run.dir={folder}"]
+    said = environment(NPROC="2", PYTHONPATH=str(ROOT), **extra)
+    finished = subprocess.run(command, env=said, capture_output=True, text=True, check=False, timeout=240)
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One process, whole micro-batches, and memory for all."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    greedy = {"GREEDY_FROM": "1", "GREEDY_ROWS": "99"}
+    succeed(*RUN, f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT), **greedy)
+    return metrics(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", SHARDED, ids=" ".join)
+def test_a_sharded_run_goes_on_with_less(
+    engine: tuple[str, ...], undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    code, said = _launched(tmp_path, *engine, GREEDY_FROM="5", GREEDY_ROWS="4")
+    assert code == 0, said
+    assert said.count("going on from step 2: micro-batches from 8 x 16 on are run in parts") == 1, said
+    note = json.loads((tmp_path / "memory.json").read_text())
+    assert note["failed"] == [[8, 16]]
+    assert note["reason"] == ""  # this start has not failed
+    found = metrics(tmp_path)
+    assert [row["step"] for row in found] == [row["step"] for row in undisturbed] == list(range(1, 7))
+    for row, truth in zip(found, undisturbed, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(truth[name], rel=1e-5), (row, truth)
+
+
+@pytest.mark.heavy
+def test_it_halves_until_it_fits_and_begins_again_at_zero_where_nothing_is_saved(
+    undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    code, said = _launched(tmp_path, "engine=fsdp2", GREEDY_FROM="2", GREEDY_ROWS="2")
+    assert code == 0, said
+    for rows in (8, 4):
+        assert said.count(f"going on from the beginning: micro-batches from {rows} x 16 on are run in parts") == 1, said
+    for row, truth in zip(metrics(tmp_path), undisturbed, strict=True):
+        assert row["loss"] == pytest.approx(truth["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_it_ends_where_a_single_sample_does_not_fit(tmp_path: Path) -> None:
+    code, said = _launched(tmp_path, "engine=fsdp2", GREEDY_FROM="1", GREEDY_ROWS="0")
+    assert code == 1
+    assert said.count("distaccum: going on from the beginning") == 3, said  # with 4, 2 and 1
+    assert "the run failed: rank" in said
+    assert "out of memory in a forward of window 1" in said
+
+
+@pytest.mark.heavy
+def test_a_resumed_run_elsewhere_is_not_mixed_with_its_own_records(tmp_path: Path) -> None:
+    code, said = _launched(tmp_path / "first", "engine=fsdp2", "trainer.max_steps=2", GREEDY_FROM="99", GREEDY_ROWS="1")
+    assert code == 0, said
+    saved = tmp_path / "first" / "checkpoints" / "step-2"
+    code, said = _launched(tmp_path / "second", "engine=fsdp2", f"resume={saved}", GREEDY_FROM="1", GREEDY_ROWS="4")
+    assert code == 1
+    assert "going on" not in said
+    assert "Lower batch.micro_size" in said

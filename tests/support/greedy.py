@@ -1,0 +1,25 @@
+"""A model that has memory for so many samples in training, after some forwards that had enough for all."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from distaccum.models.gpt import GPT
+
+
+class GreedyGPT(GPT):
+    """From forward number ``GREEDY_FROM`` of a process on it takes no more than ``GREEDY_ROWS`` samples at once."""
+
+    _forwards = 0
+
+    def forward(self, tokens: Any, *rest: Any, **more: Any) -> Any:
+        """As its parent's."""
+        if self.training and torch.is_grad_enabled():
+            self._forwards += 1
+            late = self._forwards >= int(os.environ["GREEDY_FROM"])
+            if late and len(tokens) > int(os.environ["GREEDY_ROWS"]):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().forward(tokens, *rest, **more)
