@@ -133,6 +133,15 @@ def test_a_window_stays_the_same_wherever_memory_runs_out_in_it() -> None:
     hold(covering())
 
 
+def test_what_fails_once_is_cut_from_then_on() -> None:
+    cell = Cell(world=1, places=("tensor",), leaf=2, rows=2, windows=3, tail=0)
+    found: Sequence[Any] = run_ranks(1, lambda world: run(cell, world, make_model(cell)))
+    errors = judge(cell, found)
+    assert not errors.wrong(cell)
+    assert errors.struck == 1
+    assert [len(batches) for batches in found[0].batches] == [7, 6, 6]
+
+
 @pytest.mark.slow
 def test_random_numbers_are_those_of_one_forward(tmp_path: Path) -> None:
     for cell, found in _by_process(list(by_process()), tmp_path):

@@ -23,6 +23,9 @@ PACKING = "tests/unit/data/test_packing.py::"
 ALONE = f"{PACKING}test_the_gradient_is_that_of_documents_alone"
 CAUSAL = f"{PACKING}test_a_causal_model_of_transformers_tells_documents_apart"
 LORA = "tests/distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces_adapters_alone"
+MEMORY = "tests/distributed/test_out_of_memory.py::test_"
+ANYWHERE = f"{MEMORY}a_window_stays_the_same_wherever_memory_runs_out_in_it"
+LESS = "tests/distributed/test_less_memory.py::test_"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 
@@ -246,6 +249,92 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                     "if not now or before:",
                 ),
             ),
+        ),
+    ),
+    (
+        ANYWHERE,
+        Mutant(
+            "memory: the parts add to what was reached already",
+            (("accumulation/recovery.py", "if id(parameter) not in reached]", "]"),),
+        ),
+    ),
+    (
+        ANYWHERE,
+        Mutant(
+            "memory: a shape that is not known to fit reduces as it goes",
+            (
+                (
+                    "accumulation/recovery.py",
+                    "return not self._repairs or self._marks.is_proven(self._shapes[i])",
+                    "return True",
+                ),
+            ),
+        ),
+    ),
+    (
+        ANYWHERE,
+        Mutant(
+            "memory: a rank whose boundary was interrupted does not reduce",
+            (
+                (
+                    "accumulation/step.py",
+                    "reduced = micro_step.reduces and not steps.owes_reduction",
+                    "reduced = micro_step.reduces",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{MEMORY}what_fails_once_is_cut_from_then_on",
+        Mutant(
+            "memory: the mark is not lowered",
+            (
+                (
+                    "engines/memory_marks.py",
+                    "        if apart and shape.rows > 1 and not self.is_too_large(shape):\n",
+                    "        if False:\n",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{LESS}a_sharded_run_goes_on_with_less[engine=fsdp2]",
+        Mutant(
+            "memory: each rank cuts what it has found too large itself",
+            (
+                (
+                    "train/memory_note.py",
+                    "for shape in json.loads(world.broadcast_str(json.dumps(shapes)))]",
+                    "for shape in json.loads(world.broadcast_str(json.dumps(shapes))) if world.is_main]",
+                ),
+            ),
+        ),
+    ),
+    (
+        ANYWHERE,
+        Mutant(
+            "memory: statistics of the interrupted forward stay",
+            (
+                (
+                    "engines/buffers.py",
+                    "        for module, name, buffer, copy in kept:\n            buffer.copy_(copy)\n",
+                    "        for module, name, buffer, _ in kept:\n",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{MEMORY}random_numbers_are_those_of_one_forward",
+        Mutant(
+            "memory: the rest of a backward draws other numbers",
+            (("accumulation/recovery.py", "            self._random.again(key)\n", "            pass\n"),),
+        ),
+    ),
+    (
+        f"{MEMORY}what_cannot_be_finished_is_refused_before_a_weight_moves[contrastive]",
+        Mutant(
+            "memory: a loss that is no sum is cut",
+            (("accumulation/recovery.py", "            if differs:\n", "            if False:\n"),),
         ),
     ),
 )
