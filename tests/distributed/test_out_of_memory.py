@@ -14,10 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.optim import AdamW
 
+from distaccum import Accumulator, DataSpec
 from distaccum.distributed.random import KeyedRandom
 from tests.support.commands import ROOT, succeed
-from tests.support.memory_faults import MICRO_STEPS, PLACES, Cell, judge, make_model, run
+from tests.support.memory_faults import MICRO_STEPS, PLACES, Cell, Tagger, judge, make_model, run, tagged
 from tests.support.threads import run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "out_of_memory.py"
@@ -142,6 +145,47 @@ def test_what_fails_once_is_cut_from_then_on() -> None:
     assert [len(batches) for batches in found[0].batches] == [7, 6, 6]
 
 
+def _losses(errors: bool) -> tuple[list[float], int]:
+    """Of windows whose samples are shorter in each; in each one memory runs out once, or never."""
+    torch.manual_seed(4)
+    model = Tagger()
+    generator = torch.Generator().manual_seed(6)
+    samples = []
+    for length in range(26, 4, -1):
+        tokens = torch.randint(1, 11, (8, length), generator=generator)
+        samples += [{"tokens": row, "labels": row.flip(0)} for row in tokens]
+    left, struck = 0, 0
+
+    def strike(_: Any) -> None:
+        nonlocal left, struck
+        if left > 0 and errors:
+            left, struck = 0, struck + 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    list(model.parameters())[3].register_hook(strike)
+    acc = Accumulator(
+        model,
+        AdamW(model.parameters(), lr=0.01),
+        global_batch_size=8,
+        micro_batch_size=4,
+        count=lambda batch: batch["labels"].numel(),
+    )
+    found = []
+    for window in acc.windows(DataSpec(train=samples, eval_dataset=None, description="", shuffle=False)):
+        left = 1
+        acc.step(window, tagged)
+        found.append(acc.mean_loss())
+    acc.close()
+    return found, struck
+
+
+def test_twenty_errors_change_no_loss() -> None:
+    (found, struck), (truth, _) = _losses(errors=True), _losses(errors=False)
+    assert struck == len(truth) == 22
+    assert truth[-1] < truth[0]
+    assert found == pytest.approx(truth, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_random_numbers_are_those_of_one_forward(tmp_path: Path) -> None:
     for cell, found in _by_process(list(by_process()), tmp_path):
@@ -168,6 +212,18 @@ def _by_process(cells: Sequence[Cell], tmp_path: Path) -> Iterator[tuple[Cell, A
         assert "struck" in found, (cell, found)
         assert found["struck"] >= 1, cell
         yield cell, found
+
+
+@pytest.mark.slow
+def test_a_real_limit_of_the_address_space_is_survived(tmp_path: Path) -> None:
+    """The allocator gives large tensors back at once, so that what is allocated is what is used."""
+    answered = tmp_path / "errors.json"
+    worker = WORKER.with_name("memory_limit.py")
+    succeed(answered, script=worker, torchrun=True, PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536")
+    found = json.loads(answered.read_text())
+    assert found["repaired"] == 1, found  # from then on such micro-batches are run in parts
+    for errors in found["errors"]:
+        assert errors["own"] <= 4 * errors["plain"], found
 
 
 @pytest.mark.slow
