@@ -325,7 +325,8 @@ class _Rehearsal:
         chosen = next(trial for trial in trials.values() if trial.rate >= _NEAR * best.rate)
         said = ["the best rate" if chosen is best else f"{1 - chosen.rate / best.rate:.1%} from the best rate"]
         if limit is not None and chosen.memory is not None:
-            said.append(f"{chosen.memory / max(1, limit):.0%} of memory")
+            share = chosen.memory / max(1, limit)
+            said.append("less than 1% of memory" if share < 0.01 else f"{share:.0%} of memory")  # noqa: PLR2004
         parts = [", ".join(said)]
         if left_out is not None:
             parts.append(f"{left_out} would not fit")

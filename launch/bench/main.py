@@ -7,7 +7,8 @@ Without a program it takes Hydra overrides of ``conf/bench.yaml`` and measures o
 - ``boundary=true``: unscaling, clipping and the optimizer's step alone (``optimizer_step.py``);
 - ``engines=true``: what a rank holds and sends with each engine;
 - ``saves=true``: saves and verifications of checkpoints (``checkpoints.py``);
-- ``loading=true``: whether loading is hidden behind computing.
+- ``loading=true``: whether loading is hidden behind computing;
+- ``micro=true``: whether the micro-batch that a rehearsal finds is as fast as the best one.
 
 ``network`` measures two hosts with a slow link between them (``conf/link.yaml``), ``compare_engines`` trains the main
 job once on each engine, ``gpu`` measures what is right, fast and large on a GPU (``conf/gpu.yaml``).

@@ -15,7 +15,7 @@ from distaccum.config.command_line import register_aliases
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
-from launch.bench import checkpoints, engines, exactness, loading, optimizer_step, tables, throughput
+from launch.bench import checkpoints, engines, exactness, loading, micro_batches, optimizer_step, tables, throughput
 
 
 def run(node: DictConfig) -> None:
@@ -23,7 +23,8 @@ def run(node: DictConfig) -> None:
     values, folder = plain(node), Path(HydraConfig.get().runtime.output_dir)
     options = values.pop("bench")
     sizes, saved_sizes, loads = options.pop("boundary_sizes"), options.pop("saved_sizes"), options.pop("loading")
-    wanted = {name for name in ("exactness", "boundary", "engines", "saves", "loading") if values.pop(name)}
+    micro = options.pop("micro")
+    wanted = {name for name in ("exactness", "boundary", "engines", "saves", "loading", "micro") if values.pop(name)}
     config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         if "exactness" in wanted:
@@ -38,6 +39,8 @@ def run(node: DictConfig) -> None:
             show = partial(checkpoints.show, ranks=world.size)
         elif "loading" in wanted:
             figures, show = loading.compare(world, **loads), loading.show
+        elif "micro" in wanted:
+            figures, show = micro_batches.compare(world, **micro), micro_batches.show
         else:
             figures = throughput.compare(config, world, folder, **options)
             show = partial(throughput.show, ranks=world.size)
