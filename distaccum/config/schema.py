@@ -81,9 +81,10 @@ class BatchConfig:
         micro_size (int | auto): the most samples of one forward and backward on one rank. ``auto``: found in a
             rehearsal before the first window, by rate and memory. null: ``auto`` where the main job runs on GPUs, else
             8, or the global batch where that is less.
-        micro_tokens (int | null): the most padded tokens of one forward and backward on one rank, the number of its
-            samples times the length of the longest; ``micro_size`` holds too where it is a number, and otherwise says
-            no more than the samples of an evaluation's micro-batch. null: no such limit.
+        micro_tokens (int | auto | null): the most padded tokens of one forward and backward on one rank, the number of
+            its samples times the length of the longest; ``micro_size`` holds too where it is a number, and otherwise
+            says no more than the samples of an evaluation's micro-batch. ``auto``: found in a rehearsal of the longest
+            samples. null: no such limit.
         group_by_length: samples of similar length in one micro-batch, within a window.
         pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
         packing (none | documents): ``documents``: those of a micro-batch share rows without padding, each on its own.
@@ -132,13 +133,14 @@ class BatchConfig:
             object.__setattr__(self, "micro_tokens", most := int(most))
         if most is None:
             return
-        require_type(key, most, int)
-        require_count(key, most, least=1)
+        if not is_one_of((AUTO,), most):
+            require_type(key, most, int)
+            require_count(key, most, least=1)
         problem = "and batch.packing=documents packs a number of samples into rows"
         require(self.packing != DOCUMENTS, key, most, problem, "Use batch.micro_size with it, or batch.packing=none")
         problem = "and batch.pad_rows=true fills micro-batches up to one number of samples"
         require(not self.pad_rows, key, most, problem, "Use batch.micro_size with it, or batch.pad_rows=false")
-        if is_one_of((AUTO,), self.micro_size):  # nothing is to be found: the tokens are the limit
+        if is_one_of((AUTO,), self.micro_size):  # the tokens are the limit
             object.__setattr__(self, "micro_size", None)
 
     @property
@@ -153,12 +155,13 @@ class BatchConfig:
     @property
     def rehearses(self) -> bool:
         """Whether the micro-batch is found in a rehearsal."""
-        return is_one_of((AUTO,), self.micro_size)
+        return is_one_of((AUTO,), self.micro_size) or is_one_of((AUTO,), self.micro_tokens)
 
     @property
     def first_micro_size(self) -> int:
         """``micro_size``; without one what evaluations use; before a rehearsal what a plan is made with."""
-        return int(self.micro_size) if self.limits_samples and not self.rehearses else self._usual_micro_size
+        stated = self.limits_samples and not is_one_of((AUTO,), self.micro_size)
+        return int(self.micro_size) if stated else self._usual_micro_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def make_plan(
     seed: int | None,
     batched: bool = False,
     stages: Sequence[Stage] = (),
-    micro_tokens: int | None = None,
+    micro_tokens: int | str | None = None,
     limits_samples: bool = True,
     group_by_length: bool = False,
     names: SizeNames = KEYWORDS,
@@ -51,7 +51,8 @@ def make_plan(
         seed: for the order of samples.
         batched: whether a stream yields micro-batches; a ``DataLoader`` says so itself.
         stages: the global batches that come before ``global_batch_size``.
-        micro_tokens: the most padded tokens of a micro-batch, as the source's collate function pads; None: any number.
+        micro_tokens: the most padded tokens of a micro-batch, as the source's collate function pads; ``auto``: as many
+            as ``micro_batch_size`` of the longest samples have, until a rehearsal; None: any number.
         limits_samples: whether a micro-batch has no more than ``micro_batch_size`` samples with ``micro_tokens``, too.
         group_by_length: whether the loader is to group samples by length, which decides how ``micro_tokens`` cuts.
         names: what an error calls the sizes.
@@ -110,11 +111,14 @@ def make_plan(
     key = names.micro_tokens
     problem, remedy = "the rows of micro-batches are filled up to one number", "Leave pad_rows out"
     require(not source.pad_rows, key, micro_tokens, problem, remedy)
+    lengths, padded = _lengths(source, key, micro_tokens), tokens_of(source.collate)
+    if not isinstance(micro_tokens, int):
+        micro_tokens = padded(np.full(micro_batch_size, lengths.max()))
     return MicroTokenPlan(
         plan=plan,
-        lengths=_lengths(source, key, micro_tokens),
+        lengths=lengths,
         micro_tokens=micro_tokens,
-        tokens_of=tokens_of(source.collate),
+        tokens_of=padded,
         grouped=group_by_length,
         limits_samples=limits_samples,
         names=names,

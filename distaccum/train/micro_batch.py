@@ -7,18 +7,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.rehearsal import rehearse
 from distaccum.data.longest import longest_micro_batch
 from distaccum.data.plan.batch import largest_share
+from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.train.components import TrainingComponents, most_ahead
 
 SIZE, REASON, HARDWARE, MARKS = "micro_size", "reason", "hardware", "marks"
+_SO = "; so micro-batches have "
 
 
 def find_micro_batch(
@@ -39,25 +42,31 @@ def find_micro_batch(
     Raises:
         ResourceError: memory is over for a single sample.
     """
-    plan = components.plan
-    if not components.config.batch.rehearses:
+    plan, batch = components.plan, components.config.batch
+    if not batch.rehearses:
         return components.found(memory={HARDWARE: hardware})
     if isinstance(plan, StreamPlan):
         reason = f"micro {plan.micro_batch_size}: a stream gives its items once, so that nothing is rehearsed"
         return components.found(memory={HARDWARE: hardware, REASON: reason})
     if saved.get(HARDWARE) == hardware and SIZE in saved:
         found = {name: saved[name] for name in saved if name != MARKS}
+        found[REASON], _, _ = found[REASON].partition(_SO)
     else:
+        most = largest_share(plan)
         found = rehearse(
             accumulator.engine,
             world,
             components.loss,
             partial(longest_micro_batch, components.data),
             count=components.loss.count,
-            most=largest_share(plan),
+            most=min(most, batch.micro_size) if isinstance(batch.micro_size, int) else most,
             sharing=max(1, LaunchEnvironment.from_environment().local_size),
         ).as_dict()
-    plan = replace(plan, micro_batch_size=found[SIZE])  # type: ignore[type-var]  # every plan is a dataclass
+    if isinstance(plan, MicroTokenPlan):
+        plan = replace(plan, micro_tokens=plan.tokens_of(np.full(found[SIZE], plan.lengths.max())))
+        found[REASON] += f"{_SO}{plan.micro_tokens:,} padded tokens"
+    else:
+        plan = replace(plan, micro_batch_size=found[SIZE])  # type: ignore[type-var]  # every plan is a dataclass
     return components.found(
         plan=plan,
         most_ahead=most_ahead(components.data, plan, components.config),

@@ -26,9 +26,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "list[str]": {"type": "array", "items": {"type": "string"}},
     "list of mappings": {"type": "array", "items": {"type": "object"}},
 }
-_ALSO: dict[str, list[dict[str, Any]]] = {
-    "batch.micro_size": [{"const": "auto"}, {"type": "null"}]
-}  # what conf/ states for it
+_ALSO: dict[str, list[dict[str, Any]]] = {  # what conf/ states for it
+    "batch.micro_size": [{"const": "auto"}, {"type": "null"}],
+}
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 
 

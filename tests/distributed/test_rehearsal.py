@@ -54,6 +54,26 @@ def test_it_is_bitwise_the_run_with_that_size_stated(engine: str, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_tokens_of_a_micro_batch_are_found_too(tmp_path: Path) -> None:
+    """As many as the size that is found has, of the longest samples; the stated number is the same run."""
+    settings = (*RUN, "data=lines", "data.seq_len=16", "batch.group_by_length=true")
+    found, stated = tmp_path / "found", tmp_path / "stated"
+    said = succeed(*settings, "batch.micro_tokens=auto", f"hydra.run.dir={found}", world=2).stdout
+    plan = _plan(found)
+    tokens, size = plan["micro_tokens"], plan["memory"]["micro_size"]
+    assert (tokens, plan["micro_size"]) == (16 * size, None)
+    assert f"micro {size}: {plan['memory']['reason'].partition(': ')[2]}" in " ".join(said.split())
+    assert plan["memory"]["reason"].endswith(f"; so micro-batches have {tokens:,} padded tokens")
+    succeed(*settings, f"batch.micro_tokens={tokens}", f"hydra.run.dir={stated}", world=2)
+    ours, theirs = ([[row.get(key) for key in EXACT] for row in metrics(run)] for run in (found, stated))
+    assert ours == theirs
+    succeed(
+        *settings, "trainer.max_steps=6", "batch.micro_tokens=auto", "resume=auto", f"hydra.run.dir={found}", world=2
+    )
+    assert _plan(found)["memory"] == plan["memory"]
+
+
+@pytest.mark.slow
 def test_a_stated_size_rehearses_nothing(tmp_path: Path) -> None:
     succeed(*RUN, "batch.micro_size=4", f"hydra.run.dir={tmp_path}")
     assert "memory" not in _plan(tmp_path)

@@ -38,6 +38,15 @@ def test_samples_are_limited_too_where_their_number_is_stated(
         assert not found.rehearses
 
 
+@pytest.mark.parametrize("size", [None, "auto", 3])
+def test_it_is_rehearsed(size: int | str | None) -> None:
+    made = RunConfig.from_dict({"batch": {"micro_tokens": "auto", "micro_size": size}}).batch
+    for found in (made, replace(made), RunConfig.from_dict({"batch": asdict(made)}).batch):
+        assert found.rehearses
+        assert (found.micro_tokens, found.micro_size) == ("auto", 3 if size == 3 else None)
+        assert found.first_micro_size == (3 if size == 3 else 8)
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
