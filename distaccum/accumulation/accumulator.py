@@ -92,7 +92,7 @@ class Accumulator:
         count: the count of a batch, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce per window.
         loss: what a rehearsal runs: ``loss(model, batch)`` gives the sum of a batch's losses, ``loss.count(batch)`` the
-            count.
+            count, which is the windows' too where ``count`` is left out.
         scheduler: torch's, or several; stepped after every applied update, before the next window steps. A
             ``ReduceLROnPlateau`` is stepped by :meth:`scheduler_step`.
         schedule: instead, a function from the number of applied updates to a factor of the learning rate.
@@ -166,6 +166,8 @@ class Accumulator:
         spikes = Spikes.of(on_spike, zscore=spike_zscore, window=spike_window)
         engine, precision = engine_config(engine), PrecisionConfig.of(precision)
         rehearsed = loss_to_rehearse(micro_batch_size, loss)
+        if count is None and rehearsed is not None:
+            count = rehearsed.count
         sizes = _sizes(global_batch_size, None if rehearsed is not None else micro_batch_size, tokens)
         global_batch_size, micro_batch_size = sizes["global_batch_size"], sizes["micro_batch_size"]
         self.world = world or World.join()

@@ -116,6 +116,20 @@ def test_loading_is_measured_next_to_a_hand_written_loop(tmp_path: Path) -> None
         assert 0 < loop["min"] <= loop["median"]
 
 
+@pytest.mark.slow
+def test_the_rehearsed_micro_batch_is_put_beside_all_others(tmp_path: Path) -> None:
+    settings = ("micro=true", "bench.micro.global_size=4", "bench.micro.rounds=1")
+    finished = succeed(*settings, f"hydra.run.dir={tmp_path}", script=BENCH, COLUMNS="200")
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert len(figures) == 2
+    for name, row in figures.items():
+        assert name in finished.stdout
+        assert list(row["seconds"]) == ["1", "2", "4"]
+        assert row["found"]["micro_size"] in (1, 2, 4)
+        assert row["found"]["reason"] in " ".join(finished.stdout.split())
+        assert all(0 < ratio <= 1 for ratio in row["rate over the best one's"].values())
+
+
 @pytest.mark.heavy
 def test_gradients_of_other_frameworks(tmp_path: Path) -> None:
     finished = succeed("exactness=true", f"hydra.run.dir={tmp_path}", script=BENCH, world=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.fault(
+    "out of memory in a micro-step of fsdp2, or of DeepSpeed",
+    group="processes",
+    does="begins again at its checkpoint by itself, with such micro-batches in parts; its losses stay the same",
+    says="distaccum: going on from step ...: micro-batches from 8 x 16 on are run in parts, and the gradient stays ...",
+)
 @pytest.mark.parametrize("engine", SHARDED, ids=" ".join)
 def test_a_sharded_run_goes_on_with_less(
-    engine: tuple[str, ...], undisturbed: list[dict[str, Any]], tmp_path: Path
+    engine: tuple[str, ...], undisturbed: list[dict[str, Any]], says: Callable[[str], None], tmp_path: Path
 ) -> None:
     code, said = _launched(tmp_path, *engine, GREEDY_FROM="5", GREEDY_ROWS="4")
     assert code == 0, said
+    says(said)
     assert said.count("going on from step 2: micro-batches from 8 x 16 on are run in parts") == 1, said
     note = json.loads((tmp_path / "memory.json").read_text())
     assert note["failed"] == [[8, 16]]
