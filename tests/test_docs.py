@@ -161,7 +161,9 @@ ELSEWHERE = {
     "python launch/bench boundary=true": (
         "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"
     ),
-    "python launch/bench micro=true": "distributed/test_bench.py::test_the_rehearsed_micro_batch_is_put_beside_all_others",
+    "python launch/bench micro=true": (
+        "distributed/test_bench.py::test_the_rehearsed_micro_batch_is_put_beside_all_others"
+    ),
     "python launch/bench loading=true": (
         "distributed/test_bench.py::test_loading_is_measured_next_to_a_hand_written_loop"
     ),
