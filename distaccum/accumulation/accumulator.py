@@ -23,7 +23,6 @@ from distaccum.accumulation.loader_factory import LoaderFactory, loss_to_rehears
 from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.recovery import Recovery
 from distaccum.accumulation.rehearsal import Rehearsal
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.settings_agreement import SettingsAgreement
@@ -215,7 +214,6 @@ class Accumulator:
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
         if self.engine.forward_communicates:
             self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=_EVERYWHERE)
-        self._recovery = Recovery(self.engine)
         self._verifier = Verifier(
             self.engine,
             self.world,
@@ -471,7 +469,6 @@ class Accumulator:
                 prefetch=self._prefetch,
                 before_step=self._begin_step,
                 backward=self._strangers.backward,
-                recovery=self._recovery,
                 records=None if window.proof is None else window.proof.records,
             )
             report(outcome.grad_norm)

@@ -30,7 +30,7 @@ from distaccum.data.batches import to_device
 from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
 from distaccum.data.window import Window
 from distaccum.distributed.memory import is_out_of_memory
-from distaccum.distributed.random import KeyedRandom, keys_of
+from distaccum.distributed.random import KeyedRandom, OtherGenerators, keys_of
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import ChangingBuffers
 from distaccum.engines.memory_marks import Shape
@@ -108,6 +108,8 @@ class Recovery:
         self.engine, self.buffers = engine, ChangingBuffers(engine)
         self.draws: bool | None = None
         """Whether forwards draw random numbers; None: not known yet."""
+        self.draws_elsewhere: bool | None = None
+        """Whether they draw from Python's or NumPy's generators; None: not known yet."""
         self.adds_up = False
         """Whether the loss is known to be a sum over samples."""
         self.repaired = 0
@@ -115,6 +117,13 @@ class Recovery:
         if retries is None and engine.device.type == "cuda":
             retries = _allocation_retries(engine.device)
         self._retries, self._retried, self._rising = retries, 0, 0
+
+    @classmethod
+    def of(cls, engine: Engine) -> Recovery:
+        """The engine's own: the same for all of its windows."""
+        if not isinstance(engine.recovery, cls):
+            engine.recovery = cls(engine)
+        return engine.recovery
 
     @property
     def watches(self) -> bool:
@@ -160,6 +169,7 @@ class WindowRecovery:
         self._i = 0
         self._aside: Sequence[Tensor] | None = None  # the gradient before the micro-step, where it may be put back
         self._interrupted = False
+        self._others: OtherGenerators | None = None  # before the last forward, where forwards draw from them
 
     def may_reduce_in(self, i: int) -> bool:
         """Whether the backward of micro-batch ``i`` may reduce as it goes, as its shape is known to fit."""
@@ -194,6 +204,7 @@ class WindowRecovery:
         if not known and self._is_cut(shape) and (rows := self._rows_if_any()):
             return self._in_parts((0, rows), None, self._marks.parts(shape))
         self._aside = self._set_aside() if not (synced or known) else () if i == 0 and not synced else None
+        self._others = OtherGenerators() if self._of_all.draws_elsewhere is not False else None
         buffers = self._of_all.buffers.keep()
         mark = None if self._records is None else self._records.mark()
         found = self._attempt(batch, counts, None, buffers=buffers, mark=mark)
@@ -235,6 +246,8 @@ class WindowRecovery:
         self._marks.prove(shape)
         self._of_all.buffers.learn()
         if self._of_all.draws is None:
+            assert self._others is not None
+            self._of_all.draws_elsewhere = self._others.have_drawn()
             self._of_all.draws = self._has_drawn(0)
 
     def _set_aside(self) -> Sequence[Tensor] | None:
@@ -291,6 +304,8 @@ class WindowRecovery:
     def _has_drawn(self, row: int) -> bool:
         """Without keys nobody can tell, nor draw the same again."""
         key = self._key(row)
+        if self._others is not None and self._others.have_drawn():
+            return True
         return key is None or self._random.has_drawn(key, self._engine.device)
 
     def _key(self, row: int) -> int | None:
@@ -334,6 +349,7 @@ class WindowRecovery:
         if (key := self._key(row)) is not None:
             self._random.again(key)
         self._interrupted = True  # from here on the micro-step is local
+        self._others = None if self._of_all.draws_elsewhere is False else OtherGenerators()
         buffers = self._of_all.buffers.keep()
         mark = None if self._records is None else self._records.mark()
         return self._attempt(batch, _NO_COUNTS, wanted, buffers=buffers, mark=mark, row=row)
@@ -351,6 +367,8 @@ class WindowRecovery:
         host: AbstractContextManager[object] = torch.autograd.graph.save_on_cpu() if cuda else nullcontext()
         whole = self._window.micro_batches[self._i].batch
         batch = to_device(whole if span is None else self._host(span), self._engine.device)
+        if self._others is not None:
+            self._others.restore()
         with host:
             found = self._attempt_part(first, batch, failure.missing)
         if isinstance(found, _Failure):

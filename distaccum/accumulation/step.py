@@ -155,7 +155,6 @@ def run_window(
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
     backward: Callable[[Engine, Tensor], None] = backward,
-    recovery: Recovery | None = None,
     records: Records | None = None,
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
@@ -175,7 +174,6 @@ def run_window(
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
         backward: runs each micro-batch's, given what it goes back from.
-        recovery: the same for all windows of the engine; by default a new one.
         records: note how the window is run.
 
     Raises:
@@ -183,7 +181,7 @@ def run_window(
     """
     sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
     random, micro_step = KeyedRandom(engine.device), _MicroStep(engine, window, loss, backward)
-    steps = WindowRecovery(recovery or Recovery(engine), window, micro_step, random, records)
+    steps = WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
     engine.begin_window(len(window.micro_batches))
     activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)

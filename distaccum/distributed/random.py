@@ -78,6 +78,23 @@ class RNGState:
         )
 
 
+class OtherGenerators:
+    """The states of Python's and NumPy's global generators, which no key seeds."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what users' code draws from
+
+    def have_drawn(self) -> bool:
+        """Whether one of them has drawn since."""
+        (_, keys, place, *_), (_, now, later, *_) = self._numpy, np.random.get_state()  # noqa: NPY002
+        return random.getstate() != self._python or place != later or not np.array_equal(keys, now)
+
+    def restore(self) -> None:
+        """Sets them to what they were."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
 def keys_of(positions: Iterable[int], *parts: object) -> list[int]:
     """A key of 63 bits for each position: a function of the position and of ``parts`` alone.
 

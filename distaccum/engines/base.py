@@ -172,6 +172,8 @@ class Engine(ABC):
         self._settings = GroupSettings(optimizers)
         self.memory_marks = MemoryMarks()
         """Which shapes of micro-batches fit on this rank, as far as is known."""
+        self.recovery: object = None
+        """What is known of its micro-steps by ``accumulation.recovery``, which runs them."""
 
     @property
     def window_open(self) -> bool:

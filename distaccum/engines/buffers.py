@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
 from distaccum.engines.extra_state import takes_extra
 from distaccum.errors import ResourceError
+
+_version = attrgetter("_version")  # no call of ours, as this is asked before every micro-step
 
 
 @contextmanager
@@ -87,7 +90,8 @@ class ChangingBuffers:
         self._engine = engine
         self._before: Buffers | None = None
         self._changing: list[tuple[nn.Module, str]] | None = None  # None: not known yet
-        self._constant: list[tuple[nn.Module, str, Tensor]] = []
+        self._constant: list[tuple[nn.Module, str]] = []
+        self._tensors: list[Tensor] = []  # of those
 
     def keep(self) -> Callable[[], None]:
         """Before a forward; what is returned sets them to what they are now.
@@ -100,8 +104,8 @@ class ChangingBuffers:
             return self._before.restore
         if not self._changing and not self._constant:
             return _nothing
-        kept = [(m, name, getattr(m, name), getattr(m, name).clone()) for m, name in self._changing]
-        return partial(self._put_back, kept, [buffer._version for _, _, buffer in self._constant])
+        kept = _copies(self._changing) if self._changing else []
+        return partial(self._put_back, kept, list(map(_version, self._tensors)))
 
     def learn(self) -> None:
         """After a forward and backward that went well."""
@@ -110,13 +114,14 @@ class ChangingBuffers:
         if not any(takes_extra(module) for module in self._engine.unwrapped_model.modules()):
             self._changing = list(self._before.changed())
             known = {(id(module), name) for module, name in self._changing}
-            named = _named(self._engine)
-            self._constant = [(m, name, buffer) for m, name, buffer in named if (id(m), name) not in known]
+            constant = [one for one in _named(self._engine) if (id(one[0]), one[1]) not in known]
+            self._constant = [(module, name) for module, name, _ in constant]
+            self._tensors = [buffer for _, _, buffer in constant]
         self._before = None
 
     @torch.no_grad()
     def _put_back(self, kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]], versions: Sequence[int]) -> None:
-        for (module, name, buffer), version in zip(self._constant, versions, strict=True):
+        for (module, name), buffer, version in zip(self._constant, self._tensors, versions, strict=True):
             if buffer._version != version:
                 problem = (
                     f"the forward has changed the buffer {name} of {type(module).__name__}, and not in the first one"
@@ -132,6 +137,10 @@ class ChangingBuffers:
 
 def _nothing() -> None:
     pass
+
+
+def _copies(changing: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    return [(module, name, getattr(module, name), getattr(module, name).clone()) for module, name in changing]
 
 
 def _named(engine: Engine) -> Iterator[tuple[nn.Module, str, Tensor]]:

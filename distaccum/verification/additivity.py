@@ -183,7 +183,7 @@ def _compare(
                 if engine.forward_communicates:
                     raise
                 _log.info("padding was not looked at in training mode: %s: %s", type(problem).__name__, problem)
-    tolerance, of_padding = (_ROUNDING_16, _ROUNDING_16) if _in_16_bits(engine) else (_ROUNDING, _ROUNDING_PADDED)
+    tolerance, of_padding = (_ROUNDING_16, _ROUNDING_16) if in_16_bits(engine) else (_ROUNDING, _ROUNDING_PADDED)
     warned, random = "", False
     for name in ab.losses:
         parts = [measured.losses[name] for measured in (a, b, ab, again)]
@@ -326,7 +326,8 @@ def _set(modes: Sequence[tuple[nn.Module, bool]]) -> None:
         module.training = training
 
 
-def _in_16_bits(engine: Engine) -> bool:
+def in_16_bits(engine: Engine) -> bool:
+    """Whether some weight's forward is rounded to 16 bits."""
     return max(engine.unit_roundoff(p) for p in engine.unwrapped_model.parameters()) > 2.0**-20
 
 

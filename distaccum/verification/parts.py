@@ -14,6 +14,7 @@ from distaccum.engines.compiled import uncompiled
 from distaccum.engines.modules import evaluating
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
+from distaccum.verification.additivity import in_16_bits
 
 _ROUNDING = 1e-4  # of the same samples in another shape; a mean is off by a half
 _ROUNDING_16 = 3e-2
@@ -40,10 +41,10 @@ def what_does_not_add_up(engine: Engine, loss: Loss, whole: Any, parts: Sequence
 
     with evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
         expected, found = measured(whole), [measured(part) for part in parts]
-    exact = max(engine.unit_roundoff(p) for p in model.parameters()) <= 2.0**-20
+    rounding = _ROUNDING_16 if in_16_bits(engine) else _ROUNDING
     for name, value in expected.items():
         apart = [losses.get(name, 0.0) for losses in found]
-        bound = (_ROUNDING if exact else _ROUNDING_16) * max(abs(value), *map(abs, apart))
+        bound = rounding * max(abs(value), *map(abs, apart))
         if not abs(sum(apart) - value) <= bound:
             return f"{value:.6g} as a whole and {sum(apart):.6g} in parts"
     return ""

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from distaccum import Accumulator, DataSpec
+from distaccum import Accumulator, DataSpec, World
 from distaccum.distributed.random import KeyedRandom
+from distaccum.testing import single_process_world
 from tests.support.commands import ROOT, succeed
 from tests.support.memory_faults import MICRO_STEPS, PLACES, Cell, Tagger, judge, make_model, run, tagged
 from tests.support.threads import run_ranks
@@ -65,7 +66,8 @@ def by_process() -> Iterator[Cell]:
     yield Cell(program="dropout", places=("forward",), micro=-1, rank=0)
     yield Cell(program="dropout", places=("tensor", "tensor"), leaf=5, micro=0, rank=1)  # again, and from the start
     yield Cell(program="dropout, sometimes", places=("tensor",), leaf=3, micro=-1, rank=0, unused=True)
-    yield Cell(program="net", compile="blocks", places=("tensor",), leaf=3, micro=1, rank=1)
+    for program, engine, place, micro in product(("net", "dropout"), ENGINES, ("tensor", "forward"), (0, -1)):
+        yield Cell(program=program, engine=engine, compile="blocks", places=(place,), leaf=3, micro=micro, rank=1)
 
 
 def refused() -> Iterator[Cell]:
@@ -145,7 +147,7 @@ def test_what_fails_once_is_cut_from_then_on() -> None:
     assert [len(batches) for batches in found[0].batches] == [7, 6, 6]
 
 
-def _losses(errors: bool) -> tuple[list[float], int]:
+def _losses(world: World, *, errors: bool) -> tuple[list[float], int]:
     """Of windows whose samples are shorter in each; in each one memory runs out once, or never."""
     torch.manual_seed(4)
     model = Tagger()
@@ -169,6 +171,7 @@ def _losses(errors: bool) -> tuple[list[float], int]:
         global_batch_size=8,
         micro_batch_size=4,
         count=lambda batch: batch["labels"].numel(),
+        world=world,
     )
     found = []
     for window in acc.windows(DataSpec(train=samples, eval_dataset=None, description="", shuffle=False)):
@@ -180,7 +183,8 @@ def _losses(errors: bool) -> tuple[list[float], int]:
 
 
 def test_twenty_errors_change_no_loss() -> None:
-    (found, struck), (truth, _) = _losses(errors=True), _losses(errors=False)
+    with single_process_world() as world:
+        (found, struck), (truth, _) = _losses(world, errors=True), _losses(world, errors=False)
     assert struck == len(truth) == 22
     assert truth[-1] < truth[0]
     assert found == pytest.approx(truth, rel=1e-6)

@@ -23,6 +23,7 @@ from torch.optim import SGD
 from torch.utils.data import default_collate
 
 from distaccum import Accumulator, DataSpec
+from distaccum.accumulation.recovery import Recovery
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import DDPConfig, Zero1Config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
@@ -421,7 +422,7 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
             found.batches.append(fault.batches)
             found.weights.append(weights_of(acc))
             found.buffers.append({k: b.detach().clone() for k, b in acc.engine.unwrapped_model.named_buffers()})
-        found.struck, found.verified, found.repaired = fault.struck, acc.verified, acc._recovery.repaired
+        found.struck, found.verified, found.repaired = fault.struck, acc.verified, Recovery.of(acc.engine).repaired
     return found
 
 

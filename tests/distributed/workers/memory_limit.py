@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, DataSpec
+from distaccum.accumulation.recovery import Recovery
 from distaccum.distributed.live_memory import LiveMemory
 
 ROWS, WIDTH, MICRO, WINDOWS, RATE = 256, 512, 128, 2, 1.0
@@ -99,7 +100,7 @@ def main() -> None:
         loop = [p.grad for p in plain.parameters()]
         errors.append({"own": _off(moved, exact), "plain": _off(loop, exact)})
     acc.close()
-    answer = {"errors": errors, "repaired": acc._recovery.repaired, "peak": live.peak}
+    answer = {"errors": errors, "repaired": Recovery.of(acc.engine).repaired, "peak": live.peak}
     Path(sys.argv[1]).write_text(json.dumps(answer))
 
 

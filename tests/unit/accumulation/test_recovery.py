@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distaccum import Accumulator, DataSpec
+from distaccum import Accumulator, DataSpec, World
 from distaccum.accumulation.recovery import Recovery
 from distaccum.engines.memory_marks import Shape
 from distaccum.errors import ResourceError
@@ -42,8 +44,10 @@ def squares(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().sum()
 
 
-def two_windows(model: Line, loss: Any = squares) -> tuple[Accumulator, Any]:
-    """With an error in the first backward of the second window."""
+def two_windows(
+    world: World, model: Line, loss: Any = squares, *, at: int = 1 + WINDOW // MICRO
+) -> tuple[Accumulator, Any]:
+    """With an error in this backward, by default the first one of the second window."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(2 * WINDOW, 3, generator=generator), torch.randn(2 * WINDOW, generator=generator)
     acc = Accumulator(
@@ -53,21 +57,40 @@ def two_windows(model: Line, loss: Any = squares) -> tuple[Accumulator, Any]:
         micro_batch_size=MICRO,
         count=lambda batch: len(batch[1]),
         verify="never",
+        world=world,
     )
     seen = 0
 
     def strike(_: Any) -> None:
         nonlocal seen
         seen += 1
-        if seen == 1 + WINDOW // MICRO:
+        if seen == at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    model.layer.weight.register_hook(strike)
+    model.layer.bias.register_post_accumulate_grad_hook(strike)  # the weight is still to come
     windows = acc.windows(
         DataSpec(train=list(zip(x, y, strict=True)), eval_dataset=None, description="", shuffle=False)
     )
     acc.step(next(windows), loss)
     return acc, next(windows)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["random", "numpy"])
+def test_what_python_or_numpy_draws_is_drawn_again_alike(gloo_world: World, draw: Callable[[], float]) -> None:
+    """A factor of each forward: a rest from another forward would have another one."""
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return squares(model, batch) * (draw() if model.training else 1.0)
+
+    weights = []
+    for at in (2 * WINDOW // MICRO, 0):  # the last one, or none
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002  what users' code draws from
+        acc, window = two_windows(gloo_world, model := Line(), loss, at=at)
+        acc.step(window, loss)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        acc.close()
+    assert torch.allclose(*weights, rtol=1e-6, atol=0)
 
 
 def _counts(model: Any) -> None:
@@ -80,16 +103,16 @@ def _counts_late(model: Any) -> None:
         model.late.add_(1)
 
 
-def test_a_buffer_counts_forwards_that_went_well() -> None:
+def test_a_buffer_counts_forwards_that_went_well(gloo_world: World) -> None:
     """Two whole ones and four parts: what the failed forward has changed is put back."""
-    acc, window = two_windows(model := Line(_counts))
+    acc, window = two_windows(gloo_world, model := Line(_counts))
     acc.step(window, squares)
     assert int(model.always) == 2 + 2 * 2
     acc.close()
 
 
-def test_a_buffer_that_only_a_later_forward_changes_is_not_changed_twice() -> None:
-    acc, window = two_windows(model := Line(_counts_late))
+def test_a_buffer_that_only_a_later_forward_changes_is_not_changed_twice(gloo_world: World) -> None:
+    acc, window = two_windows(gloo_world, model := Line(_counts_late))
     before = model.layer.weight.detach().clone()
     with pytest.raises(ResourceError, match="has changed the buffer late of Line, and not in the first one: it is not"):
         acc.step(window, squares)
@@ -115,8 +138,8 @@ def _only_in_training(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         (_only_in_training, "KeyError of the loss in evaluation mode.* nobody can tell whether its loss is a sum"),
     ],
 )
-def test_a_loss_that_may_be_no_sum_is_not_cut(loss: Any, why: str) -> None:
-    acc, window = two_windows(model := Line(), loss)
+def test_a_loss_that_may_be_no_sum_is_not_cut(gloo_world: World, loss: Any, why: str) -> None:
+    acc, window = two_windows(gloo_world, model := Line(), loss)
     before = model.layer.weight.detach().clone()
     with pytest.raises(ResourceError, match=why):
         acc.step(window, loss)
@@ -126,9 +149,9 @@ def test_a_loss_that_may_be_no_sum_is_not_cut(loss: Any, why: str) -> None:
 
 
 @pytest.mark.parametrize(("normal", "falls"), [(False, True), (True, False)], ids=["", "batch norm"])
-def test_two_windows_of_rising_retries_lower_the_mark(normal: bool, falls: bool) -> None:
+def test_two_windows_of_rising_retries_lower_the_mark(gloo_world: World, normal: bool, falls: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3) if normal else nn.Identity())
-    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), global_batch_size=8, micro_batch_size=4)
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), global_batch_size=8, micro_batch_size=4, world=gloo_world)
     retries = iter((0, 3, 3, 4, 5, 5))
     recovery, shape = Recovery(acc.engine, retries=lambda: next(retries)), Shape(4, 3)
     acc.engine.memory_marks.prove(shape)
