@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
+from distaccum.accumulation.cut_check import check_cut
 from distaccum.accumulation.divided import divided
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.global_batch import GlobalBatch
@@ -460,6 +461,8 @@ class Accumulator:
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
         self._verifier.check_loss(window.plain, loss)
+        if self.engine.memory_marks.any_failed:
+            check_cut(self.engine, window.plain, loss, self.world)
         run: Any = loss if window.proof is None else window.proof.recording(loss)
         with self._verifier.stepping() as report:
             outcome = run_window(

@@ -28,7 +28,7 @@ def divided(window: Window, engine: Engine, counter: GlobalCounter, world: World
     if not marks.any_failed:
         return window
     numbers = [marks.parts(Shape(*shape_of(micro.batch))) for micro in window.micro_batches]
-    rows = [_rows(window, i) if parts > 1 or engine.forward_communicates else 1 for i, parts in enumerate(numbers)]
+    rows = [_rows(window, i) for i in range(len(numbers))]
     if engine.forward_communicates:
         (most,) = world.all_reduce_max_host([len(numbers)])
         numbers = world.all_reduce_max_host([*numbers, *[1] * (most - len(numbers))])
@@ -46,7 +46,7 @@ def divided(window: Window, engine: Engine, counter: GlobalCounter, world: World
         ids=partial(_ids, window, spans, rows),
         keys=[_key(window, part) for part in spans] if window.keys else (),
         key_at=lambda n, place: _key(window, (spans[n][0], spans[n][1] + place, spans[n][2])),
-        rows=None if window.rows is None else lambda n: spans[n][2] - spans[n][1],
+        rows=None if window.rows is None else partial(_rows_of_part, window, spans, rows),
     )
 
 
@@ -55,6 +55,13 @@ def _rows(window: Window, i: int) -> int:
         return rows_of(window, i)
     except CannotCutError:
         return 1
+
+
+def _rows_of_part(window: Window, spans: Sequence[_Part], rows: Sequence[int], n: int) -> int | None:
+    i, start, stop = spans[n]
+    if stop - start < rows[i]:
+        return stop - start
+    return None if window.rows is None else window.rows(i)  # perhaps one that cannot be cut
 
 
 def _part(window: Window, part: _Part, rows: int, counter: GlobalCounter) -> MicroBatch:

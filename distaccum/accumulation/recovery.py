@@ -8,8 +8,10 @@ and for which in parts.
 That holds where a forward gives a sample the same in whatever company. Where it draws random numbers (dropout), what
 is left of a backward has to come of the same forward: the same samples are run again, with the same random numbers and
 their activations on the host; or else all of it is run in parts, from the gradient as it was before the micro-step.
-Where a forward normalizes over the micro-batch (batch statistics), no part gives what the whole does: the whole is run
-again, or the window is refused; so is a loss that is no sum.
+Where the gradient is no sum over samples (batch statistics, buffers that each forward moves), no part gives what the
+whole does: the whole is run again, or the window is refused.
+
+Two samples are looked at for that before anything is done, once: ``verification.parts``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -39,13 +41,14 @@ from distaccum.engines.modules import trained
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
-from distaccum.verification.parts import what_does_not_add_up
+from distaccum.verification.parts import Parts, look_at_parts
 
 _log = logging.getLogger(__name__)
 _RISING = 2  # windows in a row in which the allocator had to try again
 _NO_COUNTS: Counts = {}  # of a part: its loss may be a constant
-_UNKNOWN = "nobody can tell whether its loss is a sum over samples"
-_COMPANY = "its batch normalization is over the micro-batch, and parts of it have other statistics"
+_UNKNOWN = "nobody can tell whether its gradient is a sum over samples"
+_STATISTICS = "its batch normalization is over the micro-batch, and parts of it have other statistics"
+_MOVES = "its forward changes buffers, and parts of it would change them once each"
 _NOT_TWICE = "some parameters have their gradient already, and a second forward would draw other random numbers for it"
 
 Span = tuple[int, int]
@@ -77,13 +80,13 @@ class Records(Protocol):
         """These are run in place of the micro-batch that comes next."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Failure:
     said: str
     missing: Sequence[nn.Parameter] | None = None
     """What is still to be added to; None: everything, as the backward had not begun."""
-    torn: bool = False
-    """Whether the rest has to come of the same forward."""
+    drawn: bool = False
+    """Whether the rest has to come of a forward with the same random numbers."""
     loss_sums: Mapping[str, Tensor] | None = None
     """Where everything was reached."""
 
@@ -110,8 +113,8 @@ class Recovery:
         """Whether forwards draw random numbers; None: not known yet."""
         self.draws_elsewhere: bool | None = None
         """Whether they draw from Python's or NumPy's generators; None: not known yet."""
-        self.adds_up = False
-        """Whether the loss is known to be a sum over samples."""
+        self.parts: Parts | None = None
+        """What a look at two samples has found; None: nobody has looked."""
         self.repaired = 0
         """Micro-steps that ran out of memory, and were finished."""
         if retries is None and engine.device.type == "cuda":
@@ -126,25 +129,33 @@ class Recovery:
         return engine.recovery
 
     @property
+    def whole(self) -> str:
+        """Why micro-batches are not cut, in words; empty if they are, as far as is known."""
+        if batch_statistics(self.engine.unwrapped_model):
+            return _STATISTICS
+        if self.parts is None:
+            return ""
+        return self.parts.differs or (_MOVES if self.parts.changes else "")
+
+    @property
     def watches(self) -> bool:
         """Whether the allocator's retries are counted."""
         return self._retries is not None
 
-    def end(self, largest: Shape) -> None:
-        """After a window's last micro-step: lowers the mark where the allocator runs short more and more.
+    def runs_short(self) -> bool:
+        """Whether the allocator has had to try again in two windows in a row; asked after each.
 
-        A device that is nearly full frees its cache and tries again, which is slow. Two windows in a row of it mean
-        that the largest shape is too large.
+        A device that is nearly full frees its cache and tries again, which is slow.
         """
         if self._retries is None:
-            return
+            return False
         found = self._retries()
         self._rising = self._rising + 1 if found > self._retried else 0
         self._retried = found
-        if self._rising >= _RISING and largest.rows > 1 and not batch_statistics(self.engine.unwrapped_model):
-            self._rising = 0
-            self.engine.memory_marks.fail(largest)
-            _log.warning("memory is short: micro-batches from %s on are run in parts from the next window on", largest)
+        if self._rising < _RISING:
+            return False
+        self._rising = 0
+        return True
 
 
 class WindowRecovery:
@@ -181,9 +192,14 @@ class WindowRecovery:
         return self._interrupted
 
     def end(self) -> None:
-        """After the window's last micro-step."""
-        if self._shapes and self._of_all.watches:
-            self._of_all.end(Shape(*max(self._shapes, key=lambda shape: shape[0] * shape[1])))
+        """After the window's last micro-step: lowers the mark where the allocator runs short more and more."""
+        if self._shapes and self._of_all.watches and self._of_all.runs_short():
+            largest = Shape(*max(self._shapes, key=lambda shape: shape[0] * shape[1]))
+            with suppress(ResourceError):  # then they stay as they are
+                self._look(_Failure("the allocator tries again"))
+                if largest.rows > 1 and not self._of_all.whole:
+                    self._marks.fail(largest)
+                    _log.warning("memory is short: micro-batches from %s on are run in parts from here on", largest)
 
     def run(self, i: int, batch: Any, *, synced: bool) -> list[LossSum]:
         """The losses of micro-batch ``i``, which is on the device: of the whole, or of its parts.
@@ -201,8 +217,10 @@ class WindowRecovery:
             return [self._once(batch, counts)]
         self._i, self._interrupted, shape = i, False, Shape._make(self._shapes[i])
         known = self._marks.is_proven(shape)
-        if not known and self._is_cut(shape) and (rows := self._rows_if_any()):
-            return self._in_parts((0, rows), None, self._marks.parts(shape))
+        if not known and self._marks.is_too_large(shape) and (rows := self._rows_if_any()):
+            self._look(_Failure("it has before"))
+            if not self._of_all.whole:
+                return self._in_parts((0, rows), None, self._marks.parts(shape))
         self._aside = self._set_aside() if not (synced or known) else () if i == 0 and not synced else None
         self._others = OtherGenerators() if self._of_all.draws_elsewhere is not False else None
         buffers = self._of_all.buffers.keep()
@@ -214,12 +232,15 @@ class WindowRecovery:
                 self._ran(shape)
             return [found]
         del batch
-        self._marks.fail(shape, apart=not self._company())
+        self._marks.fail(shape, apart=False)
         place = str(self._engine.activity.now())
+        self._look(found)
         try:
-            totals = [self._again(None, found)] if found.torn else self._rest((0, self._rows(found)), found)
+            whole = found.drawn or self._of_all.whole
+            totals = [self._again(None, found)] if whole else self._rest((0, self._rows(found)), found)
         except _TornError as torn:
             totals = self._anew(torn.failure, buffers, mark)
+        self._marks.fail(shape, apart=not self._of_all.whole)
         self._of_all.repaired += 1
         self._tell(place, len(totals))
         return totals
@@ -230,15 +251,34 @@ class WindowRecovery:
             return self._micro_step(batch, counts)
         except Exception as error:
             if is_out_of_memory(error):
-                self._marks.fail(Shape(*shape_of(batch)), apart=not self._company())
+                self._marks.fail(Shape(*shape_of(batch)), apart=not self._of_all.whole)
             raise
 
-    def _is_cut(self, shape: Shape) -> bool:
-        return self._marks.is_too_large(shape) and not self._company()
+    def _look(self, failure: _Failure) -> None:
+        """Looks at two samples, once, for whether this micro-batch may be cut, or run again.
 
-    def _company(self) -> bool:
-        """Whether a forward gives a sample something else in other company."""
-        return bool(batch_statistics(self._engine.unwrapped_model))
+        Raises:
+            ResourceError: nobody can tell, or it may not.
+        """
+        if self._of_all.parts is None:
+            rows = self._rows(failure)
+            cuttable = rows > 1 and not batch_statistics(self._engine.unwrapped_model)
+            parts = [self._host((0, 1)), self._host((1, 2))] if cuttable else []
+            mark = None if self._records is None else self._records.mark()
+            try:
+                found = look_at_parts(self._engine, self._micro_step.compute, self._host((0, min(rows, 2))), parts)
+            except Exception as error:
+                why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                raise self._refusal(failure.said, f"{_UNKNOWN}, two of which end in {why}") from error
+            finally:
+                if self._records is not None:
+                    self._records.reset(mark)
+            if rows > 1 or found.again:
+                self._of_all.parts = found
+            self._of_all.draws_elsewhere = bool(self._of_all.draws_elsewhere or found.draws_elsewhere)
+            failure.drawn |= found.draws_elsewhere and self._others is None and failure.missing is not None
+        if self._of_all.parts is not None and self._of_all.parts.again:
+            raise self._refusal(failure.said, self._of_all.parts.again)
 
     # --- one attempt
 
@@ -246,15 +286,15 @@ class WindowRecovery:
         self._marks.prove(shape)
         self._of_all.buffers.learn()
         if self._of_all.draws is None:
-            assert self._others is not None
-            self._of_all.draws_elsewhere = self._others.have_drawn()
+            if self._others is not None:
+                self._of_all.draws_elsewhere = self._others.have_drawn()
             self._of_all.draws = self._has_drawn(0)
 
     def _set_aside(self) -> Sequence[Tensor] | None:
         """The gradient before a shape that may fail; None where it will not be put back."""
         if self._i == 0:
             return ()  # nothing has accumulated
-        anew = self._of_all.draws is not False and not self._company()
+        anew = self._of_all.draws is not False and not self._of_all.whole
         return self._engine.copy_gradients() if anew else None
 
     def _attempt(
@@ -293,13 +333,12 @@ class WindowRecovery:
     def _failure(self, said: str, wanted: Sequence[nn.Parameter] | None, row: int) -> _Failure:
         reached = set(map(id, self._engine.interrupted()))
         loss, self._micro_step.loss = self._micro_step.loss, None  # its graph holds the activations
-        company = self._company()
         if loss is None:  # in the forward
-            return _Failure(said, wanted, torn=company)
+            return _Failure(said, wanted)
         sums = {name: part.detach() for name, part in as_loss_sums(loss).items()}
         everything = list(trained(self._engine.unwrapped_model).values()) if wanted is None else wanted
         missing = [parameter for parameter in everything if id(parameter) not in reached]
-        return _Failure(said, missing, torn=company or (bool(reached) and self._has_drawn(row)), loss_sums=sums)
+        return _Failure(said, missing, drawn=bool(reached) and self._has_drawn(row), loss_sums=sums)
 
     def _has_drawn(self, row: int) -> bool:
         """Without keys nobody can tell, nor draw the same again."""
@@ -321,14 +360,13 @@ class WindowRecovery:
 
     def _rest(self, span: Span, failure: _Failure) -> list[LossSum]:
         """The losses of these rows, whose gradient is added to what is missing."""
-        if failure.torn:
+        if failure.drawn:
             return [self._again(span, failure)]
         if span[1] - span[0] <= 1:
             raise self._refusal(failure.said, "it is a single sample")
         return self._in_parts(span, failure.missing, 2)
 
     def _in_parts(self, span: Span, wanted: Sequence[nn.Parameter] | None, parts: int) -> list[LossSum]:
-        self._expect_sum(span)
         spans = _divided(span, parts)
         if self._records is not None:
             self._records.replace_next([self._host(one) for one in spans])
@@ -378,8 +416,8 @@ class WindowRecovery:
 
     def _anew(self, failure: _Failure, buffers: Callable[[], None], mark: Any) -> list[LossSum]:
         """All of the micro-batch in more and more parts, from the gradient as it was before it."""
-        if self._company():
-            raise self._refusal(failure.said, _COMPANY)
+        if self._of_all.whole:
+            raise self._refusal(failure.said, self._of_all.whole)
         rows, parts = self._rows(failure), 2
         while self._aside is not None and parts < 2 * rows:
             self._engine.put_gradients(self._aside)
@@ -392,26 +430,6 @@ class WindowRecovery:
                 failure = torn.failure
             parts *= 2
         raise self._refusal(failure.said, _NOT_TWICE)
-
-    def _expect_sum(self, span: Span) -> None:
-        """Raises ResourceError where the loss of these rows is not the sum of that of their halves; asked once."""
-        start, stop = span
-        mark = None if self._records is None else self._records.mark()
-        while not self._of_all.adds_up and stop - start > 1:
-            whole, halves = self._host((start, stop)), list(map(self._host, _divided((start, stop), 2)))
-            try:
-                differs = what_does_not_add_up(self._engine, self._micro_step.compute, whole, halves)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise self._refusal(f"{type(error).__name__} of the loss in evaluation mode", _UNKNOWN) from error
-                stop = start + (stop - start) // 2
-                continue
-            finally:
-                if self._records is not None:
-                    self._records.reset(mark)
-            if differs:
-                raise self._refusal("the loss was looked at", f"it is no sum over samples, but {differs}")
-            self._of_all.adds_up = True
 
     def _host(self, span: Span) -> Any:
         return cut(self._window.micro_batches[self._i].batch, *span, rows_of(self._window, self._i))
@@ -441,7 +459,7 @@ class WindowRecovery:
             len(self._shapes),
             Shape(*self._shapes[self._i]),
             how,
-            "" if self._company() else "; from here on such micro-batches are run in parts",
+            "" if self._of_all.whole else "; from here on such micro-batches are run in parts",
         )
 
     def _refusal(self, said: str, why: str) -> ResourceError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,12 @@ def cut(batch: Any, start: int, stop: int, rows: int) -> Any:
         raise CannotCutError(f"it has {rows} samples, and a tensor of shape {list(batch.shape)}")
     if batch is None or isinstance(batch, str | bytes | bool):
         return batch
-    if isinstance(batch, list | tuple) and _has_one_each(batch, rows):
+    if (
+        isinstance(batch, list | tuple)
+        and len(batch) == rows
+        and not hasattr(batch, "_fields")
+        and _has_one_each(batch)
+    ):
         return batch[start:stop]
     rebuild = None if isinstance(batch, PackedSequence) else rebuilder(batch)
     if rebuild is None:
@@ -77,12 +82,32 @@ def shape_of(batch: Any) -> tuple[int, int]:
     return rows, most // rows if rows else 0
 
 
-def _has_one_each(values: list[Any] | tuple[Any, ...], rows: int) -> bool:
-    """Whether a list holds one value for each sample, and not fields that hold all samples each."""
-    if len(values) != rows or hasattr(values, "_fields"):
-        return False
-    sizes = [set(_first_dimensions(value)) for value in values]
-    return not all(found == {rows} for found in sizes)
+def _has_one_each(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a list of as many values as samples holds one of each, and not fields that hold all samples each.
+
+    Raises:
+        CannotCutError: it may be either.
+    """
+    rows = len(values)
+    if not any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for value in values):
+        return True  # text and numbers
+    try:
+        for value in values:
+            cut(value, 0, rows, rows)
+    except CannotCutError:
+        return True
+    if rows > 1 and all(_kind(value) == _kind(values[0]) for value in values):
+        raise CannotCutError(f"it has {rows} samples, and a {type(values).__name__} of {rows} parts that are alike")
+    return False
+
+
+def _kind(value: Any) -> Any:
+    """What samples of one field have alike, whatever their lengths."""
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value), value.dtype, value.shape[1:]
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _kind(part)) for key, part in value.items())
+    return type(value)
 
 
 def _first_dimensions(batch: Any) -> Iterator[int]:

@@ -21,7 +21,7 @@ from distaccum.distributed.memory import is_out_of_memory
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.errors import MisuseError, shorten
+from distaccum.errors import MisuseError, ResourceError, shorten
 from distaccum.losses.base import Loss, Predictor, Scorer, scores
 from distaccum.losses.normalize import SINGLE, as_counts
 
@@ -90,6 +90,7 @@ class Evaluation:
             )
             for name, dataset in data.held_out.items()
         }
+        self._adds_up = False  # whether the scores are known to be those of parts, added up
         self._checked = not isinstance(loss, Scorer) or type(loss).__module__.startswith("distaccum.losses.")
 
     @property
@@ -177,12 +178,18 @@ class Evaluation:
             rows = 0 if self._engine.forward_communicates or not is_out_of_memory(error) else held_out.rows_of(batch)
             if rows <= 1:
                 raise
+            failed = error.with_traceback(None)
         else:
             yield found
             return
         # Outside of the handler: the error's frames hold what the forward has made.
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()
+        if not self._adds_up:
+            pair, *apart = (forward(cut(batch, *span, rows))[0] for span in ((0, 2), (0, 1), (1, 2)))
+            if why := _difference(pair, apart):
+                raise ResourceError(f"{failed}. The batch cannot be evaluated in halves: {why}") from failed
+            self._adds_up = True
         _log.warning("out of memory in an evaluation: a batch of %d samples is evaluated in halves", rows)
         for start, stop in ((0, rows // 2), (rows // 2, rows)):
             yield from self._parts_that_fit(cut(batch, start, stop, rows), held_out, forward)
@@ -193,6 +200,15 @@ class Evaluation:
             for name, count in as_counts(self._loss.count(batch)).items() if is_own else ():
                 counted[name] = counted.get(name, 0.0) + count
             yield batch, is_own
+
+
+def _difference(whole: Mapping[str, Tensor], apart: Sequence[Mapping[str, Tensor]]) -> str:
+    """In words, a score that parts do not add up to; empty where they all do."""
+    for name, score in whole.items():
+        parts = [float(one[name]) for one in apart]
+        if not abs(sum(parts) - float(score)) <= _MEAN_TOLERANCE * max(abs(float(score)), *map(abs, parts)):
+            return f"its {name} is {float(score):.6g} of two samples together and {sum(parts):.6g} apart"
+    return ""
 
 
 def _prefix(name: str) -> str:

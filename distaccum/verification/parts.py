@@ -1,50 +1,156 @@
-"""Is a micro-batch's loss the sum of its parts' losses? Asked before a micro-step is finished in parts."""
+"""May a micro-batch be cut? Two samples apart must give the gradient that they give together, and each time the same.
+
+Asked once, before the first micro-step is finished in parts. The model is as it trains, and random numbers are
+constants: what is left out at random would differ from one forward to the next.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.data.batches import to_device
+from distaccum.distributed.random import OtherGenerators
 from distaccum.engines.base import Engine
-from distaccum.engines.buffers import state_restored
+from distaccum.engines.buffers import Buffers, state_restored
 from distaccum.engines.compiled import uncompiled
-from distaccum.engines.modules import evaluating
+from distaccum.engines.modules import trained
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
 from distaccum.verification.additivity import in_16_bits
 
-_ROUNDING = 1e-4  # of the same samples in another shape; a mean is off by a half
-_ROUNDING_16 = 3e-2
+_ROUNDING, _ROUNDING_16 = 2e-5, 3e-2  # of a parameter's gradient, for the same samples in another shape
+_NOISE = 2e-6  # of the whole gradient: what is nothing but rounding in a parameter whose gradient cancels out
+_DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw
 
 
-def what_does_not_add_up(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) -> str:
-    """In words, the loss of ``whole`` and that of its parts where they differ; empty where it is a sum.
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a look at two samples has found."""
 
-    In evaluation mode and without a graph: dropout would differ from one to the other, and a forward takes less memory.
-    Reads the device.
+    differs: str = ""
+    """In words, why parts do not add up to the whole; empty where they do."""
+    changes: bool = False
+    """Whether a forward changes buffers."""
+    again: str = ""
+    """In words, why the same forward cannot be had again; empty where it can."""
+    draws_elsewhere: bool = False
+    """Whether forwards draw from Python's or NumPy's generators."""
+
+
+def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) -> Parts:
+    """Compares a small micro-batch with its parts, and with itself; reads the device. No gradient is accumulated.
+
+    Where a forward is a collective the losses alone are compared, and every rank has to call this with as many parts.
 
     Args:
-        engine: of the model; its forward does not communicate.
+        engine: of the model.
         loss: of a micro-batch.
         whole: a micro-batch on the host.
         parts: the same samples, on the host.
     """
-    model = engine.unwrapped_model
+    model, draws = engine.unwrapped_model, _Constants()
+    weights = {} if engine.forward_communicates else trained(model)
 
-    def measured(batch: Any) -> Mapping[str, float]:
+    def measured(batch: Any) -> tuple[float, list[Tensor | None]]:
         with engine.autocast():
             sums = as_loss_sums(loss(model, to_device(batch, engine.device)))
-        return {name: float(part) for name, part in sums.items()}
+        total = torch.stack([part.float().reshape(()) for part in sums.values()]).sum()
+        if not (weights and total.requires_grad):
+            return float(total.detach()), [None] * len(weights)
+        return float(total.detach()), list(torch.autograd.grad(total, list(weights.values()), allow_unused=True))
 
-    with evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
-        expected, found = measured(whole), [measured(part) for part in parts]
+    with ExitStack() as around:
+        around.enter_context(state_restored(engine))
+        around.enter_context(uncompiled(model))
+        around.enter_context(torch.set_grad_enabled(bool(weights)))
+        around.enter_context(draws)
+        others, before = OtherGenerators(), Buffers(engine)
+        value, together = measured(whole)
+        elsewhere, changes = others.have_drawn(), bool(before.changed())
+        others.restore()
+        before.restore()
+        again, _ = measured(whole)
+        apart = []
+        for part in parts:
+            others.restore()
+            before.restore()
+            apart.append(measured(part))
     rounding = _ROUNDING_16 if in_16_bits(engine) else _ROUNDING
-    for name, value in expected.items():
-        apart = [losses.get(name, 0.0) for losses in found]
-        bound = rounding * max(abs(value), *map(abs, apart))
-        if not abs(sum(apart) - value) <= bound:
-            return f"{value:.6g} as a whole and {sum(apart):.6g} in parts"
-    return ""
+    if draws.own_generator:
+        said = "its forward draws from a generator of its own"
+        return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
+    if not abs(again - value) <= 1e-6 * max(abs(again), abs(value)):
+        said = f"the loss of the same samples is {value:.6g}, and {again:.6g} once more"
+        return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
+    differs = ""
+    if parts:
+        differs = _losses(value, [one for one, _ in apart], rounding)
+        differs = differs or _gradients(weights, together, [gradients for _, gradients in apart], rounding)
+    return Parts(differs=differs, changes=changes, draws_elsewhere=elsewhere)
+
+
+def _losses(whole: float, apart: Sequence[float], rounding: float) -> str:
+    if abs(sum(apart) - whole) <= rounding * max(abs(whole), *map(abs, apart)):
+        return ""
+    return f"its loss is no sum over samples: {whole:.6g} together and {sum(apart):.6g} apart"
+
+
+def _gradients(
+    weights: Mapping[str, Tensor],
+    whole: Sequence[Tensor | None],
+    apart: Sequence[Sequence[Tensor | None]],
+    rounding: float,
+) -> str:
+    """In words, the parameter whose gradient is not the sum of its parts'; empty where there is none."""
+    off, size = dict[str, float](), dict[str, float]()
+    for name, together, *single in zip(weights, whole, *apart, strict=True):
+        given = [gradient.float() for gradient in (together, *single) if gradient is not None]
+        if given:
+            sums = torch.zeros_like(given[0]) if together is None else together.float()
+            for gradient in single:
+                sums = sums if gradient is None else sums - gradient.float()
+            off[name], size[name] = float(sums.norm()), sum(float(gradient.norm()) for gradient in given)
+    noise = (_NOISE if rounding == _ROUNDING else _NOISE * _ROUNDING_16 / _ROUNDING) * math.hypot(*size.values())
+    worst = max(off, key=lambda name: off[name] - rounding * size[name], default="")
+    if not worst or off[worst] <= rounding * size[worst] + noise:
+        return ""
+    return f"the gradient of {worst} is no sum over samples: off by {off[worst] / size[worst]:.2g} of it"
+
+
+class _Constants(TorchDispatchMode):
+    """Random operators give constants, and nothing is left out: every sample is treated alike, in any company."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own_generator = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **kwargs)
+        self.own_generator |= kwargs.get("generator") is not None
+        names = [argument.name for argument in function._schema.arguments]
+        given = [0.0 if name in _DROPOUT and isinstance(value, float) else value for name, value in zip(names, args)]  # noqa: B905  the rest are keywords
+        draws_nothing = any(name in _DROPOUT for name in names) and "bernoulli" not in function._schema.name
+        kwargs |= {name: 0.0 for name in kwargs if name in _DROPOUT and draws_nothing}
+        found = function(*(given if draws_nothing else args), **kwargs)
+        if not draws_nothing and isinstance(found, Tensor):
+            _fill(found, function._schema.name)
+        return found
+
+
+def _fill(drawn: Tensor, name: str) -> None:
+    if "randperm" in name:
+        drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+    elif drawn.is_floating_point():
+        drawn.fill_(1.0 if "bernoulli" in name else 0.5)
+    else:
+        drawn.zero_()

@@ -52,6 +52,7 @@ def covering() -> Iterator[Cell]:
     yield Cell(program="sometimes", places=("tensor",), leaf=1, micro=-1, rank=0, unused=True)
     yield Cell(program="batch norm", places=("forward",), micro=1, rank=0, tail=0)
     yield Cell(program="batch norm", places=("tensor",), leaf=5, micro=0, rank=1, tail=0)
+    yield Cell(program="contrastive", places=("tensor",), leaf=5, micro=1, rank=0, tail=0)
     yield Cell(program="net", places=("tensor",), leaf=2, rows=2, world=3, windows=1)
     yield Cell(precision="fp16", places=("tensor",), leaf=7, micro=1, rank=1)
     yield Cell(precision="bf16-weights", places=("tensor",), leaf=7, micro=-1, rank=1)
@@ -253,7 +254,7 @@ def test_many_cells_at_random() -> None:
     [
         (Cell(world=1, program="uncuttable", places=("tensor",), leaf=3), "cannot be cut in halves"),
         (Cell(world=1, places=("forward",) * 4, whole=True, micro=0), "a single sample"),
-        (Cell(world=1, program="contrastive", places=("tensor",), leaf=3), "no sum over samples"),
+        (Cell(world=1, program="contrastive", places=("tensor",) * 2, leaf=3), "no sum over samples"),
     ],
     ids=["uncuttable", "single", "contrastive"],
 )

@@ -171,7 +171,17 @@ def samples_of(batch: Batch) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A model, and what is minimised; ``company``: a sample's forward depends on the others of its micro-batch."""
+    """A model, and what is minimised.
+
+    Args:
+        model: by what makes it.
+        loss: sums.
+        count: of a batch.
+        collate: of samples.
+        company: a sample's forward depends on the others of its micro-batch, or on numbers that they draw together.
+        draws: from torch's generator.
+        whole: no micro-batch may be cut.
+    """
 
     model: Callable[[], nn.Module] = Net
     loss: Callable[[Any, Batch], Any] = squares
@@ -179,7 +189,7 @@ class Program:
     collate: Callable[[Sequence[Batch]], Batch] = collate
     company: bool = False
     draws: bool = False
-    normal: bool = False
+    whole: bool = False
 
 
 PROGRAMS = {
@@ -195,8 +205,8 @@ PROGRAMS = {
     "tokens": Program(model=Tagger, loss=tagged, count=lambda batch: int((batch["labels"] != IGNORED).sum())),
     "dropout": Program(model=partial(Net, dropout=0.3), company=True, draws=True),
     "dropout, sometimes": Program(model=partial(Net, dropout=0.3, unused="sometimes"), company=True, draws=True),
-    "batch norm": Program(model=partial(Net, normal=True), company=True, normal=True),
-    "contrastive": Program(model=partial(Net, outputs=3), loss=contrastive),
+    "batch norm": Program(model=partial(Net, normal=True), company=True, whole=True),
+    "contrastive": Program(model=partial(Net, outputs=3), loss=contrastive, company=True, whole=True),
     "uncuttable": Program(collate=uncuttable),
     "uncuttable, dropout": Program(model=partial(Net, dropout=0.3), collate=uncuttable, company=True, draws=True),
 }
@@ -395,7 +405,7 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
     )
 
     def loss(module: Any, batch: Batch) -> Any:
-        fault.off = not torch.is_grad_enabled()  # the loss is only looked at
+        fault.off = module is not acc.engine.model  # two samples are only looked at
         if not fault.off:
             fault.forward(batch)
         total = program.loss(module, as_type(batch, cell.dtype))
@@ -571,7 +581,7 @@ def judge(cell: Cell, ranks: Sequence[Found]) -> Errors:
             lost = max(lost, sum(map(len, rank.batches[number])) - sum(map(len, parts)))
         parts = [part for of_rank in run for part in of_rank]
         assert sorted(i for part in parts for i in part) == window
-        if program.normal:  # no micro-batch was cut
+        if program.whole:
             assert sorted(parts) == _micro(window)
         truth = plain(cell, before, window, parts if program.company else [window], dtype=torch.float64)
         if cell.precision != "fp64":

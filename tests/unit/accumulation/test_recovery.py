@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from distaccum import Accumulator, DataSpec, World
 from distaccum.accumulation.recovery import Recovery
@@ -44,12 +45,10 @@ def squares(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().sum()
 
 
-def two_windows(
-    world: World, model: Line, loss: Any = squares, *, at: int = 1 + WINDOW // MICRO
-) -> tuple[Accumulator, Any]:
-    """With an error in this backward, by default the first one of the second window."""
+def accumulator(world: World, model: Line, *, samples: int = 2 * WINDOW) -> tuple[Accumulator, DataSpec]:
+    """With data of its own."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(2 * WINDOW, 3, generator=generator), torch.randn(2 * WINDOW, generator=generator)
+    x, y = torch.randn(samples, 3, generator=generator), torch.randn(samples, generator=generator)
     acc = Accumulator(
         model,
         SGD(model.parameters(), lr=0.1),
@@ -59,18 +58,35 @@ def two_windows(
         verify="never",
         world=world,
     )
-    seen = 0
+    return acc, DataSpec(train=list(zip(x, y, strict=True)), eval_dataset=None, description="", shuffle=False)
 
-    def strike(_: Any) -> None:
+
+def two_windows(
+    world: World, model: Line, loss: Any = squares, *, at: int = 1 + WINDOW // MICRO, errors: int = 1
+) -> tuple[Accumulator, Any]:
+    """The second of them, with errors in this backward, by default the first one of that window, and what follows."""
+    acc, data = accumulator(world, model)
+    seen, struck = 0, 0
+
+    def strike(_: Tensor) -> None:  # the weight is still to come
         nonlocal seen
         seen += 1
-        if seen == at:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if seen == at and errors:
+            over()
 
-    model.layer.bias.register_post_accumulate_grad_hook(strike)  # the weight is still to come
-    windows = acc.windows(
-        DataSpec(train=list(zip(x, y, strict=True)), eval_dataset=None, description="", shuffle=False)
-    )
+    def strike_again(_: Tensor) -> None:
+        looked_at = _get_current_dispatch_mode() is not None
+        if 0 < struck < errors and not looked_at:
+            over()
+
+    def over() -> None:
+        nonlocal struck
+        struck += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model.layer.bias.register_post_accumulate_grad_hook(strike)
+    model.layer.weight.register_hook(strike_again)
+    windows = acc.windows(data)
     acc.step(next(windows), loss)
     return acc, next(windows)
 
@@ -83,10 +99,10 @@ def test_what_python_or_numpy_draws_is_drawn_again_alike(gloo_world: World, draw
         return squares(model, batch) * (draw() if model.training else 1.0)
 
     weights = []
-    for at in (2 * WINDOW // MICRO, 0):  # the last one, or none
+    for errors in (1, 0):
         random.seed(3)
         np.random.seed(3)  # noqa: NPY002  what users' code draws from
-        acc, window = two_windows(gloo_world, model := Line(), loss, at=at)
+        acc, window = two_windows(gloo_world, model := Line(), loss, at=2 * WINDOW // MICRO, errors=errors)
         acc.step(window, loss)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         acc.close()
@@ -103,11 +119,11 @@ def _counts_late(model: Any) -> None:
         model.late.add_(1)
 
 
-def test_a_buffer_counts_forwards_that_went_well(gloo_world: World) -> None:
-    """Two whole ones and four parts: what the failed forward has changed is put back."""
+def test_forwards_that_count_are_run_again_whole(gloo_world: World) -> None:
+    """What the failed forward has changed is put back, and two parts would count once each."""
     acc, window = two_windows(gloo_world, model := Line(_counts))
     acc.step(window, squares)
-    assert int(model.always) == 2 + 2 * 2
+    assert int(model.always) == 2 * WINDOW // MICRO
     acc.close()
 
 
@@ -125,39 +141,93 @@ def _contrastive(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (found[:, None] * found[None, :]).sum()
 
 
-def _only_in_training(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    if not model.training:
+def _normalized(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found = squares(model, batch)
+    return found / found.detach() * len(batch[1])
+
+
+def _one_by_one(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if len(batch[1]) == 1:
         raise KeyError("loss")
     return squares(model, batch)
+
+
+def _annealed(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return squares(model, batch) / model.forwards
+
+
+NOISE = torch.Generator().manual_seed(1)
+
+
+def _noisy(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0] + torch.rand(batch[0].shape, generator=NOISE)) - batch[1]).square().sum()
 
 
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (_contrastive, "it is no sum over samples, but .* as a whole and .* in parts"),
-        (_only_in_training, "KeyError of the loss in evaluation mode.* nobody can tell whether its loss is a sum"),
+        (_contrastive, "its loss is no sum over samples: .* together and .* apart"),
+        (_normalized, "the gradient of layer.* is no sum over samples: off by .* of it"),
+        (
+            _one_by_one,
+            "nobody can tell whether its gradient is a sum over samples, two of which end in KeyError: 'loss'",
+        ),
+        (_annealed, "the loss of the same samples is .*, and .* once more"),
+        (_noisy, "its forward draws from a generator of its own"),
     ],
 )
-def test_a_loss_that_may_be_no_sum_is_not_cut(gloo_world: World, loss: Any, why: str) -> None:
-    acc, window = two_windows(gloo_world, model := Line(), loss)
+def test_a_loss_that_is_no_sum_is_not_cut(gloo_world: World, loss: Any, why: str) -> None:
+    acc, window = two_windows(gloo_world, model := Line(), loss, errors=2)
     before = model.layer.weight.detach().clone()
     with pytest.raises(ResourceError, match=why):
         acc.step(window, loss)
     assert torch.equal(model.layer.weight, before)
-    assert model.training
+    assert not acc.engine.memory_marks.any_failed  # so that nobody cuts it later, or begins again with less
+    acc.abandon()
     acc.close()
 
 
-@pytest.mark.parametrize(("normal", "falls"), [(False, True), (True, False)], ids=["", "batch norm"])
-def test_two_windows_of_rising_retries_lower_the_mark(gloo_world: World, normal: bool, falls: bool) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3) if normal else nn.Identity())
-    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), global_batch_size=8, micro_batch_size=4, world=gloo_world)
+@pytest.mark.parametrize("loss", [_contrastive, _normalized])
+def test_a_loss_that_is_no_sum_is_run_again_whole(gloo_world: World, loss: Any) -> None:
+    weights = []
+    for errors in (1, 0):
+        acc, window = two_windows(gloo_world, model := Line(), loss, errors=errors)
+        acc.step(window, loss)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        acc.close()
+    assert torch.allclose(*weights, rtol=1e-6, atol=0)
+
+
+def test_a_checkpoints_marks_cut_nothing_that_may_not_be_cut(gloo_world: World) -> None:
+    acc, data = accumulator(gloo_world, Line(), samples=4 * WINDOW)
+    acc.step(next(acc.windows(data)), _contrastive)
+    state = acc.state_dict()
+    state["memory"]["marks"] = {"proven": [], "failed": [[MICRO, 3]]}
+    acc.close()
+    acc, data = accumulator(gloo_world, model := Line(), samples=4 * WINDOW)
+    acc.load_state_dict(state)
+    before = model.layer.weight.detach().clone()
+    with pytest.raises(ResourceError, match="have run out of memory before, and parts of them would give another grad"):
+        acc.step(next(acc.windows(data)), _contrastive)
+    assert torch.equal(model.layer.weight, before)
+    acc.abandon()
+    acc.close()
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "falls"),
+    [(squares, lambda _: None, True), (_contrastive, lambda _: None, False), (squares, _counts, False)],
+    ids=["sum", "no sum", "counts"],
+)
+def test_two_windows_of_rising_retries_lower_the_mark(
+    gloo_world: World, loss: Any, change: Callable[[Any], None], falls: bool
+) -> None:
+    acc, data = accumulator(gloo_world, Line(change), samples=6 * WINDOW)
     retries = iter((0, 3, 3, 4, 5, 5))
-    recovery, shape = Recovery(acc.engine, retries=lambda: next(retries)), Shape(4, 3)
-    acc.engine.memory_marks.prove(shape)
+    vars(Recovery.of(acc.engine))["_retries"] = lambda: next(retries)
     found = []
-    for _ in range(5):
-        recovery.end(shape)
-        found.append(acc.engine.memory_marks.is_too_large(shape))
-    assert found == [False, False, False, False, falls]
+    for window in acc.windows(data):
+        acc.step(window, loss)
+        found.append(acc.engine.memory_marks.is_too_large(Shape(MICRO, 3)))
+    assert found == [False, False, False, False, falls, falls]
     acc.close()
