@@ -31,8 +31,10 @@ from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
 from distaccum.engines.memory_marks import Shape
+from distaccum.engines.memory_report import memory_by_part
 from distaccum.engines.ownership import is_owned
 from distaccum.engines.step_memory import state_to_come
+from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, as_counts, normalize_loss
 
@@ -43,6 +45,7 @@ _SHARE = 0.9  # of the memory
 _NEAR = 0.98  # of the best rate
 _CLOSE = 0.9  # of the best rate: sizes that are timed again
 _TIMED_S, _MOST_RUNS, _ROUNDS = 0.1, 5, 3  # of one size in a round
+_REHEARSED = "This was a rehearsal of the micro-batch, of {}: state its size instead"
 _KEY = 0  # of the random numbers
 
 
@@ -117,7 +120,7 @@ def rehearse(
         seconds: that it may take; a size that has begun is finished.
 
     Raises:
-        ResourceError, RuntimeError: memory is over for a single sample.
+        ResourceError: memory is over for a single sample.
     """
     found = _Rehearsal(engine, world, loss, batch_of=batch_of, count=count, sharing=sharing)
     return found.run(most, seconds)
@@ -144,15 +147,15 @@ class _Rehearsal:
         engine = self._engine
         to_come = state_to_come(engine.optimizers)
         with state_restored(engine), uncompiled(engine.unwrapped_model):
-            trained = engine.unwrapped_model.training
-            if not trained:
-                engine.model.train()
+            modes = [(module, module.training) for module in engine.unwrapped_model.modules()]
+            if not any(training for _, training in modes):  # after an evaluation: a loop sets it for its windows
+                engine.unwrapped_model.train()
             try:
                 found = self._search(most, seconds, began, to_come)
             finally:
                 engine.zero_gradients()
-                if not trained:
-                    engine.unwrapped_model.eval()
+                for module, training in modes:
+                    module.training = training
         if self._cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(engine.device)
@@ -203,7 +206,9 @@ class _Rehearsal:
         try:
             self._run(self._take(1))
         except Exception as problem:
-            if is_out_of_memory(problem) or self._engine.forward_communicates:
+            if is_out_of_memory(problem):
+                raise self._too_large(problem) from problem
+            if self._engine.forward_communicates:
                 raise
             error = problem.with_traceback(None)
             self._engine.zero_gradients()
@@ -212,8 +217,18 @@ class _Rehearsal:
             return 1
         if error is not None and most < 2:  # noqa: PLR2004
             raise error
-        self._run(self._take(2))
+        try:
+            self._run(self._take(2))
+        except Exception as problem:
+            problem.add_note(_REHEARSED.format("two samples"))
+            raise
         return 2
+
+    def _too_large(self, problem: Exception) -> ResourceError:
+        said = (str(problem).splitlines() or [type(problem).__name__])[0]
+        remedy = "Use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
+        held = memory_by_part(self._engine)
+        return ResourceError(f"out of memory in the rehearsal, with a single sample: {said}. {held}. {remedy}")
 
     def _limit(self, to_come: int) -> int | None:
         left = memory_left(self._engine.device, sharing=self._sharing)
@@ -256,6 +271,7 @@ class _Rehearsal:
             own = self._memory_of(batch)
         except Exception as problem:
             if not is_out_of_memory(problem):
+                problem.add_note(_REHEARSED.format(Shape(*shape_of(batch))))
                 raise
             if self._engine.forward_communicates:  # the ranks begin again, without it
                 self._engine.memory_marks.fail(Shape(*shape_of(batch)))

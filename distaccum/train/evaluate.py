@@ -103,7 +103,7 @@ class Evaluation:
         """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text; of several sets each by name.
 
         A collective. The model's training mode is restored. The first time, scores that a user has written are tried on
-        two halves of a batch.
+        two samples.
 
         Raises:
             MisuseError: there are ``metrics``, and the loss gives no ``predictions``; or a score is a mean; or two
@@ -225,12 +225,12 @@ def _reset(metrics: Mapping[str, EvaluationMetric], loss: Loss, device: torch.de
 
 
 def _check_sums(engine: Engine, held_out: HeldOut, loss: Loss, world: World) -> None:
-    """Computes the scores of a batch and of its two halves: sums add up, and a mean of both is their weighted mean.
+    """Computes the scores of two samples and of each alone: sums add up, and a mean of both is their weighted mean.
 
     Raises:
         MisuseError: on every rank, if a score is a mean on any.
     """
-    first = held_out.first_ids
+    first = held_out.first_ids[:2]  # no more: a batch may not fit
     half = len(first) // 2
     parts = [first, first[:half], first[half:]] if half else [[0], [0], [0]]  # a forward may be a collective
     found: list[tuple[Mapping[str, Tensor], Mapping[str, float]]] = []

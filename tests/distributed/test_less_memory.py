@@ -95,6 +95,20 @@ def test_it_ends_where_a_single_sample_does_not_fit(tmp_path: Path) -> None:
     assert "out of memory in a forward of window 1" in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "starts"),
+    [("fsdp2", 2), pytest.param("ddp", 1, marks=pytest.mark.heavy)],  # on ddp it is known before it is cut
+)
+def test_what_may_not_be_cut_is_not_cut_by_another_start(engine: str, starts: int, tmp_path: Path) -> None:
+    given = (f"engine={engine}", "loss._target_=tests.support.greedy.Coupled")
+    code, said = _launched(tmp_path, *given, GREEDY_FROM="1", GREEDY_ROWS="4")
+    assert code == 1
+    assert said.count("distaccum: going on") == starts - 1, said
+    assert "is no sum over samples" in said
+    assert not metrics(tmp_path)
+
+
 @pytest.mark.heavy
 def test_a_resumed_run_elsewhere_is_not_mixed_with_its_own_records(tmp_path: Path) -> None:
     code, said = _launched(tmp_path / "first", "engine=fsdp2", "trainer.max_steps=2", GREEDY_FROM="99", GREEDY_ROWS="1")

@@ -15,6 +15,7 @@ from distaccum import Accumulator, ConfigError
 from distaccum.accumulation import rehearsal
 from distaccum.accumulation.rehearsal import Rehearsal, Trial, rehearse
 from distaccum.distributed.world import World
+from distaccum.errors import ResourceError
 from distaccum.testing import single_process_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning")
@@ -148,6 +149,32 @@ def test_a_size_that_runs_out_of_memory_is_left_out(world: World) -> None:
     assert found.micro_size <= 4
     assert found.left_out == 8
     assert found.reason.endswith("8 would not fit")
+    acc.close()
+
+
+def test_a_single_sample_that_does_not_fit_is_one_message(world: World) -> None:
+    acc = accumulator(world, model())
+
+    class Never(Squares):
+        def __call__(self, model: Any, batch: Any) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    loss = Never()
+    with pytest.raises(ResourceError, match=r"out of memory in the rehearsal, with a single sample: CUDA .* Use activ"):
+        rehearse(acc.engine, world, loss, samples, count=loss.count, most=8)
+    acc.close()
+
+
+def test_modes_of_modules_stay_as_they_are(world: World) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    net.eval()
+    net[1].train()
+    acc, loss = accumulator(world, net), Squares()
+    seen = []
+    net[1].register_forward_pre_hook(lambda module, _: seen.append((module.training, net.training)))
+    rehearse(acc.engine, world, loss, samples, count=loss.count, most=4)
+    assert set(seen) == {(True, False)}
+    assert [module.training for module in net] == [False, True, False]
     acc.close()
 
 

@@ -21,7 +21,7 @@ from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.data.held_out import HeldOut, evaluation_workers
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, DataError, MisuseError
+from distaccum.errors import ConfigError, DataError, MisuseError, ResourceError
 from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
 
 
@@ -331,3 +331,34 @@ def test_a_single_sets_results_begin_with_eval(tmp_path: Path) -> None:
     data = DataSpec(train=_samples(40, 0), eval_dataset=HELD_OUT["news"])
     with pytest.raises(ConfigError, match=r"metric='loss'\): the names of an evaluation's results begin with eval_"):
         _trainer(tmp_path, data, callbacks=[EarlyStopping(metric="loss")])
+
+
+class Roomy(CrossEntropy):
+    """Has memory for so many held-out samples at once; coupled, it is no sum over them."""
+
+    def __init__(self, most: int, *, coupled: bool = False) -> None:
+        super().__init__()
+        self.most, self.coupled = most, coupled
+
+    def scores(self, model: Any, batch: Any) -> Any:
+        """As its parent's."""
+        if len(batch[0]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        found = dict(super().scores(model, batch))
+        return {name: score * (len(batch[0]) if self.coupled else 1) for name, score in found.items()}
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_what_does_not_fit_is_evaluated_in_halves(most: int, gloo_world: World, tmp_path: Path) -> None:
+    held_out = _samples(11, 3)
+    data = DataSpec(train=_samples(40, 1), eval_dataset=held_out)
+    trainer = _trainer(tmp_path, data, Roomy(most), more={"trainer": {"max_steps": 0}})
+    found, truth = trainer.fit(), in_fp64(_model(), held_out)
+    assert {name: found[name] for name in truth} == pytest.approx(truth, rel=1e-6)
+
+
+def test_scores_that_do_not_add_up_are_not_evaluated_in_halves(gloo_world: World, tmp_path: Path) -> None:
+    data = DataSpec(train=_samples(40, 1), eval_dataset=_samples(11, 3))
+    trainer = _trainer(tmp_path, data, Roomy(2, coupled=True), more={"trainer": {"max_steps": 0}})
+    with pytest.raises(ResourceError, match=r"cannot be evaluated in halves: its \w+ is .* together and .* apart"):
+        trainer.fit()
