@@ -11,7 +11,7 @@ their activations on the host; or else all of it is run in parts, from the gradi
 Where the gradient is no sum over samples (batch statistics, buffers that each forward moves), no part gives what the
 whole does: the whole is run again, or the window is refused.
 
-Two samples are looked at for that before anything is done, once: ``verification.parts``.
+Some samples are looked at for that before anything is done, once: ``verification.parts``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from distaccum.engines.modules import trained
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums
-from distaccum.verification.parts import Parts, look_at_parts
+from distaccum.verification.parts import Parts, look_at_rows, losses_differ, rounding_of
 
 _log = logging.getLogger(__name__)
+_LOOKS = 8
 _RISING = 2  # windows in a row in which the allocator had to try again
 _NO_COUNTS: Counts = {}  # of a part: its loss may be a constant
 _UNKNOWN = "nobody can tell whether its gradient is a sum over samples"
@@ -114,7 +115,9 @@ class Recovery:
         self.draws_elsewhere: bool | None = None
         """Whether they draw from Python's or NumPy's generators; None: not known yet."""
         self.parts: Parts | None = None
-        """What a look at two samples has found; None: nobody has looked."""
+        """What looks at some samples have found; None: nobody has looked."""
+        self.looks = _LOOKS
+        """That are left: what is no sum in some samples may be one in others."""
         self.repaired = 0
         """Micro-steps that ran out of memory, and were finished."""
         if retries is None and engine.device.type == "cuda":
@@ -127,6 +130,20 @@ class Recovery:
         if not isinstance(engine.recovery, cls):
             engine.recovery = cls(engine)
         return engine.recovery
+
+    def note(self, found: Parts) -> None:
+        """Adds what a look has found; micro-batches that may not be cut are not cut from then on."""
+        self.looks -= 1
+        known = self.parts or Parts()
+        self.parts = Parts(
+            differs=known.differs or found.differs,
+            changes=known.changes or found.changes,
+            again=known.again or found.again,
+            draws_elsewhere=known.draws_elsewhere or found.draws_elsewhere,
+        )
+        if self.whole or self.parts.again:
+            self.looks = 0
+            self.engine.memory_marks.keep_whole()
 
     @property
     def whole(self) -> str:
@@ -238,6 +255,7 @@ class WindowRecovery:
         try:
             whole = found.drawn or self._of_all.whole
             totals = [self._again(None, found)] if whole else self._rest((0, self._rows(found)), found)
+            self._expect_sum(found, totals)
         except _TornError as torn:
             totals = self._anew(torn.failure, buffers, mark)
         self._marks.fail(shape, apart=not self._of_all.whole)
@@ -255,30 +273,34 @@ class WindowRecovery:
             raise
 
     def _look(self, failure: _Failure) -> None:
-        """Looks at two samples, once, for whether this micro-batch may be cut, or run again.
+        """Looks at some samples, a few times, for whether this micro-batch may be cut, or run again.
 
         Raises:
             ResourceError: nobody can tell, or it may not.
         """
-        if self._of_all.parts is None:
+        if self._of_all.looks:
             rows = self._rows(failure)
-            cuttable = rows > 1 and not batch_statistics(self._engine.unwrapped_model)
-            parts = [self._host((0, 1)), self._host((1, 2))] if cuttable else []
-            mark = None if self._records is None else self._records.mark()
-            try:
-                found = look_at_parts(self._engine, self._micro_step.compute, self._host((0, min(rows, 2))), parts)
-            except Exception as error:
-                why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                raise self._refusal(failure.said, f"{_UNKNOWN}, two of which end in {why}") from error
-            finally:
-                if self._records is not None:
-                    self._records.reset(mark)
+            found = self._looked_at(rows, failure)
             if rows > 1 or found.again:
-                self._of_all.parts = found
+                self._of_all.note(found)
             self._of_all.draws_elsewhere = bool(self._of_all.draws_elsewhere or found.draws_elsewhere)
             failure.drawn |= found.draws_elsewhere and self._others is None and failure.missing is not None
         if self._of_all.parts is not None and self._of_all.parts.again:
             raise self._refusal(failure.said, self._of_all.parts.again)
+
+    def _looked_at(self, rows: int, failure: _Failure) -> Parts:
+        mark = None if self._records is None else self._records.mark()
+        apart = not batch_statistics(self._engine.unwrapped_model)
+        try:
+            return look_at_rows(
+                self._engine, self._micro_step.compute, lambda *span: self._host(span), rows, apart=apart
+            )
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise self._refusal(failure.said, f"{_UNKNOWN}, some of which end in {why}") from error
+        finally:
+            if self._records is not None:
+                self._records.reset(mark)
 
     # --- one attempt
 
@@ -399,7 +421,8 @@ class WindowRecovery:
             _TornError: memory is over again.
         """
         first = 0 if span is None else span[0]
-        if self._key(first) is None:
+        elsewhere = self._of_all.draws_elsewhere and self._others is None  # since later than the first forward
+        if self._key(first) is None or elsewhere:
             raise _TornError(failure)
         cuda = self._engine.device.type == "cuda"
         host: AbstractContextManager[object] = torch.autograd.graph.save_on_cpu() if cuda else nullcontext()
@@ -449,6 +472,18 @@ class WindowRecovery:
         return rows if rows > 1 else 0
 
     # --- words
+
+    def _expect_sum(self, whole: _Failure, totals: Sequence[LossSum]) -> None:
+        """Raises ResourceError where the parts' losses do not add up to that of the whole; reads the device.
+
+        What was looked at are other samples than these, and a term of a few of them may not show there.
+        """
+        if whole.drawn or self._of_all.draws or len(totals) == 1:
+            return
+        for name, loss in (whole.loss_sums or {}).items():
+            parts = [float(as_loss_sums(total)[name].detach()) for total in totals]
+            if said := losses_differ(float(loss), parts, rounding_of(self._engine)):
+                raise self._refusal(whole.said, said)
 
     def _tell(self, place: str, parts: int) -> None:
         how = f"in {parts} parts" if parts > 1 else "by running it again"

@@ -72,6 +72,10 @@ class MemoryMarks:
         if apart and shape.rows > 1 and not self.is_too_large(shape):
             self._failed = [*(failed for failed in self._failed if not shape.fits_in(failed)), shape]
 
+    def keep_whole(self) -> None:
+        """Forgets what is too large: micro-batches are not cut after all."""
+        self._failed = []
+
     def state_dict(self) -> dict[str, Any]:
         """The shapes, as values that JSON can hold."""
         return {"proven": list(map(list, self._proven)), "failed": list(map(list, self._failed))}

@@ -1,4 +1,4 @@
-"""May a micro-batch be cut? Two samples apart must give the gradient that they give together, and each time the same.
+"""May a micro-batch be cut? Samples apart must give the gradient that they give together, and each time the same.
 
 Asked once, before the first micro-step is finished in parts. The model is as it trains, and random numbers are
 constants: what is left out at random would differ from one forward to the next.
@@ -7,7 +7,7 @@ constants: what is left out at random would differ from one forward to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.data.batches import to_device
+from distaccum.distributed.memory import is_out_of_memory
 from distaccum.distributed.random import OtherGenerators
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers, state_restored
@@ -26,6 +27,7 @@ from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
 from distaccum.verification.additivity import in_16_bits
 
+MOST = 8  # samples
 _ROUNDING, _ROUNDING_16 = 2e-5, 3e-2  # of a parameter's gradient, for the same samples in another shape
 _NOISE = 2e-6  # of the whole gradient: what is nothing but rounding in a parameter whose gradient cancels out
 _DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw
@@ -33,7 +35,7 @@ _DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a look at two samples has found."""
+    """What a look at some samples has found."""
 
     differs: str = ""
     """In words, why parts do not add up to the whole; empty where they do."""
@@ -45,16 +47,47 @@ class Parts:
     """Whether forwards draw from Python's or NumPy's generators."""
 
 
-def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) -> Parts:
-    """Compares a small micro-batch with its parts, and with itself; reads the device. No gradient is accumulated.
+def parts_to_look_at(rows: int) -> list[tuple[int, int]]:
+    """A half, a quarter and so on of the first rows, eight at most: from each first one to before the second."""
+    found, start, stop = [], 0, min(rows, MOST)
+    while stop - start > 1:
+        middle = start + (stop - start) // 2
+        found.append((start, middle))
+        start = middle
+    return [*found, (start, stop)]
 
-    Where a forward is a collective the losses alone are compared, and every rank has to call this with as many parts.
+
+def rounding_of(engine: Engine) -> float:
+    """What the same samples may differ by in another shape, relative to the largest part."""
+    return _ROUNDING_16 if in_16_bits(engine) else _ROUNDING
+
+
+def look_at_rows(
+    engine: Engine, loss: Loss, part: Callable[[int, int], Any], rows: int, *, apart: bool = True
+) -> Parts:
+    """Looks at the first rows of a micro-batch, eight at most; at fewer, down to two, if memory runs out.
 
     Args:
         engine: of the model.
         loss: of a micro-batch.
-        whole: a micro-batch on the host.
-        parts: the same samples, on the host.
+        part: gives the rows of the micro-batch from the first number to before the second, on the host.
+        rows: of the micro-batch.
+        apart: whether parts are compared with the whole; else it with itself.
+    """
+    spans = parts_to_look_at(rows)
+    whole = part(0, spans[-1][1])
+    try:
+        return look_at_parts(engine, loss, whole, [part(*span) for span in spans] if apart and rows > 1 else [])
+    except Exception as error:
+        if engine.forward_communicates or rows <= 2 or not is_out_of_memory(error):  # noqa: PLR2004
+            raise
+    return look_at_rows(engine, loss, part, min(rows, MOST) // 2, apart=apart)
+
+
+def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) -> Parts:
+    """Compares a small micro-batch with its parts, and with itself; reads the device. No gradient is accumulated.
+
+    Where a forward is a collective the losses alone are compared, and every rank has to call this with as many parts.
     """
     model, draws = engine.unwrapped_model, _Constants()
     weights = {} if engine.forward_communicates else trained(model)
@@ -83,7 +116,7 @@ def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) 
             others.restore()
             before.restore()
             apart.append(measured(part))
-    rounding = _ROUNDING_16 if in_16_bits(engine) else _ROUNDING
+    rounding = rounding_of(engine)
     if draws.own_generator:
         said = "its forward draws from a generator of its own"
         return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
@@ -92,12 +125,13 @@ def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) 
         return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
     differs = ""
     if parts:
-        differs = _losses(value, [one for one, _ in apart], rounding)
+        differs = losses_differ(value, [one for one, _ in apart], rounding)
         differs = differs or _gradients(weights, together, [gradients for _, gradients in apart], rounding)
     return Parts(differs=differs, changes=changes, draws_elsewhere=elsewhere)
 
 
-def _losses(whole: float, apart: Sequence[float], rounding: float) -> str:
+def losses_differ(whole: float, apart: Sequence[float], rounding: float) -> str:
+    """In words, the loss of a micro-batch and that of its parts; empty where it is their sum."""
     if abs(sum(apart) - whole) <= rounding * max(abs(whole), *map(abs, apart)):
         return ""
     return f"its loss is no sum over samples: {whole:.6g} together and {sum(apart):.6g} apart"

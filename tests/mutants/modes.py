@@ -25,6 +25,7 @@ CAUSAL = f"{PACKING}test_a_causal_model_of_transformers_tells_documents_apart"
 LORA = "tests/distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces_adapters_alone"
 MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 ANYWHERE = f"{MEMORY}a_window_stays_the_same_wherever_memory_runs_out_in_it"
+RECOVERY = "tests/unit/accumulation/test_recovery.py::test_"
 LESS = "tests/distributed/test_less_memory.py::test_"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
@@ -331,10 +332,43 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{MEMORY}what_cannot_be_finished_is_refused_before_a_weight_moves[contrastive]",
+        f"{RECOVERY}a_loss_that_is_no_sum_is_run_again_whole",
         Mutant(
             "memory: a loss that is no sum is cut",
-            (("accumulation/recovery.py", "            if differs:\n", "            if False:\n"),),
+            (
+                (
+                    "accumulation/recovery.py",
+                    'return self.parts.differs or (_MOVES if self.parts.changes else "")',
+                    'return ""',
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{RECOVERY}a_loss_that_is_no_sum_is_not_cut",
+        Mutant(
+            "memory: what was refused is a mark all the same",
+            (("accumulation/recovery.py", "self._marks.fail(shape, apart=False)", "self._marks.fail(shape)"),),
+        ),
+    ),
+    (
+        f"{RECOVERY}a_loss_that_is_no_sum_is_not_cut",
+        Mutant(
+            "memory: losses alone are looked at",
+            (
+                (
+                    "verification/parts.py",
+                    "differs = differs or _gradients(",
+                    "differs = differs or False and _gradients(",
+                ),
+            ),
+        ),
+    ),
+    (
+        f"{RECOVERY}what_python_or_numpy_draws_is_drawn_again_alike",
+        Mutant(
+            "memory: Python's and NumPy's numbers go on",
+            (("accumulation/recovery.py", "            self._others.restore()\n", "            pass\n"),),
         ),
     ),
 )

@@ -170,7 +170,7 @@ def _noisy(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         (_normalized, "the gradient of layer.* is no sum over samples: off by .* of it"),
         (
             _one_by_one,
-            "nobody can tell whether its gradient is a sum over samples, two of which end in KeyError: 'loss'",
+            "nobody can tell whether its gradient is a sum over samples, some of which end in KeyError: 'loss'",
         ),
         (_annealed, "the loss of the same samples is .*, and .* once more"),
         (_noisy, "its forward draws from a generator of its own"),
