@@ -11,13 +11,16 @@ import numpy as np
 import torch
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.rehearsal import rehearse
 from distaccum.data.longest import longest_micro_batch
-from distaccum.data.plan.batch import largest_share
+from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.errors import shorten
 from distaccum.train.components import TrainingComponents, most_ahead
 
 SIZE, REASON, HARDWARE, MARKS = "micro_size", "reason", "hardware", "marks"
@@ -45,9 +48,9 @@ def find_micro_batch(
     plan, batch = components.plan, components.config.batch
     if not batch.rehearses:
         return components.found(memory={HARDWARE: hardware})
-    if isinstance(plan, StreamPlan):
-        reason = f"micro {plan.micro_batch_size}: a stream gives its items once, so that nothing is rehearsed"
-        return components.found(memory={HARDWARE: hardware, REASON: reason})
+    if why := _not_to_be_found(plan, accumulator.engine):
+        return components.found(memory={HARDWARE: hardware, REASON: f"micro {batch.first_micro_size}: {why}"})
+    assert not isinstance(plan, StreamPlan)
     if saved.get(HARDWARE) == hardware and SIZE in saved:
         found = {name: saved[name] for name in saved if name != MARKS}
         found[REASON], _, _ = found[REASON].partition(_SO)
@@ -72,6 +75,16 @@ def find_micro_batch(
         most_ahead=most_ahead(components.data, plan, components.config),
         memory={**found, HARDWARE: hardware},
     )
+
+
+def _not_to_be_found(plan: Plan | StreamPlan, engine: Engine) -> str:
+    """Why nothing is rehearsed, in words; empty where something is."""
+    if isinstance(plan, StreamPlan):
+        return "a stream gives its items once, so that nothing is rehearsed"
+    normalized = batch_statistics(engine.unwrapped_model)
+    if normalized:
+        return f"{shorten(normalized, 1)} takes statistics of a micro-batch, whose size is yours to state"
+    return ""
 
 
 def memory_to_save(components: TrainingComponents, accumulator: Accumulator) -> dict[str, Any]:
