@@ -168,7 +168,7 @@ class _Constants(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in function.tags:
+        if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):  # of operators alone
             return function(*args, **kwargs)
         self.own_generator |= kwargs.get("generator") is not None
         names = [argument.name for argument in function._schema.arguments]

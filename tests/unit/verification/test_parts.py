@@ -1,0 +1,183 @@
+"""A look at samples apart and together: what adds up, what does not, and what is not the same once more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.distributed.world import World
+from distaccum.verification.parts import Parts, look_at_rows, parts_to_look_at
+
+Batch = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Two layers, with ``between`` what a case is of."""
+
+    def __init__(self, between: Callable[[Net, Tensor], Tensor] = lambda _, x: x) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.enter, self.leave, self.more = nn.Linear(5, 8), nn.Linear(8, 1), nn.Linear(8, 8)
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.4, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.generator, self.forwards = torch.Generator().manual_seed(1), 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        found: Tensor = self.leave(self.between(self, torch.tanh(self.enter(x))))[:, 0]
+        return found
+
+
+def squares(model: Any, batch: Batch) -> Tensor:
+    """The sum of squared errors."""
+    found: Tensor = (model(batch["x"]) - batch["y"]).square().sum()
+    return found
+
+
+def look(world: World, model: Net, loss: Any = squares, rows: int = 6) -> Parts:
+    """At a batch of random numbers, which are given back."""
+    acc = Accumulator(model, SGD(model.parameters(), lr=0.1), global_batch_size=8, micro_batch_size=8, world=world)
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(rows, 5, generator=generator), torch.randn(rows, generator=generator)
+    state, numbers = torch.get_rng_state(), np.random.get_state()[2]  # noqa: NPY002  what users' code draws from
+    found = look_at_rows(acc.engine, loss, lambda start, stop: {"x": x[start:stop], "y": y[start:stop]}, rows)
+    assert torch.equal(state, torch.get_rng_state())
+    assert np.random.get_state()[2] == numbers  # noqa: NPY002
+    assert int(model.seen) == 0  # type: ignore[operator]
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())  # nothing accumulates
+    acc.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "spans"),
+    [
+        (1, [(0, 1)]),
+        (2, [(0, 1), (1, 2)]),
+        (3, [(0, 1), (1, 2), (2, 3)]),
+        (5, [(0, 2), (2, 3), (3, 4), (4, 5)]),
+        (99, [(0, 4), (4, 6), (6, 7), (7, 8)]),
+    ],
+)
+def test_parts_have_many_sizes(rows: int, spans: list[tuple[int, int]]) -> None:
+    assert parts_to_look_at(rows) == spans
+
+
+def _rows_of(net: Net, x: Tensor) -> Tensor:
+    return x.unsqueeze(1).expand(-1, 3, -1)
+
+
+SUMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "plain": lambda _, x: x,
+    "dropout": lambda net, x: F.dropout(x, 0.5, training=net.training),
+    "noise": lambda _, x: x + torch.randn_like(x),
+    "random depth": lambda net, x: x if torch.rand(()) < 0.3 else net.more(x),
+    "order": lambda _, x: x[torch.randperm(len(x))],
+    "lstm with dropout": lambda net, x: net.lstm(_rows_of(net, x))[0][:, -1],
+    "attention with dropout": lambda net, x: net.attention(*[_rows_of(net, x)] * 3, need_weights=False)[0][:, -1],
+    "layer norm": lambda _, x: F.layer_norm(x, (8,)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_treats_each_sample_by_itself_adds_up(name: str, gloo_world: World) -> None:
+    assert look(gloo_world, Net(SUMS[name])) == Parts()
+
+
+def test_numbers_of_numpy_are_noticed(gloo_world: World) -> None:
+    found = look(gloo_world, Net(lambda _, x: x * float(np.random.random())))  # noqa: NPY002
+    assert found == Parts(draws_elsewhere=True)
+
+
+COMPANY: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "batch norm by function": lambda net, x: F.batch_norm(x, None, None, training=net.training),
+    "batch norm by hand": lambda _, x: (x - x.mean(0)) / (x.var(0, unbiased=False) + 1).sqrt(),
+    "softmax over samples": lambda _, x: x.softmax(0),
+    "gradient clipped together": lambda _, x: _Clipped.apply(x),
+}
+
+
+class _Clipped(torch.autograd.Function):
+    """As it is, and its gradient normalized over all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / gradient.norm()
+
+
+@pytest.mark.parametrize("name", COMPANY)
+def test_what_a_sample_owes_to_its_company_is_noticed(name: str, gloo_world: World) -> None:
+    rows = 8 if name != "batch norm by function" else 2
+    if rows == 2:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):  # it says so itself
+            look(gloo_world, Net(COMPANY[name]), rows=rows)
+        return
+    found = look(gloo_world, Net(COMPANY[name]), rows=rows)
+    assert "is no sum over samples" in found.differs
+    assert not found.again
+
+
+def _mean(model: Any, batch: Batch) -> Tensor:
+    return squares(model, batch) / len(batch["y"])
+
+
+def _small_term(model: Any, batch: Batch) -> Tensor:
+    found = model(batch["x"])
+    return (found - batch["y"]).square().sum() + 0.1 * len(found) * torch.sigmoid(found).mean() ** 2
+
+
+def _only_gradient(model: Any, batch: Batch) -> Tensor:
+    found = squares(model, batch)
+    return found / found.detach() * len(batch["y"])
+
+
+@pytest.mark.parametrize("loss", [_mean, _small_term, _only_gradient])
+def test_a_loss_that_is_no_sum_is_noticed(loss: Any, gloo_world: World) -> None:
+    assert "is no sum over samples" in look(gloo_world, Net(), loss).differs
+
+
+def test_a_gradient_that_a_hook_clips_is_noticed(gloo_world: World) -> None:
+    model = Net()
+    model.enter.weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    assert look(gloo_world, model).differs.startswith("the gradient of enter.weight is no sum over samples: off by 0.")
+
+
+def _counts(net: Any, x: Tensor) -> Tensor:
+    net.seen += 1
+    return x
+
+
+def test_a_buffer_that_a_forward_changes_is_noticed(gloo_world: World) -> None:
+    assert look(gloo_world, Net(_counts)) == Parts(changes=True)
+
+
+AGAIN: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
+    "a counter": (lambda net, x: x / net.forwards, "the loss of the same samples is .*, and .* once more"),
+    "its own generator": (
+        lambda net, x: x * (torch.rand(x.shape, generator=net.generator) > 0.5),
+        "its forward draws from a generator of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_what_is_another_once_more_is_noticed(name: str, gloo_world: World) -> None:
+    between, words = AGAIN[name]
+    found = look(gloo_world, Net(between))
+    assert torch.is_grad_enabled()
+    assert re.fullmatch(words, found.again)
