@@ -68,15 +68,8 @@ def disarm() -> int:
 
 
 class FailsToWrite(Callback):
-    """From the third update on, writes to paths that contain ``WHERE`` meet a full disk, on rank ``WHO``.
-
-    Not before there is the folder ``AFTER``, whose save in the background may take until the next update.
-    """
-
-    armed = False
+    """After the third update, writes to paths that contain ``WHERE`` meet a full disk, on rank ``WHO``."""
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
-        begins = run.progress.step >= _STEP and Path(os.environ.get("AFTER", "/")).is_dir()
-        if begins and not self.armed and os.environ.get("RANK", "0") == os.environ.get("WHO"):
-            self.armed = True
+        if run.progress.step == _STEP and os.environ.get("RANK", "0") == os.environ.get("WHO"):
             arm(os.environ["WHERE"], Operation.WRITE_OPEN | Operation.WRITE, errno.ENOSPC, times=ALWAYS)
