@@ -250,7 +250,8 @@ def test_a_disk_that_is_full_for_a_rank_that_saves_in_the_background(
         arguments.append("checkpoint.background=true")
         return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
 
-    finished, ends = run(WHO=who, WHERE=where), newest == "step-2"
+    # Just before the save of step 4 begins: that of step 2, in the background, has written all by then.
+    finished, ends = run(WHO=who, WHERE=where, SINCE="4"), newest == "step-2"
     told = [line for line in finished.stderr.splitlines() if "could not be saved" in line]
     assert len(told) == 1 + ends, finished.stderr
     assert all(

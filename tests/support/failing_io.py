@@ -68,8 +68,10 @@ def disarm() -> int:
 
 
 class FailsToWrite(Callback):
-    """After the third update, writes to paths that contain ``WHERE`` meet a full disk, on rank ``WHO``."""
+    """After the third update, or ``SINCE``, writes to paths with ``WHERE`` meet a full disk, on rank ``WHO``."""
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == _STEP and os.environ.get("RANK", "0") == os.environ.get("WHO"):
+        if run.progress.step == int(os.environ.get("SINCE", _STEP)) and os.environ.get("RANK", "0") == os.environ.get(
+            "WHO"
+        ):
             arm(os.environ["WHERE"], Operation.WRITE_OPEN | Operation.WRITE, errno.ENOSPC, times=ALWAYS)
