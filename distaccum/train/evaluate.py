@@ -186,8 +186,12 @@ class Evaluation:
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()
         if not self._adds_up:
-            pair, *apart = (forward(cut(batch, *span, rows))[0] for span in ((0, 2), (0, 1), (1, 2)))
-            if why := _difference(pair, apart):
+            try:
+                pair, *apart = (forward(cut(batch, *span, rows))[0] for span in ((0, 2), (0, 1), (1, 2)))
+                why = _difference(pair, apart)
+            except Exception as error:  # a part of the batch that is of no sample
+                why = f"some of its samples end in {type(error).__name__}: {error}"
+            if why:
                 raise ResourceError(f"{failed}. The batch cannot be evaluated in halves: {why}") from failed
             self._adds_up = True
         _log.warning("out of memory in an evaluation: a batch of %d samples is evaluated in halves", rows)
