@@ -44,7 +44,7 @@ SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEFT_TO_TORCHRUN = "SIGQUIT"
 ONE_PRESS_S = 0.3
-SWEEPS = {"-m", "--multirun"}
+SWEEPS = re.compile(r"-m|--multirun|hydra\.mode=(?i:multirun)")
 STARTS, MOST_STARTS = "DISTACCUM_MEMORY_STARTS", 8
 _SAID_WHY = (1, 2)  # exit codes of ranks that print their own errors
 
@@ -86,14 +86,12 @@ def main() -> None:
 def _with_less_memory(arguments: list[str], note: Path) -> list[str]:
     """The arguments that go on with a run which ran out of memory, and whose micro-batches can be cut; else none."""
     cut, starts = noted_for_launcher(note), int(os.environ.get(STARTS, "0"))
-    if not cut.exists() or not note.exists() or starts >= MOST_STARTS or not SWEEPS.isdisjoint(arguments):
+    sweeps = any(SWEEPS.fullmatch(argument) for argument in arguments)
+    if not cut.exists() or not note.exists() or starts >= MOST_STARTS or sweeps:
         return []
     path = Path(note.read_text())
     run_dir = RunDir(path)
-    step, kept = run_dir.saved_step(), [one for one in arguments if not one.startswith("hydra.run.dir=")]
-    resumes = [one for one in arguments if one.startswith("resume=")]
-    if step is None and resumes and resumes[-1] not in ("resume=auto", "resume=never"):
-        return []  # from a checkpoint elsewhere, to which the records here do not belong
+    step = run_dir.saved_step()
     os.environ[STARTS] = str(starts + 1)
     with erasing_streams():
         sys.stderr.write(
@@ -101,7 +99,7 @@ def _with_less_memory(arguments: list[str], note: Path) -> list[str]:
             f"distaccum: going on {'from the beginning' if step is None else f'from step {step}'}: micro-batches from "
             f"{cut.read_text()} on are run in parts, and the gradient stays the same\n"
         )
-    return [*kept, "resume=auto", f"hydra.run.dir={path}"]
+    return [*arguments, "resume=auto", f"hydra.run.dir={path}"]  # the last one of a setting holds
 
 
 def _first_line(text: str) -> str:

@@ -7,13 +7,14 @@ the checkpoint. Every rank then cuts such micro-batches into the same parts befo
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from distaccum.checkpoint.files import write_json
+from distaccum.checkpoint.files import ABSENT, write_json
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
 from distaccum.engines.memory_marks import MemoryMarks, Shape
@@ -22,13 +23,14 @@ from distaccum.train.failure import RUN_NOTE, reason_of
 from distaccum.train.micro_batch import HARDWARE, MARKS
 from distaccum.train.run_dir import RunDir
 
+_log = logging.getLogger(__name__)
 NAME = "memory.json"
 _FAILED, _REASON = "failed", "reason"
 
 
 @contextmanager
 def memory_noted(
-    run_dir: RunDir, marks: MemoryMarks, saved: Mapping[str, Any], hardware: str, world: World
+    run_dir: RunDir, marks: MemoryMarks, saved: Mapping[str, Any], hardware: str, world: World, *, resume: str
 ) -> Iterator[None]:
     """Within the block marks are known, and this rank notes a shape that it runs out of memory with; a collective.
 
@@ -38,6 +40,7 @@ def memory_noted(
         saved: what the checkpoint says of memory; the same on every rank.
         hardware: that marks hold for.
         world: this rank.
+        resume: as the run was told. From a checkpoint elsewhere it goes on by itself once it has saved one of its own.
     """
     if saved.get(HARDWARE) == hardware:
         marks.load_state_dict(saved.get(MARKS, {}))
@@ -52,7 +55,8 @@ def memory_noted(
             with suppress(OSError):
                 meant = out_of_memory(error, world) if is_out_of_memory(error) else error
                 _write(run_dir, marks.failed, hardware, reason=reason_of(world.rank, meant))
-                _tell_launcher(marks.failed)
+                if resume in ("never", "auto") or run_dir.saved_step() is not None:
+                    _tell_launcher(marks.failed)
         raise
 
 
@@ -85,8 +89,14 @@ def ended_by_memory(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError):
+    try:
         found = json.loads((folder / NAME).read_bytes())
-        if isinstance(found, dict):
-            return found
-    return {}
+        for rows, elements in found[_FAILED]:
+            Shape(int(rows), int(elements))
+    except ABSENT:
+        return {}
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        _log.warning("%s is passed over, so that nothing is cut because of it: %s", folder / NAME, error)
+        return {}
+    read: Mapping[str, Any] = found
+    return read

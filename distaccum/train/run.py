@@ -278,7 +278,9 @@ def train(
     hardware = hardware_of(components, world)
     with ExitStack() as closing:
         marks = accumulator.engine.memory_marks
-        closing.enter_context(memory_noted(run_dir, marks, restore.memory, hardware, world))
+        closing.enter_context(
+            memory_noted(run_dir, marks, restore.memory, hardware, world, resume=components.config.resume)
+        )
         config = components.config
         if config.batch.rehearses:
             screen.enter("rehearsing")

@@ -110,11 +110,13 @@ def test_what_may_not_be_cut_is_not_cut_by_another_start(engine: str, starts: in
 
 
 @pytest.mark.heavy
-def test_a_resumed_run_elsewhere_is_not_mixed_with_its_own_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", ["resume", "++resume", "--resume"])
+def test_a_resumed_run_elsewhere_is_not_mixed_with_its_own_records(written: str, tmp_path: Path) -> None:
     code, said = _launched(tmp_path / "first", "engine=fsdp2", "trainer.max_steps=2", GREEDY_FROM="99", GREEDY_ROWS="1")
     assert code == 0, said
     saved = tmp_path / "first" / "checkpoints" / "step-2"
-    code, said = _launched(tmp_path / "second", "engine=fsdp2", f"resume={saved}", GREEDY_FROM="1", GREEDY_ROWS="4")
+    # As it may be written: by a flag, or by force.
+    code, said = _launched(tmp_path / "second", "engine=fsdp2", f"{written}={saved}", GREEDY_FROM="1", GREEDY_ROWS="4")
     assert code == 1
     assert "going on" not in said
     assert "Lower batch.micro_size" in said
