@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.data.batches import to_device
@@ -30,6 +30,8 @@ from distaccum.verification.additivity import in_16_bits
 MOST = 8  # samples
 _ROUNDING, _ROUNDING_16 = 2e-5, 3e-2  # of a parameter's gradient, for the same samples in another shape
 _NOISE = 2e-6  # of the whole gradient: what is nothing but rounding in a parameter whose gradient cancels out
+_OWN = "its forward draws from a generator of its own"
+_FOREIGN = "its forward writes to tensors that are not the model's: its own input, or another model's buffers"
 _DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw
 
 
@@ -76,20 +78,24 @@ def look_at_rows(
     """
     spans = parts_to_look_at(rows)
     whole = part(0, spans[-1][1])
+    if not apart:
+        spans = [(0, spans[-1][1] - 1)] if rows > 2 else []  # noqa: PLR2004  other samples than the whole's, in between
     try:
-        return look_at_parts(engine, loss, whole, [part(*span) for span in spans] if apart and rows > 1 else [])
+        return look_at_parts(engine, loss, whole, [part(*span) for span in spans] if rows > 1 else [], compare=apart)
     except Exception as error:
         if engine.forward_communicates or rows <= 2 or not is_out_of_memory(error):  # noqa: PLR2004
             raise
     return look_at_rows(engine, loss, part, min(rows, MOST) // 2, apart=apart)
 
 
-def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) -> Parts:
+def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any], *, compare: bool = True) -> Parts:
     """Compares a small micro-batch with its parts, and with itself; reads the device. No gradient is accumulated.
 
+    The whole comes once more at the end: what a forward carries over to the next one is another part's by then.
     Where a forward is a collective the losses alone are compared, and every rank has to call this with as many parts.
     """
-    model, draws = engine.unwrapped_model, _Constants()
+    model = engine.unwrapped_model
+    draws = _Constants(None if engine.forward_communicates else model)
     weights = {} if engine.forward_communicates else trained(model)
 
     def measured(batch: Any) -> tuple[float, list[Tensor | None]]:
@@ -108,23 +114,20 @@ def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any]) 
         others, before = OtherGenerators(), Buffers(engine)
         value, together = measured(whole)
         elsewhere, changes = others.have_drawn(), bool(before.changed())
-        others.restore()
-        before.restore()
-        again, _ = measured(whole)
         apart = []
-        for part in parts:
+        for part in (*parts, whole):
             others.restore()
             before.restore()
             apart.append(measured(part))
+        again, _ = apart.pop()
     rounding = rounding_of(engine)
-    if draws.own_generator:
-        said = "its forward draws from a generator of its own"
+    if said := draws.said:
         return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
     if not abs(again - value) <= 1e-6 * max(abs(again), abs(value)):
         said = f"the loss of the same samples is {value:.6g}, and {again:.6g} once more"
         return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
     differs = ""
-    if parts:
+    if parts and compare:
         differs = losses_differ(value, [one for one, _ in apart], rounding)
         differs = differs or _gradients(weights, together, [gradients for _, gradients in apart], rounding)
     return Parts(differs=differs, changes=changes, draws_elsewhere=elsewhere)
@@ -160,17 +163,36 @@ def _gradients(
 
 
 class _Constants(TorchDispatchMode):
-    """Random operators give constants, and nothing is left out: every sample is treated alike, in any company."""
+    """Random operators give constants, and nothing is left out: every sample is treated alike, in any company.
 
-    def __init__(self) -> None:
+    Args:
+        model: whose buffers a forward may write to; None: nobody looks at what is written to.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own_generator = False
+        self.said = ""
+        """Why the same forward cannot be had again; empty where nothing was seen."""
+        self._looks = model is not None
+        self._known = set[int]() if model is None else {_place(buffer) for buffer in model.buffers()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        """Runs the operator; notes what it writes to that was there before."""
+        if self._looks:
+            for tensor in _written(function, args, kwargs or {}):
+                if _place(tensor) not in self._known:
+                    self.said = _FOREIGN
+        found = self._run(function, args, dict(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if self._looks and isinstance(tensor, Tensor):
+                self._known.add(_place(tensor))
+        return found
+
+    def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):  # of operators alone
             return function(*args, **kwargs)
-        self.own_generator |= kwargs.get("generator") is not None
+        if kwargs.get("generator") is not None:
+            self.said = _OWN
         names = [argument.name for argument in function._schema.arguments]
         given = [0.0 if name in _DROPOUT and isinstance(value, float) else value for name, value in zip(names, args)]  # noqa: B905  the rest are keywords
         draws_nothing = any(name in _DROPOUT for name in names) and "bernoulli" not in function._schema.name
@@ -179,6 +201,24 @@ class _Constants(TorchDispatchMode):
         if not draws_nothing and isinstance(found, Tensor):
             _fill(found, function._schema.name)
         return found
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to; a batch norm's schema does not say so of its statistics."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:  # no operator
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    trains = given.get("training", given.get("train"))
+    if "batch_norm" in schema.name and "backward" not in schema.name and trains:
+        names += ["running_mean", "running_var"]
+    values = [given.get(name) for name in names]
+    return [value for value in values if isinstance(value, Tensor) and value.numel()]
 
 
 def _fill(drawn: Tensor, name: str) -> None:

@@ -166,6 +166,43 @@ def test_a_buffer_that_a_forward_changes_is_noticed(gloo_world: World) -> None:
     assert look(gloo_world, Net(_counts)) == Parts(changes=True)
 
 
+class _Carries:
+    """A loss that what came before goes into."""
+
+    last: Any = 0.0
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        found: Tensor = model(batch["x"])
+        before, self.last = self.last, found.detach().mean()
+        return (found - batch["y"] - before).square().sum()
+
+
+TEACHER = nn.Sequential(nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2)).requires_grad_(requires_grad=False)
+
+
+def _taught(model: Any, batch: Batch) -> Tensor:
+    found: Tensor = (model(batch["x"]) - TEACHER(batch["x"].unsqueeze(1)).sum((1, 2))).square().sum()
+    return found
+
+
+def _in_place(model: Any, batch: Batch) -> Tensor:
+    batch["x"].clamp_(-1, 1)  # the same once more, but not what the dataset has given
+    return squares(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (_Carries(), "the loss of the same samples is .*, and .* once more"),
+        (_taught, "its forward writes to tensors that are not the model's"),
+        (_in_place, "its forward writes to tensors that are not the model's"),
+    ],
+    ids=["carried over", "another model's statistics", "its input"],
+)
+def test_what_is_kept_outside_of_the_model_is_noticed(loss: Any, words: str, gloo_world: World) -> None:
+    assert re.match(words, look(gloo_world, Net(), loss).again)
+
+
 AGAIN: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "a counter": (lambda net, x: x / net.forwards, "the loss of the same samples is .*, and .* once more"),
     "its own generator": (
