@@ -25,6 +25,14 @@ ERASE = "\r\x1b[K\x1b[C\x1b[J\r"
 
 In two parts: tmux takes what is erased from the first row's beginning for a screen that is cleared, and keeps a copy.
 """
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"
+"""What does not fit into a row is cut, or goes on in the next one.
+
+A terminal is narrower before its processes know: a row drawn then must not become two, of which one would be erased.
+"""
+_FIRST = "\x1b[G"
+"""Moves the cursor to the first column as a carriage return does, which the kernel hands on apart from the text before
+it: a terminal that is made narrower between the two takes the cursor to the last of the rows that the text becomes."""
 _DUMB = ("dumb", "unknown")
 _LOCK_S = 1.0  # a terminal that takes nothing must not hold up a message for ever
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJSTfhlsu]")  # moves the cursor to other rows, or hides it
@@ -143,7 +151,7 @@ class LiveLine:
         rows = [row for row in rows if row]
         with suppress(Exception):  # a line that cannot be drawn must not end a run
             rows.append(self._draw(columns - 1)[: columns - 1])
-        return "\n".join(rows) + "\r" + (f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else "")
+        return _CUT + "\n".join(rows) + _WRAP + _FIRST + (f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else "")
 
     def _write(self, text: str) -> None:
         """Past the stream's buffer, whose lock a process that is forked meanwhile would never get."""

@@ -51,6 +51,21 @@ def test_what_is_printed_stays_whole_above_the_row() -> None:
         assert sys.stdout is screen.stream
 
 
+def test_a_terminal_that_is_narrower_than_it_says_keeps_no_row() -> None:
+    with on_terminal(40) as screen:
+        with _line() as line:
+            print("before")
+            assert screen.rows == ["before", ROW]
+            screen.narrow(10)
+            for _ in range(3):
+                line.refresh()
+                print("a line of a program")
+            assert screen.rows[1:-1] == ["a line of", "a program"] * 3
+            assert screen.rows[-1][:9] == ROW[:9]
+            assert f"{ROW}\r" not in screen.said  # the kernel would hand the end on by itself
+        assert screen.rows[1:] == ["a line of", "a program"] * 3
+
+
 def test_a_line_that_is_written_over_has_a_row_of_its_own() -> None:
     with on_terminal(40) as screen:
         with _line() as line:
