@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
-from distaccum.data.window import MicroBatch, Window
+from distaccum.data.window import MicroBatch, PartOf, Window
 from distaccum.distributed.random import keys_of
+from distaccum.distributed.sliced_random import Rows
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.memory_marks import Shape
@@ -46,6 +47,7 @@ def divided(window: Window, engine: Engine, counter: GlobalCounter, world: World
         ids=partial(_ids, window, spans, rows),
         keys=[_key(window, part) for part in spans] if window.keys else (),
         key_at=lambda n, place: _key(window, (spans[n][0], spans[n][1] + place, spans[n][2])),
+        parts=[_part_of(window, part, rows[part[0]]) for part in spans] if window.keys else (),
         rows=None if window.rows is None else partial(_rows_of_part, window, spans, rows),
     )
 
@@ -68,6 +70,11 @@ def _part(window: Window, part: _Part, rows: int, counter: GlobalCounter) -> Mic
     i, start, stop = part
     whole = window.micro_batches[i]
     return whole if (start, stop) == (0, rows) else counter.micro_batch(cut(whole.batch, start, stop, rows))
+
+
+def _part_of(window: Window, part: _Part, rows: int) -> PartOf | None:
+    i, start, stop = part
+    return None if (start, stop) == (0, rows) else PartOf(Rows(start, stop, rows), window.keys[i])
 
 
 def _ends(rows: int, parts: int) -> list[int]:

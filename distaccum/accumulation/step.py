@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulation.graph import leaves_of
-from distaccum.accumulation.recovery import Records, Recovery, WindowRecovery
+from distaccum.accumulation.recovery import Recovery
+from distaccum.accumulation.window_recovery import Records, WindowRecovery
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
@@ -111,7 +112,7 @@ def refuse_freed(error: RuntimeError) -> NoReturn:
 
 
 class _MicroStep:
-    """A window's micro-steps: forward, loss and backward of a batch that is on the device; see ``recovery``."""
+    """A window's micro-steps: forward, loss and backward of a batch that is on the device; see ``window_recovery``."""
 
     def __init__(self, engine: Engine, window: Window, loss: Loss, backward: Callable[[Engine, Tensor], None]) -> None:
         self._engine, self._window, self.compute, self._backward = engine, window, loss, backward

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,7 @@ class DirectionalRoad:
         assert recorded.loss is not None
         assert recorded.buffers is not None
         self._engine, self._world, self._loss = engine, world, recorded.loss
-        self._states, self._buffers, self._counts = recorded.states, recorded.buffers, recorded.counts
+        self._recorded, self._buffers, self._counts = recorded, recorded.buffers, recorded.counts
         batches = recorded.batches
         everyone = world.all_gather_object(len(batches))
         self._own, self._most = len(batches), max(everyone)
@@ -114,10 +115,9 @@ class DirectionalRoad:
                 self._buffers.restore()
                 predicted = sum(float(gradients[name].double().flatten() @ by.double()) for name, by in moved.items())
                 for i in range(self._most):
-                    state = self._states[i] if i < len(self._states) else outer
-                    state.restore()
                     batch = to_device(self._batches[i if i < self._own else 0], self._engine.device)
-                    with self._engine.autocast():
+                    outer.restore()
+                    with self._recorded.drawing(i) if i < self._own else nullcontext(), self._engine.autocast():
                         sums = as_loss_sums(self._loss(self._engine.unwrapped_model, batch))
                     if i < self._own:
                         total += sum(float(part) / counts[name] for name, part in sums.items() if counts[name])

@@ -1,7 +1,8 @@
 """May a micro-batch be cut? Samples apart must give the gradient that they give together, and each time the same.
 
 Asked once, before the first micro-step is finished in parts. The model is as it trains, and random numbers are
-constants: what is left out at random would differ from one forward to the next.
+constants: what is left out at random would differ from one forward to the next. Where it draws any, the same is asked
+once more with them: whether parts can have the numbers that their samples have in the whole.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.data.batches import to_device
 from distaccum.distributed.memory import is_out_of_memory
-from distaccum.distributed.random import OtherGenerators
+from distaccum.distributed.random import KeyedRandom, OtherGenerators
+from distaccum.distributed.sliced_random import (
+    DROPOUT,
+    CannotSliceError,
+    Drawn,
+    Rows,
+    Slice,
+    SlicedRandom,
+    by_name,
+    draws,
+    is_fill,
+    slices_of,
+)
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers, state_restored
-from distaccum.engines.compiled import uncompiled
+from distaccum.engines.compiled import compiled_parts, uncompiled
 from distaccum.engines.modules import trained
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
@@ -32,7 +46,7 @@ _ROUNDING, _ROUNDING_16 = 2e-5, 3e-2  # of a parameter's gradient, for the same 
 _NOISE = 2e-6  # of the whole gradient: what is nothing but rounding in a parameter whose gradient cancels out
 _OWN = "its forward draws from a generator of its own"
 _FOREIGN = "its forward writes to tensors that are not the model's: its own input, or another model's buffers"
-_DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw
+_KEY = 1  # of the random numbers of a look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +61,9 @@ class Parts:
     """In words, why the same forward cannot be had again; empty where it can."""
     draws_elsewhere: bool = False
     """Whether forwards draw from Python's or NumPy's generators."""
+    slices: tuple[Slice, ...] | None = ()
+    """How what a forward draws of torch's generators is cut for its parts: nothing, if it draws nothing; None where
+    parts cannot have the numbers of the whole."""
 
 
 def parts_to_look_at(rows: int) -> list[tuple[int, int]]:
@@ -77,60 +94,125 @@ def look_at_rows(
         apart: whether parts are compared with the whole; else it with itself.
     """
     spans = parts_to_look_at(rows)
-    whole = part(0, spans[-1][1])
+    most = spans[-1][1]
     if not apart:
-        spans = [(0, spans[-1][1] - 1)] if rows > 2 else []  # noqa: PLR2004  other samples than the whole's, in between
+        spans = [(0, most - 1)] if rows > 2 else []  # noqa: PLR2004  other samples than the whole's, in between
+    elif rows == 1:
+        spans = []
     try:
-        return look_at_parts(engine, loss, whole, [part(*span) for span in spans] if rows > 1 else [], compare=apart)
+        return look_at_parts(
+            engine, loss, part(0, most), [(Rows(*span, most), part(*span)) for span in spans], compare=apart
+        )
     except Exception as error:
         if engine.forward_communicates or rows <= 2 or not is_out_of_memory(error):  # noqa: PLR2004
             raise
     return look_at_rows(engine, loss, part, min(rows, MOST) // 2, apart=apart)
 
 
-def look_at_parts(engine: Engine, loss: Loss, whole: Any, parts: Sequence[Any], *, compare: bool = True) -> Parts:
+def look_at_parts(
+    engine: Engine, loss: Loss, whole: Any, parts: Sequence[tuple[Rows, Any]], *, compare: bool = True
+) -> Parts:
     """Compares a small micro-batch with its parts, and with itself; reads the device. No gradient is accumulated.
 
     The whole comes once more at the end: what a forward carries over to the next one is another part's by then.
     Where a forward is a collective the losses alone are compared, and every rank has to call this with as many parts.
     """
-    model = engine.unwrapped_model
-    draws = _Constants(None if engine.forward_communicates else model)
-    weights = {} if engine.forward_communicates else trained(model)
-
-    def measured(batch: Any) -> tuple[float, list[Tensor | None]]:
-        with engine.autocast():
-            sums = as_loss_sums(loss(model, to_device(batch, engine.device)))
-        total = torch.stack([part.float().reshape(()) for part in sums.values()]).sum()
-        if not (weights and total.requires_grad):
-            return float(total.detach()), [None] * len(weights)
-        return float(total.detach()), list(torch.autograd.grad(total, list(weights.values()), allow_unused=True))
-
+    look = _Look(engine, loss)
     with ExitStack() as around:
         around.enter_context(state_restored(engine))
-        around.enter_context(uncompiled(model))
-        around.enter_context(torch.set_grad_enabled(bool(weights)))
-        around.enter_context(draws)
-        others, before = OtherGenerators(), Buffers(engine)
-        value, together = measured(whole)
-        elsewhere, changes = others.have_drawn(), bool(before.changed())
-        apart = []
-        for part in (*parts, whole):
-            others.restore()
-            before.restore()
-            apart.append(measured(part))
-        again, _ = apart.pop()
-    rounding = rounding_of(engine)
-    if said := draws.said:
-        return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
-    if not abs(again - value) <= 1e-6 * max(abs(again), abs(value)):
-        said = f"the loss of the same samples is {value:.6g}, and {again:.6g} once more"
-        return Parts(again=said, changes=changes, draws_elsewhere=elsewhere)
-    differs = ""
-    if parts and compare:
-        differs = losses_differ(value, [one for one, _ in apart], rounding)
-        differs = differs or _gradients(weights, together, [gradients for _, gradients in apart], rounding)
-    return Parts(differs=differs, changes=changes, draws_elsewhere=elsewhere)
+        around.enter_context(uncompiled(engine.unwrapped_model))
+        around.enter_context(torch.set_grad_enabled(bool(look.weights)))
+        look.begin()
+        with look.constants:
+            together = look.measure(whole)
+            elsewhere, changes = look.others.have_drawn(), bool(look.before.changed())
+            unknown = not together.drawn and KeyedRandom.has_drawn(_KEY, engine.device)
+            apart = [look.again(batch) for _, batch in parts]
+            once_more = look.again(whole).loss
+        found = partial(Parts, changes=changes, draws_elsewhere=elsewhere)
+        if said := look.constants.said:
+            return found(again=said)
+        if not abs(once_more - together.loss) <= 1e-6 * max(abs(once_more), abs(together.loss)):
+            return found(again=f"the loss of the same samples is {together.loss:.6g}, and {once_more:.6g} once more")
+        if not (parts and compare):
+            return found(slices=None if unknown or together.drawn else ())
+        if said := look.compare(together, apart):
+            return found(differs=said, slices=None)
+        if unknown:  # by operators that do not say that they draw
+            return found(slices=None)
+        return found(slices=look.slices(whole, together, parts, apart) if together.drawn else ())
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One forward and backward."""
+
+    loss: float
+    gradients: Sequence[Tensor | None]
+    drawn: Sequence[Drawn]
+    """In the forward, while random numbers are constants."""
+
+
+class _Look:
+    """Runs forwards and backwards that begin alike, and accumulate nothing."""
+
+    def __init__(self, engine: Engine, loss: Loss) -> None:
+        self._engine, self._loss = engine, loss
+        self._model = engine.unwrapped_model
+        self.weights = {} if engine.forward_communicates else trained(self._model)
+        self.constants = _Constants(None if engine.forward_communicates else self._model)
+        self._random = KeyedRandom(engine.device)
+
+    def begin(self) -> None:
+        """Notes what each forward begins with."""
+        self.others, self.before = OtherGenerators(), Buffers(self._engine)
+        self._random.again(_KEY)
+
+    def again(self, batch: Any) -> _Measured:
+        """As :meth:`measure`, from the same beginning."""
+        self.others.restore()
+        self.before.restore()
+        self._random.again(_KEY)
+        return self.measure(batch)
+
+    def measure(self, batch: Any) -> _Measured:
+        """The loss of a batch on the host, and its gradient."""
+        drawn: list[Drawn] = []
+        self.constants.drawn = drawn
+        with self._engine.autocast():
+            sums = as_loss_sums(self._loss(self._model, to_device(batch, self._engine.device)))
+        self.constants.drawn = []
+        total = torch.stack([part.float().reshape(()) for part in sums.values()]).sum()
+        weights = list(self.weights.values())
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
+        if weights and total.requires_grad:
+            gradients = torch.autograd.grad(total, weights, allow_unused=True)
+        return _Measured(float(total.detach()), gradients, drawn)
+
+    def compare(self, whole: _Measured, apart: Sequence[_Measured]) -> str:
+        """In words, what of the whole is not the sum of its parts'; empty where all is."""
+        rounding = rounding_of(self._engine)
+        said = losses_differ(whole.loss, [one.loss for one in apart], rounding)
+        return said or _gradients(self.weights, whole.gradients, [one.gradients for one in apart], rounding)
+
+    def slices(
+        self, whole: Any, seen: _Measured, parts: Sequence[tuple[Rows, Any]], apart: Sequence[_Measured]
+    ) -> tuple[Slice, ...] | None:
+        """How what forwards draw is cut; None where parts cut so do not add up to the whole."""
+        if self._engine.compiled is not None or compiled_parts(self._model):  # compiled code draws numbers of its own
+            return None
+        sizes = [rows.stop - rows.start for rows, _ in parts]
+        try:
+            found = slices_of(
+                seen.drawn, parts[0][0].of, [(one.drawn, size) for one, size in zip(apart, sizes, strict=True)]
+            )
+            together, again = self.again(whole), []
+            for rows, batch in parts:
+                with SlicedRandom(rows, found):
+                    again.append(self.again(batch))
+        except CannotSliceError:
+            return None
+        return None if self.compare(together, again) else found
 
 
 def losses_differ(whole: float, apart: Sequence[float], rounding: float) -> str:
@@ -171,6 +253,8 @@ class _Constants(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn: list[Drawn] = []
+        """What operators have drawn."""
         self.said = ""
         """Why the same forward cannot be had again; empty where nothing was seen."""
         self._looks = model is not None
@@ -189,16 +273,19 @@ class _Constants(TorchDispatchMode):
         return found
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):  # of operators alone
+        given = by_name(function, args, kwargs)
+        if not draws(function, given):
             return function(*args, **kwargs)
         if kwargs.get("generator") is not None:
             self.said = _OWN
         names = [argument.name for argument in function._schema.arguments]
-        given = [0.0 if name in _DROPOUT and isinstance(value, float) else value for name, value in zip(names, args)]  # noqa: B905  the rest are keywords
-        draws_nothing = any(name in _DROPOUT for name in names) and "bernoulli" not in function._schema.name
-        kwargs |= {name: 0.0 for name in kwargs if name in _DROPOUT and draws_nothing}
-        found = function(*(given if draws_nothing else args), **kwargs)
-        if not draws_nothing and isinstance(found, Tensor):
+        leaves_out = any(name in DROPOUT for name in names) and not is_fill(function)
+        if leaves_out:
+            args = [0.0 if name in DROPOUT else value for name, value in zip(names, args)]  # noqa: B905  the rest are keywords
+            kwargs |= {name: 0.0 for name in kwargs if name in DROPOUT}
+        found = function(*args, **kwargs)
+        self.drawn.append(Drawn.by(function, found))
+        if not leaves_out and isinstance(found, Tensor):
             _fill(found, function._schema.name)
         return found
 

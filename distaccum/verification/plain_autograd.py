@@ -77,15 +77,16 @@ class PlainGradient:
             self._buffers_after = Buffers(self._engine)
         with state_restored(self._engine):
             recorded.buffers.restore()
-            for state, host in zip(recorded.states, recorded.batches, strict=True):
-                state.restore()
+            assert len(recorded.states) == len(recorded.batches)
+            for i, host in enumerate(recorded.batches):
                 batch = to_device(host, self._engine.device)
-                with self._engine.autocast():
-                    total = recorded.loss(model, batch)
-                totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
-                value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
-                self.own_backwards |= own_backwards(value)
-                self._add(value, parameters, keep=False)
+                with recorded.drawing(i):
+                    with self._engine.autocast():
+                        total = recorded.loss(model, batch)
+                    totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
+                    value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
+                    self.own_backwards |= own_backwards(value)
+                    self._add(value, parameters, keep=False)
             self._other_memory = not self._buffers_after.hold(within=_SAME_BUFFERS)
         self._totals = totals
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
+from distaccum.distributed.sliced_random import SlicedRandom, current_slices
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
 from distaccum.losses.base import Loss
@@ -29,6 +31,8 @@ class RecordedWindow:
         """What the forwards are run again with; None where they cannot be."""
         self.states: list[RNGState] = []
         """At each micro-batch's forward."""
+        self.cuts: list[SlicedRandom | None] = []
+        """What each forward's random numbers were cut by, as those of a part are; None where they were not."""
         self.totals: list[Mapping[str, Tensor]] = []
         """The losses of each micro-batch, as the window gave them."""
         self.buffers: Buffers | None = None
@@ -62,6 +66,13 @@ class RecordedWindow:
     def before_forward(self) -> None:
         """Notes the random numbers that a micro-batch's forward begins with."""
         self.states.append(RNGState.capture(self._engine.device))
+        self.cuts.append(current_slices())
+
+    def drawing(self, i: int) -> AbstractContextManager[object]:
+        """Within the block the random numbers of the ``i``-th forward are drawn once more."""
+        self.states[i].restore()
+        cut = self.cuts[i]
+        return nullcontext() if cut is None else cut.anew()
 
     def note(self, total: LossSum) -> None:
         """Notes a micro-batch's losses."""
@@ -74,7 +85,8 @@ class RecordedWindow:
     def reset(self, mark: tuple[int, int, list[Any]]) -> None:
         """Forgets what was noted since, of a micro-batch that an error has ended."""
         states, totals, batches = mark
-        self.states, self.totals, self.batches = self.states[:states], self.totals[:totals], list(batches)
+        self.states, self.cuts, self.totals = self.states[:states], self.cuts[:states], self.totals[:totals]
+        self.batches = list(batches)
 
     def replace_next(self, batches: Sequence[Any]) -> None:
         """These are run in place of the micro-batch that comes next."""
@@ -97,4 +109,4 @@ class RecordedWindow:
 
     def forget(self) -> None:
         """Frees what was recorded."""
-        self.states, self.batches, self.loss, self.buffers = [], [], None, None
+        self.states, self.cuts, self.batches, self.loss, self.buffers = [], [], [], None, None

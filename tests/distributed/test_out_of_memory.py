@@ -66,7 +66,14 @@ def by_process() -> Iterator[Cell]:
     yield Cell(program="dropout", places=("tensor",), leaf=5, micro=1, rank=0)
     yield Cell(program="dropout", places=("post",), leaf=9, micro=-1, rank=1, engine="zero1", windows=3)
     yield Cell(program="dropout", places=("forward",), micro=-1, rank=0)
-    yield Cell(program="dropout", places=("tensor", "tensor"), leaf=5, micro=0, rank=1)  # again, and from the start
+    yield Cell(program="dropout", places=("tensor", "tensor"), leaf=5, micro=0, rank=1)  # also in the half
+    yield Cell(program="noise", places=("tensor",), leaf=5, micro=1, rank=0)
+    yield Cell(program="noise", places=("forward",), micro=-1, rank=1, engine="zero1", windows=3)
+    yield Cell(program="noise", places=("tensor", "tensor"), leaf=5, micro=0, rank=1)
+    yield Cell(
+        program="dropout", places=("tensor",), leaf=4, micro=-1, rank=1, windows=2, verify="first", checkpoint="blocks"
+    )
+    yield Cell(program="dropout", places=("tensor", "forward"), leaf=6, micro=1, rank=0, windows=2, precision="fp32")
     yield Cell(program="dropout, sometimes", places=("tensor",), leaf=3, micro=-1, rank=0, unused=True)
     for program, engine, place, micro in product(("net", "dropout"), ENGINES, ("tensor", "forward"), (0, -1)):
         yield Cell(program=program, engine=engine, compile="blocks", places=(place,), leaf=3, micro=micro, rank=1)

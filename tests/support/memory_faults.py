@@ -1,9 +1,10 @@
 """Memory that runs out on purpose, and what the windows must give nevertheless.
 
 The truth is a plain fp64 loop on one process: of models that give a sample the same in whatever company, over whole
-windows; of models with dropout over the micro-batches, of which those that were interrupted may be cut in halves,
-quarters and single samples, and each part draws the numbers of a micro-batch that begins there; of batch statistics
-over the micro-batches as they were. Each window is held to it by itself, from the weights that it began with.
+windows; of models with dropout, or with batch statistics, over the micro-batches as they are without errors. Where
+random numbers cannot be cut the micro-batches that were interrupted twice may be cut in halves, quarters and single
+samples, and each part draws the numbers of a micro-batch that begins there. Each window is held
+to it by itself, from the weights that it began with.
 """
 
 from __future__ import annotations
@@ -49,10 +50,17 @@ class Block(nn.Module):
         super().__init__()
         self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if normal else nn.LayerNorm(WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout >= 0 else Noise()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(self.dropout(torch.tanh(self.wide(self.norm(x)))))
+
+
+class Noise(nn.Module):
+    """Of an operator that says nothing of its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.normal(x, 0.1)
 
 
 class Net(nn.Module):
@@ -180,6 +188,7 @@ class Program:
         collate: of samples.
         company: a sample's forward depends on the others of its micro-batch, or on numbers that they draw together.
         draws: from torch's generator.
+        apart: its random numbers cannot be cut.
         whole: no micro-batch may be cut.
     """
 
@@ -189,6 +198,7 @@ class Program:
     collate: Callable[[Sequence[Batch]], Batch] = collate
     company: bool = False
     draws: bool = False
+    apart: bool = False
     whole: bool = False
 
 
@@ -205,6 +215,7 @@ PROGRAMS = {
     "tokens": Program(model=Tagger, loss=tagged, count=lambda batch: int((batch["labels"] != IGNORED).sum())),
     "dropout": Program(model=partial(Net, dropout=0.3), company=True, draws=True),
     "dropout, sometimes": Program(model=partial(Net, dropout=0.3, unused="sometimes"), company=True, draws=True),
+    "noise": Program(model=partial(Net, dropout=-1.0), company=True, draws=True, apart=True),
     "batch norm": Program(model=partial(Net, normal=True), company=True, whole=True),
     "contrastive": Program(model=partial(Net, outputs=3), loss=contrastive, company=True, whole=True),
     "uncuttable": Program(collate=uncuttable),
@@ -583,9 +594,10 @@ def judge(cell: Cell, ranks: Sequence[Found]) -> Errors:
         assert sorted(i for part in parts for i in part) == window
         if program.whole:
             assert sorted(parts) == _micro(window)
-        truth = plain(cell, before, window, parts if program.company else [window], dtype=torch.float64)
+        alike = [window] if not program.company else parts if _is_cut(cell, number, window) else _micro(window)
+        truth = plain(cell, before, window, alike, dtype=torch.float64)
         if cell.precision != "fp64":
-            loop = plain(cell, before, window, _micro(window), dtype=torch.float32)
+            loop = plain(cell, before, window, alike if program.company else _micro(window), dtype=torch.float32)
             stepped = {name: before[name].float() - RATE * g.float() for name, g in loop.gradient.items()}
             worst["plain"] = max(worst["plain"], off(_moved(before, stepped), truth.gradient))
         for rank, found in enumerate(ranks):
@@ -602,6 +614,14 @@ def judge(cell: Cell, ranks: Sequence[Found]) -> Errors:
         assert all(torch.equal(before[name], after[name]) for name in before)
     said = [rank.said for rank in ranks if rank.said]
     return Errors(**worst, lost=lost, struck=sum(rank.struck for rank in ranks), said=said, refused=refused)
+
+
+def _is_cut(cell: Cell, number: int, window: Ids) -> bool:
+    """Whether a window is run in other micro-batches than without errors, as far as random numbers show."""
+    if len(window) < cell.size:
+        return True  # it is dealt otherwise
+    apart = PROGRAMS[cell.program].draws and (PROGRAMS[cell.program].apart or cell.compile != "none")
+    return apart and (len(cell.places) > 1 or number > cell.window % cell.windows)
 
 
 def _moved(before: Weights, after: Weights) -> Weights:
