@@ -87,7 +87,7 @@ class _Failure:
     reached: bool = False
     """Whether something was added to."""
     drawn: bool = False
-    """Whether the forward has drawn random numbers."""
+    """Whether the forward has drawn from torch's generators."""
     loss_sums: Mapping[str, Tensor] | None = None
     """Where the forward came to its end."""
 
@@ -126,6 +126,7 @@ class WindowRecovery:
         self._touched = False  # whether a part of the micro-batch's gradient was added to some parameter
         self._apart = False  # whether its parts draw the random numbers of micro-batches of their own
         self._key: int | None = None  # of the last forward's random numbers; None: they have none
+        self._of_whole: tuple[int | None, SlicedRandom | None] = None, None  # of the first: its key, and what cuts it
         self._first: OtherGenerators | None = None  # before the first forward, where forwards draw from them
         self._others: OtherGenerators | None = None  # before the last one
 
@@ -164,7 +165,9 @@ class WindowRecovery:
         counts, self._i = self._window.micro_batches[i].counts, i
         self._key, random = self._window.keys[i] if self._window.keys else None, None
         if self._window.parts:
-            random = self._of_whole()
+            self._key, random = self._of_all.random_of(self._window, i)
+            self._seed()
+        self._of_whole = self._key, random
         if not self._repairs:
             return [self._once(batch, counts, random)]
         self._interrupted = self._touched = self._apart = False
@@ -221,8 +224,16 @@ class WindowRecovery:
             raise _TornError(failure)
         if self._of_all.whole or ((failure.drawn or self._of_all.draws_uncut) and not self._slices):
             return [self._again(None, failure)]
-        totals = self._rest((0, self._rows(failure)), failure)
-        self._expect_sum(failure, totals)
+        touched, self._touched = self._touched, False
+        try:
+            totals = self._rest((0, self._rows(failure)), failure)
+            self._expect_sum(failure, totals)
+        except _TornError:
+            if self._touched:
+                raise
+            return [self._again(None, failure)]
+        finally:
+            self._touched |= touched
         return totals
 
     def _once(self, batch: Any, counts: Counts, random: SlicedRandom | None) -> LossSum:
@@ -271,7 +282,7 @@ class WindowRecovery:
         if self._of_all.draws is None:
             if self._others is not None:
                 self._of_all.draws_elsewhere = self._others.have_drawn()
-            self._of_all.draws = self._has_drawn()
+            self._of_all.draws = bool(self._of_all.draws_elsewhere) or self._has_drawn()
 
     def _set_aside(self) -> Sequence[Tensor] | None:
         """The gradient before a shape that may fail; None where it will not be put back."""
@@ -349,23 +360,22 @@ class WindowRecovery:
         """Whether parts have the random numbers that their rows have in the whole."""
         return bool(self._of_all.slices and self._window.keys) and not self._apart
 
-    def _of_whole(self) -> SlicedRandom | None:
-        """Seeds the generators for the micro-batch; gives what cuts its numbers where it is a part itself."""
-        self._key, random = self._of_all.random_of(self._window, self._i)
+    def _seed(self) -> None:
         if self._key is not None:
             self._random.again(self._key)
-        return random
 
-    def _of_part(self, span: Span) -> SlicedRandom | None:
-        """Seeds the generators for a part of the micro-batch; gives what cuts its numbers."""
-        if self._slices:
-            whole = self._of_whole()
+    def _begin(self, span: Span | None) -> SlicedRandom | None:
+        """Seeds the generators for a part of the micro-batch, or for all of it; gives what cuts its numbers."""
+        key, whole = self._of_whole
+        random = None if whole is None else whole.anew()
+        if span is not None and self._slices:
             rows = Rows(*span, rows_of(self._window, self._i))
-            return SlicedRandom(rows if whole is None else rows.within(whole.rows), self._of_all.slices)
-        self._key = self._own_key(span[0])
-        if self._key is not None:
-            self._random.again(self._key)
-        return None
+            random = SlicedRandom(rows if whole is None else rows.within(whole.rows), self._of_all.slices)
+        elif span is not None:
+            key, random = self._own_key(span[0]), None
+        self._key = key
+        self._seed()
+        return random
 
     def _own_key(self, row: int) -> int | None:
         """Of a micro-batch that begins with this row."""
@@ -377,16 +387,15 @@ class WindowRecovery:
         return keys_of([row], keys[self._i])[0]
 
     def _has_drawn(self) -> bool:
-        """Since the last forward began. Without keys nobody can tell, nor draw the same again."""
-        if self._others is not None and self._others.have_drawn():
-            return True
+        """Whether torch has, since the last forward began. Without keys nobody can tell, nor draw the same again."""
         return self._key is None or self._random.has_drawn(self._key, self._engine.device)
 
     # --- the rest
 
     def _rest(self, span: Span, failure: _Failure) -> list[LossSum]:
         """The losses of these rows, whose gradient is added to what is missing."""
-        if failure.reached and failure.drawn and not self._slices:
+        elsewhere = self._apart and self._of_all.draws_elsewhere
+        if failure.reached and (failure.drawn or elsewhere) and not self._slices:
             return [self._again(span, failure)]
         if span[1] - span[0] <= 1:
             raise self._refusal(failure.said, _SINGLE)
@@ -410,7 +419,7 @@ class WindowRecovery:
         return totals
 
     def _attempt_part(self, span: Span | None, batch: Any, wanted: Sequence[nn.Parameter] | None) -> Any:
-        random = self._of_whole() if span is None else self._of_part(span)
+        random = self._begin(span)
         if self._first is not None and not self._apart:
             self._first.restore()
         self._interrupted = True  # from here on the micro-step is local

@@ -8,7 +8,8 @@ forwards of more and of fewer rows (``slices_of``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from distaccum.distributed.memory import is_out_of_memory
 
 DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw if they are not 0
 _FILLS = frozenset(
@@ -213,18 +216,21 @@ class SlicedRandom(TorchDispatchMode):
 
     def _sized(self, function: Any, given: dict[str, Any], cut: Slice) -> Tensor:
         whole, part = self._size(given["size"], cut)
-        return part(_call(function, given | {"size": whole})).contiguous()
+        with _room_for_whole():
+            drawn = _call(function, given | {"size": whole})
+        return part(drawn).contiguous()
 
     def _for_whole(self, function: Any, own: Tensor, args: Any, kwargs: Any, cut: Slice) -> Any:
         shape, part = self._size(own.shape, cut)
-        whole = torch.empty_permuted(shape, cut.order, dtype=own.dtype, device=own.device)
+        with _room_for_whole():
+            whole = torch.empty_permuted(shape, cut.order, dtype=own.dtype, device=own.device)
+            drawn = function(whole.fill_(1.0) if cut.name == _DROPOUT else whole, *args[1:], **kwargs)
         if cut.name == _DROPOUT:
-            _, mask = function(whole.fill_(1.0), *args[1:], **kwargs)
-            kept = part(mask).clone()
+            kept = part(drawn[1]).clone()
             probability = by_name(function, args, kwargs)["p"]
             scaled = own * kept if probability == 1.0 else own * kept * (1.0 / (1.0 - probability))
             return scaled.to(own.dtype), kept
-        drawn = part(function(whole, *args[1:], **kwargs))
+        drawn = part(drawn)
         return own.copy_(drawn) if cut.name in _FILLS else torch.empty_like(own, dtype=drawn.dtype).copy_(drawn)
 
 
@@ -234,6 +240,16 @@ _current: ContextVar[SlicedRandom | None] = ContextVar("sliced random numbers", 
 def current_slices() -> SlicedRandom | None:
     """What random numbers are cut by in this thread now; None where they are not."""
     return _current.get()
+
+
+@contextmanager
+def _room_for_whole() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CannotSliceError("there is no memory for what the whole micro-batch draws at once") from None
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -256,7 +256,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ANYWHERE,
         Mutant(
             "memory: the parts add to what was reached already",
-            (("accumulation/recovery.py", "if id(parameter) not in reached]", "]"),),
+            (("accumulation/window_recovery.py", "if id(parameter) not in reached]", "]"),),
         ),
     ),
     (
@@ -265,7 +265,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "memory: a shape that is not known to fit reduces as it goes",
             (
                 (
-                    "accumulation/recovery.py",
+                    "accumulation/window_recovery.py",
                     "return not self._repairs or self._marks.is_proven(self._shapes[i])",
                     "return True",
                 ),
@@ -328,11 +328,11 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         f"{MEMORY}random_numbers_are_those_of_one_forward",
         Mutant(
             "memory: the rest of a backward draws other numbers",
-            (("accumulation/recovery.py", "            self._random.again(key)\n", "            pass\n"),),
+            (("accumulation/window_recovery.py", "self._random.again(self._key)", "pass"),),
         ),
     ),
     (
-        f"{RECOVERY}a_loss_that_is_no_sum_is_run_again_whole",
+        f"{RECOVERY}two_windows_of_rising_retries_lower_the_mark",
         Mutant(
             "memory: a loss that is no sum is cut",
             (
@@ -348,7 +348,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         f"{RECOVERY}a_loss_that_is_no_sum_is_not_cut",
         Mutant(
             "memory: what was refused is a mark all the same",
-            (("accumulation/recovery.py", "self._marks.fail(shape, apart=False)", "self._marks.fail(shape)"),),
+            (("accumulation/window_recovery.py", "self._marks.fail(shape, apart=False)", "self._marks.fail(shape)"),),
         ),
     ),
     (
@@ -358,8 +358,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 (
                     "verification/parts.py",
-                    "differs = differs or _gradients(",
-                    "differs = differs or False and _gradients(",
+                    "return said or _gradients(",
+                    "return said or False and _gradients(",
                 ),
             ),
         ),
@@ -368,7 +368,31 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         f"{RECOVERY}what_python_or_numpy_draws_is_drawn_again_alike",
         Mutant(
             "memory: Python's and NumPy's numbers go on",
-            (("accumulation/recovery.py", "            self._others.restore()\n", "            pass\n"),),
+            (
+                ("accumulation/window_recovery.py", "            self._others.restore()\n", "            pass\n"),
+                ("accumulation/window_recovery.py", "            self._first.restore()\n", "            pass\n"),
+            ),
+        ),
+    ),
+    (
+        f"{MEMORY}random_numbers_are_those_of_one_forward",
+        Mutant(
+            "memory: a part has the mask of other rows",
+            (("distributed/sliced_random.py", "tensor.narrow(dim, start * each,", "tensor.narrow(dim, 0,"),),
+        ),
+    ),
+    (
+        f"{MEMORY}random_numbers_are_those_of_one_forward",
+        Mutant(
+            "memory: what is computed again in a backward draws anew",
+            (("distributed/sliced_random.py", "found = self._seen.get(state)", "found = None"),),
+        ),
+    ),
+    (
+        f"{RECOVERY}windows_that_are_cut_later_have_the_numbers_of_whole_micro_batches",
+        Mutant(
+            "memory: windows that are cut draw numbers of their own",
+            (("accumulation/recovery.py", "if window.parts and self.slices else None", "if False else None"),),
         ),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,3 +231,85 @@ def test_two_windows_of_rising_retries_lower_the_mark(
         found.append(acc.engine.memory_marks.is_too_large(Shape(MICRO, 3)))
     assert found == [False, False, False, False, falls, falls]
     acc.close()
+
+
+def _dropped(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """With dropout, and noise of another operator behind it where the model says so."""
+    x = torch.nn.functional.dropout(batch[0], 0.4)
+    if model.later:
+        x = x + torch.rand_like(x)
+    return (model(x) - batch[1]).square().sum()
+
+
+class _Drops(Line):
+    later = False
+
+
+def _four_windows(
+    world: World, *, errors: Sequence[int], later: int = 4, looks: int = 8, marks: bool = True, resumed: bool = False
+) -> tuple[Tensor, list[int]]:
+    """The weights after windows with dropout, and how many micro-batches each of them has.
+
+    Memory runs out in the second micro-batch of some ``errors``; from a window on the forward draws more.
+    """
+    acc, data = accumulator(world, model := _Drops(), samples=4 * WINDOW)
+    left, sizes = 0, []
+
+    def strike(_: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def begin(acc: Accumulator, model: _Drops, n: int) -> None:
+        nonlocal left
+        left, model.later = 2 if n in errors else 0, n >= later
+        if n > 1 and Recovery.of(acc.engine).looks:
+            Recovery.of(acc.engine).looks = looks
+
+    model.layer.bias.register_post_accumulate_grad_hook(strike)
+    n = 0
+    while n < 4:
+        for window in acc.windows(data):
+            begin(acc, model, n)
+            sizes.append(len(window.plain.micro_batches))
+            acc.step(window, _dropped)
+            n += 1
+            if not marks:
+                acc.engine.memory_marks.keep_whole()
+            if n == 2 and resumed:
+                break
+        if n < 4:
+            state, weights = acc.state_dict(), model.state_dict()
+            acc.close()
+            acc, data = accumulator(world, model := _Drops(), samples=4 * WINDOW)
+            model.load_state_dict(weights)
+            acc.load_state_dict(state)
+    acc.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_windows_that_are_cut_later_have_the_numbers_of_whole_micro_batches(gloo_world: World, resumed: bool) -> None:
+    truth, whole = _four_windows(gloo_world, errors=())
+    found, sizes = _four_windows(gloo_world, errors=(1,), resumed=resumed)
+    assert (whole, sizes) == ([2, 2, 2, 2], [2, 2, 4, 4])
+    assert torch.allclose(found, truth, rtol=1e-6, atol=0)
+
+
+def test_a_part_that_draws_something_else_than_was_looked_at_is_run_again_whole(
+    gloo_world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth, _ = _four_windows(gloo_world, errors=(), later=2)
+    found, _ = _four_windows(gloo_world, errors=(1, 2), later=2, looks=0, marks=False)
+    assert torch.allclose(found, truth, rtol=1e-6, atol=0)
+    assert "the random numbers of smaller micro-batches from here on: aten::rand_like draws here" in caplog.text
+
+
+def test_a_window_that_is_cut_and_draws_something_else_says_so(
+    gloo_world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth, _ = _four_windows(gloo_world, errors=(), later=3)
+    found, _ = _four_windows(gloo_world, errors=(1,), later=3, looks=0)
+    assert not torch.allclose(found, truth, rtol=1e-6, atol=0)
+    assert caplog.text.count("the random numbers of smaller micro-batches from here on") == 1
