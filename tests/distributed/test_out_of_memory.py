@@ -22,7 +22,18 @@ from distaccum import Accumulator, DataSpec, World
 from distaccum.distributed.random import KeyedRandom
 from distaccum.testing import single_process_world
 from tests.support.commands import ROOT, succeed
-from tests.support.memory_faults import MICRO_STEPS, PLACES, Cell, Tagger, judge, make_model, run, tagged
+from tests.support.memory_faults import (
+    MICRO_STEPS,
+    PLACES,
+    PROGRAMS,
+    Cell,
+    Errors,
+    Tagger,
+    judge,
+    make_model,
+    run,
+    tagged,
+)
 from tests.support.threads import run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "out_of_memory.py"
@@ -123,6 +134,30 @@ def drawn(number: int, seed: int) -> Iterator[Cell]:
         )
 
 
+def drawing(number: int, seed: int) -> Iterator[Cell]:
+    """Cells at random of programs that draw."""
+    draw = random.Random(seed)  # noqa: S311
+    for _ in range(number):
+        unused = draw.random() < 0.2
+        yield Cell(
+            engine=draw.choice(ENGINES),
+            program="dropout, sometimes" if unused else draw.choice(("dropout", "tokens, dropout", "noise")),
+            precision=draw.choice(("fp64", "fp64", "fp32", "bf16")),
+            compile=draw.choice(("none", "none", "none", "blocks")),
+            checkpoint=draw.choice(("none", "none", "blocks")),
+            unused=unused,
+            places=tuple(draw.choice(PLACES) for _ in range(draw.choice((1, 1, 2)))),
+            leaf=draw.randrange(LEAVES),
+            window=draw.choice((-1, 0)),
+            micro=draw.choice((0, 1, -1)),
+            rank=draw.choice((-1, 0)),
+            last=draw.random() < 0.5,
+            verify=draw.choice(("never", "never", "first")),
+            windows=draw.choice((1, 2, 3)),
+            tail=draw.choice((0, 1, 3, 7)),
+        )
+
+
 def hold(cells: Iterable[Cell]) -> None:
     """Runs cells on ranks that are threads, and holds each to the truth.
 
@@ -156,10 +191,10 @@ def test_what_fails_once_is_cut_from_then_on() -> None:
     assert [len(batches) for batches in found[0].batches] == [7, 6, 6]
 
 
-def _losses(world: World, *, errors: bool) -> tuple[list[float], int]:
+def _losses(world: World, *, errors: bool, dropout: float) -> tuple[list[float], int]:
     """Of windows whose samples are shorter in each; in each one memory runs out once, or never."""
     torch.manual_seed(4)
-    model = Tagger()
+    model = Tagger(dropout)
     generator = torch.Generator().manual_seed(6)
     samples = []
     for length in range(26, 4, -1):
@@ -191,9 +226,11 @@ def _losses(world: World, *, errors: bool) -> tuple[list[float], int]:
     return found, struck
 
 
-def test_twenty_errors_change_no_loss() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_twenty_errors_change_no_loss(dropout: float) -> None:
     with single_process_world() as world:
-        (found, struck), (truth, _) = _losses(world, errors=True), _losses(world, errors=False)
+        found, struck = _losses(world, errors=True, dropout=dropout)
+        truth, _ = _losses(world, errors=False, dropout=dropout)
     assert struck == len(truth) == 22
     assert truth[-1] < truth[0]
     assert found == pytest.approx(truth, rel=1e-6)
@@ -201,10 +238,31 @@ def test_twenty_errors_change_no_loss() -> None:
 
 @pytest.mark.slow
 def test_random_numbers_are_those_of_one_forward(tmp_path: Path) -> None:
-    for cell, found in _by_process(list(by_process()), tmp_path):
-        assert not found["refused"], (cell, found)
-        bound = 1e-12 if cell.precision == "fp64" else 4 * found["plain"]
-        assert max(found["gradient"], found["loss"], found["norm"]) <= bound, (cell, found)
+    _hold_processes(list(by_process()), tmp_path)
+
+
+@pytest.mark.slow
+def test_cells_at_random_that_draw(tmp_path: Path) -> None:
+    _hold_processes(list(drawing(16, 1)), tmp_path)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+def test_many_cells_at_random_that_draw(tmp_path: Path) -> None:
+    for seed in range(8):
+        _hold_processes(list(drawing(50, 10 + seed)), tmp_path)
+
+
+def _hold_processes(cells: Sequence[Cell], tmp_path: Path) -> None:
+    wrong = []
+    for cell, found in _by_process(cells, tmp_path):
+        apart = PROGRAMS[cell.program].apart or cell.compile != "none"
+        if found["refused"] and apart and len(cell.places) > 1:  # nobody can have the rest of its numbers
+            continue
+        said = "refused" if found["refused"] else Errors(**found).wrong(cell)
+        if said:
+            wrong.append((cell, said, found))
+    assert not wrong, "\n".join(map(str, wrong[:5]))
 
 
 @pytest.mark.slow
@@ -220,7 +278,7 @@ def _by_process(cells: Sequence[Cell], tmp_path: Path) -> Iterator[tuple[Cell, A
     """What two real ranks find, each of whom has seen memory run out."""
     asked, answered = tmp_path / "cells.json", tmp_path / "errors.json"
     asked.write_text(json.dumps([asdict(cell) for cell in cells]))
-    succeed(answered, asked, world=2, script=WORKER, timeout=200, PYTHONPATH=str(ROOT))
+    succeed(answered, asked, world=2, script=WORKER, timeout=400, PYTHONPATH=str(ROOT))
     for cell, found in zip(cells, json.loads(answered.read_text()), strict=True):
         assert "struck" in found, (cell, found)
         assert found["struck"] >= 1, cell

@@ -28,6 +28,7 @@ from distaccum.accumulation.recovery import Recovery
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import DDPConfig, Zero1Config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.data.window import Window
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import ResourceError
@@ -91,10 +92,10 @@ class Net(nn.Module):
 class Tagger(nn.Module):
     """Tokens to classes; the output layer has the weights of the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.enter = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block(0.0, normal=False) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout, normal=False) for _ in range(2))
         self.leave = nn.Linear(WIDTH, 11, bias=False)
         self.leave.weight = self.enter.weight
 
@@ -215,6 +216,13 @@ PROGRAMS = {
     "tokens": Program(model=Tagger, loss=tagged, count=lambda batch: int((batch["labels"] != IGNORED).sum())),
     "dropout": Program(model=partial(Net, dropout=0.3), company=True, draws=True),
     "dropout, sometimes": Program(model=partial(Net, dropout=0.3, unused="sometimes"), company=True, draws=True),
+    "tokens, dropout": Program(
+        model=partial(Tagger, dropout=0.3),
+        loss=tagged,
+        count=lambda batch: int((batch["labels"] != IGNORED).sum()),
+        company=True,
+        draws=True,
+    ),
     "noise": Program(model=partial(Net, dropout=-1.0), company=True, draws=True, apart=True),
     "batch norm": Program(model=partial(Net, normal=True), company=True, whole=True),
     "contrastive": Program(model=partial(Net, outputs=3), loss=contrastive, company=True, whole=True),
@@ -361,6 +369,8 @@ class Found:
     norms: list[float] = field(default_factory=list)
     batches: list[list[list[int]]] = field(default_factory=list)
     """The samples of each forward of each window."""
+    planned: list[list[list[int]]] = field(default_factory=list)
+    """The samples of each micro-batch of each window, as they are without errors."""
     struck: int = 0
     verified: str = ""
     repaired: int = 0
@@ -427,6 +437,7 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
         found.weights.append(weights_of(acc))
         for number, window in enumerate(acc.windows(source)):
             fault.batches = []
+            found.planned.append(planned(window.plain))
             fault.begin_window(number, window.plain.micro_batches)
             try:
                 refused = not acc.step(window, loss).applied
@@ -449,6 +460,17 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
 
 class _RefusedError(Exception):
     """Some rank could not finish a window."""
+
+
+def planned(window: Window) -> list[list[int]]:
+    """The samples of its micro-batches, where those of one that is cut are together."""
+    found: list[list[int]] = []
+    for ids, part in zip(window.ids(), window.parts or [None] * len(window.micro_batches), strict=True):
+        if part is not None and part.rows.start > 0:
+            found[-1] += ids
+        else:
+            found.append(list(ids))
+    return found
 
 
 def weights_of(acc: Accumulator) -> Weights:
@@ -594,7 +616,9 @@ def judge(cell: Cell, ranks: Sequence[Found]) -> Errors:
         assert sorted(i for part in parts for i in part) == window
         if program.whole:
             assert sorted(parts) == _micro(window)
-        alike = [window] if not program.company else parts if _is_cut(cell, number, window) else _micro(window)
+        alike = [window]
+        if program.company:
+            alike = parts if _draws_apart(cell, number) else [ids for rank in ranks for ids in rank.planned[number]]
         truth = plain(cell, before, window, alike, dtype=torch.float64)
         if cell.precision != "fp64":
             loop = plain(cell, before, window, alike if program.company else _micro(window), dtype=torch.float32)
@@ -616,12 +640,10 @@ def judge(cell: Cell, ranks: Sequence[Found]) -> Errors:
     return Errors(**worst, lost=lost, struck=sum(rank.struck for rank in ranks), said=said, refused=refused)
 
 
-def _is_cut(cell: Cell, number: int, window: Ids) -> bool:
-    """Whether a window is run in other micro-batches than without errors, as far as random numbers show."""
-    if len(window) < cell.size:
-        return True  # it is dealt otherwise
+def _draws_apart(cell: Cell, number: int) -> bool:
+    """Whether what is cut in a window draws numbers of its own."""
     apart = PROGRAMS[cell.program].draws and (PROGRAMS[cell.program].apart or cell.compile != "none")
-    return apart and (len(cell.places) > 1 or number > cell.window % cell.windows)
+    return apart and (len(cell.places) > 1 or cell.window == -1 or number > cell.window)
 
 
 def _moved(before: Weights, after: Weights) -> Weights:
