@@ -20,6 +20,7 @@ RUN = (
     "trainer.eval_every=0",
     "trainer.verify=never",  # whose forwards the model would count
     "model._target_=tests.support.greedy.GreedyGPT",
+    "model.dropout=0.1",
     "batch.global_size=32",
     "batch.micro_size=8",
     "trainer.max_steps=6",
