@@ -194,7 +194,8 @@ class WindowRecovery:
         try:
             totals = self._finish(found)
         except _TornError as torn:
-            totals = self._anew(torn.failure, buffers, mark)
+            everything = None if found.missing is None else self._everything()
+            totals = self._anew(torn.failure, everything, buffers, mark)
         if self._of_all.draws_uncut and not self._apart:  # the window's others would draw other numbers in parts
             self._failed.append(shape)
         else:
@@ -212,7 +213,7 @@ class WindowRecovery:
         try:
             return self._in_parts((0, rows), None, self._marks.parts(shape))
         except _TornError as torn:
-            return self._anew(torn.failure, buffers, mark)
+            return self._anew(torn.failure, None, buffers, mark)
 
     def _finish(self, failure: _Failure) -> list[LossSum]:
         """The losses of what is left of a micro-batch, with the random numbers that its forward had.
@@ -349,9 +350,12 @@ class WindowRecovery:
         if loss is None:  # in the forward
             return _Failure(said, wanted, drawn=drawn)
         sums = {name: part.detach() for name, part in as_loss_sums(loss).items()}
-        everything = list(trained(self._engine.unwrapped_model).values()) if wanted is None else wanted
+        everything = self._everything() if wanted is None else wanted
         missing = [parameter for parameter in everything if id(parameter) not in reached]
         return _Failure(said, missing, reached=bool(reached), drawn=drawn, loss_sums=sums)
+
+    def _everything(self) -> Sequence[nn.Parameter]:
+        return list(trained(self._engine.unwrapped_model).values())
 
     # --- random numbers
 
@@ -451,8 +455,13 @@ class WindowRecovery:
         total: LossSum = found
         return total
 
-    def _anew(self, failure: _Failure, buffers: Callable[[], None], mark: Any) -> list[LossSum]:
-        """All of the micro-batch in more and more parts, from the gradient as it was before it."""
+    def _anew(
+        self, failure: _Failure, wanted: Sequence[nn.Parameter] | None, buffers: Callable[[], None], mark: Any
+    ) -> list[LossSum]:
+        """All of the micro-batch in more and more parts, from the gradient as it was before it.
+
+        ``wanted`` are all parameters, by name where a backward has begun that reduces: its hooks may not fire again.
+        """
         if self._of_all.whole:
             raise self._refusal(failure.said, self._of_all.whole)
         rows, parts, self._apart = self._rows(failure), 2, True
@@ -463,7 +472,7 @@ class WindowRecovery:
             if self._records is not None:
                 self._records.reset(mark)
             try:
-                return self._in_parts((0, rows), None, min(parts, rows))
+                return self._in_parts((0, rows), wanted, min(parts, rows))
             except _TornError as torn:
                 failure = torn.failure
             parts *= 2

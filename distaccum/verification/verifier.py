@@ -58,6 +58,7 @@ class Verifier:
         self._since: int | None = None  # windows since the last one that was verified
         self.proof: GradientProof | None = None
         """Of the current window; None where it is not verified."""
+        self._judged = False  # whether the ranks have begun to compare it
 
     def begin(self, window: Window) -> None:
         """Begins a window; every rank calls it.
@@ -107,11 +108,15 @@ class Verifier:
             VerificationError: it is not the window's gradient; on all ranks, and no weight has moved.
         """
         if self.proof is not None:
+            self._judged = True
             self.proof.before_step(divisor)
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[[Tensor], None]]:
         """Around the window's step, :meth:`before_step` included; is to be told the norm that the step reports.
+
+        After an error in the window's forwards and backwards the proof stays open: the other ranks have theirs, and
+        this one takes part in it when it gives the window up. :meth:`drop` ends it.
 
         Raises:
             VerificationError: the optimizers are given something else; on all ranks, and no weight has moved.
@@ -121,15 +126,15 @@ class Verifier:
             yield lambda _: None
             return
         reported: list[Tensor] = []
-        before = self._steps()
+        before, self._judged = self._steps(), False
         try:
             yield reported.append
             (norm,) = reported
             proof.after_step(norm)
             self._skipped.note(norm, before)
         finally:
-            proof.close()
-            self.proof = None
+            if self._judged:
+                self.drop()
         if proof.conclusive:
             self._since, self.summary = 1, proof.summary
             if self._world.is_main and self.summary:

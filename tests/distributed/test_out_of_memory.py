@@ -94,6 +94,17 @@ def refused() -> Iterator[Cell]:
     """Cells that no rank steps on, as memory is over for a single sample, or for what cannot be cut."""
     for engine, micro, rank in product(ENGINES, (0, 1, -1), (0, 1)):
         yield Cell(engine=engine, places=("forward",) * 4, whole=True, micro=micro, rank=rank)
+    yield Cell(places=("forward",) * 4, whole=True, micro=1, rank=0, verify="first")
+    yield Cell(
+        engine="zero1",
+        places=("forward",) * 4,
+        whole=True,
+        micro=-1,
+        rank=1,
+        verify="first",
+        program="never",
+        unused=True,
+    )
     yield Cell(program="batch norm", places=("tensor", "loss"), leaf=3, micro=1, rank=0, tail=0)
     yield Cell(program="batch norm", places=("post", "forward"), leaf=6, micro=-1, rank=1, tail=0)
 
@@ -139,11 +150,14 @@ def drawing(number: int, seed: int) -> Iterator[Cell]:
     draw = random.Random(seed)  # noqa: S311
     for _ in range(number):
         unused = draw.random() < 0.2
+        program = "dropout, sometimes" if unused else draw.choice(("dropout", "tokens, dropout", "noise"))
+        # The truth pads parts that draw by themselves to their own longest sample.
+        compiled = "none" if program == "tokens, dropout" else draw.choice(("none", "none", "blocks"))
         yield Cell(
             engine=draw.choice(ENGINES),
-            program="dropout, sometimes" if unused else draw.choice(("dropout", "tokens, dropout", "noise")),
+            program=program,
             precision=draw.choice(("fp64", "fp64", "fp32", "bf16")),
-            compile=draw.choice(("none", "none", "none", "blocks")),
+            compile=compiled,
             checkpoint=draw.choice(("none", "none", "blocks")),
             unused=unused,
             places=tuple(draw.choice(PLACES) for _ in range(draw.choice((1, 1, 2)))),
