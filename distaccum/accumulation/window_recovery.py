@@ -36,6 +36,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.memory import is_out_of_memory
 from distaccum.distributed.random import KeyedRandom, OtherGenerators, keys_of
 from distaccum.distributed.sliced_random import CannotSliceError, Rows, SlicedRandom
+from distaccum.engines.buffers import nothing
 from distaccum.engines.memory_marks import Shape
 from distaccum.engines.memory_report import memory_by_part
 from distaccum.engines.modules import trained
@@ -90,6 +91,8 @@ class _Failure:
     """Whether the forward has drawn from torch's generators."""
     loss_sums: Mapping[str, Tensor] | None = None
     """Where the forward came to its end."""
+    unlike: bool = False
+    """Whether it is not memory that was over: a part draws what cannot be cut."""
 
 
 class _TornError(Exception):
@@ -171,22 +174,29 @@ class WindowRecovery:
         if not self._repairs:
             return [self._once(batch, counts, random)]
         self._interrupted = self._touched = self._apart = False
-        shape = Shape._make(self._shapes[i])
-        known = self._marks.is_proven(shape)
-        if not known and self._marks.is_too_large(shape) and (rows := self._rows_if_any()):
+        sizes = self._shapes[i]
+        known = sizes in self._marks.seen or self._marks.is_proven(sizes)
+        if not known and self._marks.is_too_large(Shape(*sizes)) and (rows := self._rows_if_any()):
             self._look(_Failure("it has before"))
             if not self._of_all.whole:
-                return self._known_too_large(shape, rows)
+                return self._known_too_large(Shape(*sizes), rows)
         self._aside = self._set_aside() if not (synced or known) else () if i == 0 and not synced else None
         self._first = self._others = OtherGenerators() if self._of_all.draws_elsewhere is not False else None
-        buffers = self._of_all.buffers.keep()
+        buffers = nothing if self._of_all.buffers.none else self._of_all.buffers.keep()
         mark = None if self._records is None else self._records.mark()
-        found = self._attempt(batch, counts, None, random, buffers=buffers, mark=mark)
-        if type(found) is not _Failure:
+        failure = None
+        try:  # no call of ours around it
+            total = self._micro_step(batch, counts) if random is None else self._cut(batch, counts, None, random)
+        except Exception as error:
+            failure = self._failure(error, None)
+        # Outside of the handler: the error's frames hold what the forward has made.
+        found = total if failure is None else self._what_is_left(failure, buffers, mark)
+        if not isinstance(found, _Failure):
             self._aside = None
             if not known or self._of_all.draws is None:
-                self._ran(shape)
+                self._ran(Shape(*sizes))
             return [found]
+        shape = Shape(*sizes)
         del batch
         self._marks.fail(shape, apart=False)
         place = str(self._engine.activity.now())
@@ -292,46 +302,42 @@ class WindowRecovery:
         anew = self._of_all.draws is not False and not self._of_all.whole and not self._slices
         return self._engine.copy_gradients() if anew else None
 
-    def _attempt(
-        self,
-        batch: Any,
-        counts: Counts,
-        wanted: Sequence[nn.Parameter] | None,
-        random: SlicedRandom | None,
-        *,
-        buffers: Callable[[], None],
-        mark: Any,
-    ) -> Any:
-        """The losses of a micro-batch, or of its part; a failure, if memory runs out in it.
+    def _failure(self, error: Exception, wanted: Sequence[nn.Parameter] | None) -> _Failure:
+        """What an error has left of a micro-step; raises it where memory is not what it is about."""
+        unlike = isinstance(error, CannotSliceError)
+        if not unlike and not (is_out_of_memory(error) and self._engine.repairs):
+            raise error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reached = set(map(id, self._engine.interrupted()))
+        loss, self._micro_step.loss = self._micro_step.loss, None  # its graph holds the activations
+        drawn = self._has_drawn()
+        if loss is None:  # in the forward
+            return _Failure(said, wanted, drawn=drawn, unlike=unlike)
+        sums = {name: part.detach() for name, part in as_loss_sums(loss).items()}
+        everything = self._everything() if wanted is None else wanted
+        missing = [parameter for parameter in everything if id(parameter) not in reached]
+        return _Failure(said, missing, reached=bool(reached), drawn=drawn, loss_sums=sums, unlike=unlike)
 
-        Buffers and records are then put back to what they were before.
+    def _what_is_left(self, failure: _Failure, buffers: Callable[[], None], mark: Any) -> Any:
+        """The failure, or the losses where the backward had reached everything.
+
+        Buffers and records are put back to what they were before the forward.
 
         Raises:
             _TornError: a part's random numbers cannot be cut.
         """
-        try:
-            if random is not None:
-                return self._cut(batch, counts, wanted, random)
-            return self._micro_step(batch, counts, wanted)
-        except Exception as error:
-            unlike = str(error) if isinstance(error, CannotSliceError) else ""
-            if not unlike and not (is_out_of_memory(error) and self._engine.repairs):
-                raise
-            failure = self._failure((str(error).splitlines() or [type(error).__name__])[0], wanted)
-        # Outside of the handler: the error's frames hold what the forward has made.
         self._interrupted = True
         self._touched |= failure.reached
         if failure.missing is not None and not failure.missing:
-            return failure.loss_sums  # the backward had reached everything
+            return failure.loss_sums
         buffers()
         if self._records is not None:
             self._records.reset(mark)
-        del batch
         gc.collect()
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()
-        if unlike:
-            self._of_all.cannot_slice(unlike)
+        if failure.unlike:
+            self._of_all.cannot_slice(failure.said)
             raise _TornError(failure)
         return failure
 
@@ -342,17 +348,6 @@ class WindowRecovery:
         if random.lost:
             self._of_all.cannot_slice(random.lost)
         return total
-
-    def _failure(self, said: str, wanted: Sequence[nn.Parameter] | None) -> _Failure:
-        reached = set(map(id, self._engine.interrupted()))
-        loss, self._micro_step.loss = self._micro_step.loss, None  # its graph holds the activations
-        drawn = self._has_drawn()
-        if loss is None:  # in the forward
-            return _Failure(said, wanted, drawn=drawn)
-        sums = {name: part.detach() for name, part in as_loss_sums(loss).items()}
-        everything = self._everything() if wanted is None else wanted
-        missing = [parameter for parameter in everything if id(parameter) not in reached]
-        return _Failure(said, missing, reached=bool(reached), drawn=drawn, loss_sums=sums)
 
     def _everything(self) -> Sequence[nn.Parameter]:
         return list(trained(self._engine.unwrapped_model).values())
@@ -430,9 +425,18 @@ class WindowRecovery:
         self._others = None if self._of_all.draws_elsewhere is False else OtherGenerators()
         buffers = self._of_all.buffers.keep()
         mark = None if self._records is None else self._records.mark()
-        found = self._attempt(batch, _NO_COUNTS, wanted, random, buffers=buffers, mark=mark)
-        self._touched |= not isinstance(found, _Failure)
-        return found
+        try:
+            if random is not None:
+                total = self._cut(batch, _NO_COUNTS, wanted, random)
+            else:
+                total = self._micro_step(batch, _NO_COUNTS, wanted)
+        except Exception as error:
+            failure = self._failure(error, wanted)
+        else:
+            self._touched = True
+            return total
+        del batch
+        return self._what_is_left(failure, buffers, mark)
 
     def _again(self, span: Span | None, failure: _Failure) -> LossSum:
         """The same rows, or all, with the same random numbers; on a GPU their activations wait on the host.

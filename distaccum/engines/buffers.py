@@ -92,6 +92,8 @@ class ChangingBuffers:
         self._changing: list[tuple[nn.Module, str]] | None = None  # None: not known yet
         self._constant: list[tuple[nn.Module, str]] = []
         self._tensors: list[Tensor] = []  # of those
+        self.none = False
+        """Whether the model is known to have no buffers."""
 
     def keep(self) -> Callable[[], None]:
         """Before a forward; what is returned sets them to what they are now.
@@ -102,8 +104,8 @@ class ChangingBuffers:
         if self._changing is None:
             self._before = Buffers(self._engine)
             return self._before.restore
-        if not self._changing and not self._constant:
-            return _nothing
+        if self.none:
+            return nothing
         kept = _copies(self._changing) if self._changing else []
         return partial(self._put_back, kept, list(map(_version, self._tensors)))
 
@@ -117,6 +119,7 @@ class ChangingBuffers:
             constant = [one for one in _named(self._engine) if (id(one[0]), one[1]) not in known]
             self._constant = [(module, name) for module, name, _ in constant]
             self._tensors = [buffer for _, _, buffer in constant]
+            self.none = not self._changing and not self._constant
         self._before = None
 
     @torch.no_grad()
@@ -135,8 +138,8 @@ class ChangingBuffers:
                 setattr(module, name, buffer)
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Puts no buffers back."""
 
 
 def _copies(changing: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str, Tensor, Tensor]]:

@@ -235,7 +235,7 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         vars(self._ddp)["called"] = False  # by no way round: once a micro-step
-        self._leaves.forget()
+        self._leaves.reached.clear()
         if not self._ran and not self._communicates and self._world.size > 1:
             self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
@@ -256,7 +256,7 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
-        self._leaves.begin_backward()
+        self._leaves.begun = len(self._leaves.reached)
         if self._collectives.watching and self._collectives.called():  # on all ranks that have this micro-step
             self._communicates = True
             self._compare_micro_steps(self._communicating())
@@ -327,14 +327,14 @@ class DDPEngine(Engine):
         """See :class:`Engine`."""
         self._syncs, reached = False, self._leaves.reached_in_backward
         self._began = self._began or self._reduction.has_begun(len(reached))
-        vars(self._ddp)["reduces"] = self._reduction.running
+        self._ddp.forward_past_wrapper(self._reduction.running)
         self._watch.note()
         return reached
 
     def backward_to(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """See :class:`Engine`. Where DDP's reduction has begun, its hooks may fire once only: they are passed by."""
         self._watch.check()
-        self._leaves.begin_backward()
+        self._leaves.begun = len(self._leaves.reached)
         if not loss.requires_grad:
             return
         scaled = self._scaler.scale(loss) if self._scaler else loss
@@ -362,7 +362,7 @@ class DDPEngine(Engine):
             else:
                 self._reduction.join(value)
         self._reduced = True
-        vars(self._ddp)["reduces"] = False
+        self._ddp.forward_past_wrapper(False)
         self._watch.note()
 
     def copy_gradients(self) -> Sequence[Tensor]:
@@ -455,7 +455,7 @@ class DDPEngine(Engine):
             self._end_interrupted()
         self._drop_gradients()
         self._ran = self._reduced = self._began = False
-        vars(self._ddp)["reduces"] = False
+        self._ddp.forward_past_wrapper(False)
         self._fault, self._micro_steps = "", None
         self._close_window()
 

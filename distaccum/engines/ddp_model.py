@@ -22,18 +22,22 @@ class DDPModel(DistributedDataParallel):
     called: bool = False
     """Whether a forward, a method or a part of the model was asked for since this was last set to False."""
 
-    reduces: bool = False
-    """Whether a reduction has begun and not ended: torch's own forward would refuse to begin another."""
-
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped model's, by way of torch's wrapper, which of a local one looks at its buckets alone."""
-        if vars(self).get("reduces"):
-            return self.module(*inputs, **kwargs)
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+    def forward_past_wrapper(self, passes: bool) -> None:
+        """Whether forwards are the wrapped model's alone, not by way of torch's wrapper.
+
+        While a reduction has begun and not ended torch's own forward would refuse to begin another.
+        """
+        if passes:
+            vars(self)["forward"] = self._wrapped
+        else:
+            vars(self).pop("forward", None)
+
+    def _wrapped(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:

@@ -30,6 +30,8 @@ class MemoryMarks:
     def __init__(self) -> None:
         self._proven: list[Shape] = []  # the largest ones
         self._failed: list[Shape] = []  # the smallest ones
+        self.seen: set[tuple[int, int]] = set()
+        """Shapes that were found proven when they were asked for, as long as they are: asked for without a call."""
 
     @property
     def any_failed(self) -> bool:
@@ -44,9 +46,9 @@ class MemoryMarks:
     def is_proven(self, shape: tuple[int, int]) -> bool:
         """Whether it is known to fit."""
         rows, elements = shape
-        for proven in self._proven:  # noqa: SIM110  a generator is a call of ours, and this is asked for every micro-batch
-            if rows <= proven[0] and elements <= proven[1]:
-                return True
+        if any(rows <= proven[0] and elements <= proven[1] for proven in self._proven):
+            self.seen.add((rows, elements))
+            return True
         return False
 
     def is_too_large(self, shape: Shape) -> bool:
@@ -69,6 +71,7 @@ class MemoryMarks:
     def fail(self, shape: Shape, *, apart: bool = True) -> None:
         """Notes that it ran out of memory; of a single row, or if not ``apart``, nobody can cut it."""
         self._proven = [proven for proven in self._proven if not shape.fits_in(proven)]
+        self.seen.clear()
         if apart and shape.rows > 1 and not self.is_too_large(shape):
             self._failed = [*(failed for failed in self._failed if not shape.fits_in(failed)), shape]
 
@@ -82,4 +85,5 @@ class MemoryMarks:
 
     def load_state_dict(self, state: Mapping[str, Iterable[Sequence[int]]]) -> None:
         """Restores :meth:`state_dict`; what is missing there is not known."""
+        self.seen.clear()
         self._proven, self._failed = ([Shape(*shape) for shape in state.get(name, ())] for name in ("proven", "failed"))

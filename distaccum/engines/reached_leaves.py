@@ -29,12 +29,15 @@ class ReachedLeaves:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters, self._reached = parameters, list[Tensor]()
-        self._begun = 0  # how many had been reached when the last backward began
+        self._parameters = parameters
+        self.reached: list[Tensor] = []
+        """Those of the micro-step, one after the other; it begins with none."""
+        self.begun = 0
+        """How many had been reached when the last backward began; set by who begins it, without a call."""
         self._hooks = [self._register(parameter) for parameter in parameters]
 
     def _register(self, parameter: nn.Parameter) -> Any:
-        handle: Any = parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
+        handle: Any = parameter.register_post_accumulate_grad_hook(self.reached.append)  # type: ignore[no-untyped-call]
         try:
             hooks = getattr(parameter, _HOOKS)
             others = {number: hook for number, hook in hooks.items() if number != handle.id}
@@ -48,32 +51,23 @@ class ReachedLeaves:
             raise ConfigError("torch", "this release", problem, "Use a torch from 2.8 to 2.15") from error
         return handle
 
-    def forget(self) -> None:
-        """Begins a micro-step: no leaf is reached."""
-        self._reached.clear()
-        self._begun = 0
-
-    def begin_backward(self) -> None:
-        """Begins a backward of the micro-step."""
-        self._begun = len(self._reached)
-
     def note(self, parameter: Tensor) -> None:
         """Notes a leaf that was added to past its hook."""
-        self._reached.append(parameter)
+        self.reached.append(parameter)
 
     @property
     def reached_in_backward(self) -> Sequence[Tensor]:
         """Those that the last backward has added to."""
-        return self._reached[self._begun :]
+        return self.reached[self.begun :]
 
     @property
     def missing(self) -> list[nn.Parameter]:
         """The leaves that no backward of the micro-step has reached, in the order of the parameters."""
-        known = set(map(id, self._reached))
+        known = set(map(id, self.reached))
         return [parameter for parameter in self._parameters if id(parameter) not in known]
 
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._reached.clear()
+        self.reached.clear()

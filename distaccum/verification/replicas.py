@@ -69,6 +69,7 @@ class Replicas:
         ] = {}  # by loss: the counts that windows were divided by, since the last exchange
         self._counted: dict[str, float] = {}
         self._warned = self._warned_of_state = False
+        self._weights: Mapping[str, Tensor] = {}  # asked for before the first checksum, and at each check()
 
     # --- what rides in a count, see GlobalCounter
 
@@ -143,7 +144,10 @@ class Replicas:
         Raises:
             VerificationError: the ranks differ; raised on all of them.
         """
-        if self._world.size == 1 or not self._engine.replicated():
+        if self._world.size == 1:
+            return
+        self._weights = self._engine.replicated()
+        if not self._weights:
             return
         slots = [0.0] * self._slots
         slots[self._world.rank % self._slots] = float(HostCopy(self._checksum()).read() & self._mask)
@@ -223,23 +227,24 @@ class Replicas:
     @torch.no_grad()
     def _checksum(self) -> Tensor:
         """0-dim int64, on the device."""
+        self._weights = self._weights or self._engine.replicated()
         sums = torch.stack([view.sum() for view in self._current_views()])
         if self._odd is None or len(self._odd) != len(sums):  # so that tensors that swap their values are seen
             self._odd = torch.arange(1, 2 * len(sums), 2, device=sums.device)
         return (sums * self._odd).sum()
 
-    def _current_views(self) -> Iterator[Tensor]:
+    def _current_views(self) -> list[Tensor]:
         """Tensors as 64-bit integers: made once, and again where a tensor has moved."""
-        for name, tensor in self._engine.replicated().items():
+        views = []
+        for name, tensor in self._weights.items():
             where = (tensor.data_ptr(), *tensor.shape)
             known = self._views.get(name)
-            if known is not None and known[0] == where:
-                yield known[1]
-                continue
-            view = _as_integers(tensor)
-            if view.data_ptr() == tensor.data_ptr():  # else it is a copy
-                self._views[name] = (where, view)
-            yield view
+            if known is None or known[0] != where:
+                known = where, _as_integers(tensor)
+                if known[1].data_ptr() == tensor.data_ptr():  # else it is a copy
+                    self._views[name] = known
+            views.append(known[1])
+        return views
 
 
 def _as_integers(tensor: Tensor) -> Tensor:

@@ -43,13 +43,9 @@ class Shuffle:
 
     def _network(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = x >> self._half, x & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+        for key in self._keys:  # SplitMix64's finaliser needs arithmetic modulo 2**64: NumPy's arrays wrap
+            z = right ^ key
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & self._mask)
         return (left << self._half) | right
-
-
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser, which needs arithmetic modulo 2**64: NumPy's arrays wrap."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
