@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -42,9 +43,11 @@ _log = logging.getLogger(__name__)
 
 SECONDS = 10.0  # of a rehearsal
 _SHARE = 0.9  # of the memory
-_NEAR = 0.98  # of the best rate
-_CLOSE = 0.9  # of the best rate: sizes that are timed again
-_TIMED_S, _MOST_RUNS, _ROUNDS = 0.1, 5, 3  # of one size in a round
+_NEAR = 0.99  # of the best rate: the rest of the 2 % is for what a rehearsal does not run, such as loading
+_CLOSE = 0.85  # of the best rate: sizes that are timed again, as what else the machine does may have met them alone
+_CLOSER = 0.95  # the same, once they are timed in turns
+_TIMED_S, _MOST_RUNS = 0.1, 5  # of one size
+_ROUNDS = 10
 _REHEARSED = "This was a rehearsal of the micro-batch, of {}: state its size instead"
 _KEY = 0  # of the random numbers
 
@@ -315,16 +318,24 @@ class _Rehearsal:
         return Trial(size=size, seconds=min(first, self._slowest(own)), memory=memory)
 
     def _time_again(self, trials: dict[int, Trial], batches: dict[int, Any], began: float, seconds: float) -> None:
-        """Times the sizes that come near the best in turns, so that what else the machine does meets all of them."""
+        """Times the sizes that come near the best in turns, so that what else the machine does meets all of them.
+
+        Of each as many samples at once as the largest has: of short runs more would be undisturbed than of long ones.
+        """
+        best = max(trial.rate for trial in trials.values())
+        near = [trial for trial in trials.values() if trial.rate >= _CLOSE * best]
+        most = max(trial.size for trial in near)
+        least = dict.fromkeys((trial.size for trial in near), inf)
         for _ in range(_ROUNDS):
-            best = max(trial.rate for trial in trials.values())
-            near = [trial for trial in trials.values() if trial.rate >= _CLOSE * best]
-            if len(near) == 1 or self._is_over(began, seconds, sum(trial.seconds for trial in near) * _MOST_RUNS):
-                return
+            if len(near) == 1 or self._is_over(began, seconds, sum(most / trial.rate for trial in near)):
+                break
             for trial in near:
-                again = self._timed(trial.size, batches[trial.size], trial.memory)
-                if again.seconds < trial.seconds:
-                    trials[trial.size] = again
+                runs = most // trial.size
+                own = sum(self._run(batches[trial.size]) for _ in range(runs)) / runs
+                least[trial.size] = min(least[trial.size], self._slowest(own))
+                trials[trial.size] = replace(trial, seconds=least[trial.size])
+            best = max(trials[trial.size].rate for trial in near)
+            near = [trial for trial in near if trials[trial.size].rate >= _CLOSER * best]
 
     def _slowest(self, seconds: float) -> float:
         """Of all ranks."""
@@ -371,7 +382,7 @@ def _predicted(trials: Sequence[Trial], size: int) -> float | None:
 def _falls(trials: dict[int, Trial]) -> bool:
     """Whether the last two sizes are slower than the best before them: larger ones will not be faster."""
     rates = [trial.rate for trial in trials.values()]
-    return len(rates) > 2 and max(rates[-2:]) < _NEAR * max(rates[:-2])  # noqa: PLR2004
+    return len(rates) > 2 and max(rates[-2:]) < _CLOSE * max(rates[:-2])  # noqa: PLR2004
 
 
 class _Strangers:
