@@ -47,7 +47,7 @@ _NEAR = 0.99  # of the best rate: the rest of the 2 % is for what a rehearsal do
 _CLOSE = 0.85  # of the best rate: sizes that are timed again, as what else the machine does may have met them alone
 _CLOSER = 0.95  # the same, once they are timed in turns
 _TIMED_S, _MOST_RUNS = 0.1, 5  # of one size
-_ROUNDS = 10
+_ROUNDS, _LEAST = 10, 3
 _REHEARSED = "This was a rehearsal of the micro-batch, of {}: state its size instead"
 _KEY = 0  # of the random numbers
 
@@ -326,7 +326,7 @@ class _Rehearsal:
         near = [trial for trial in trials.values() if trial.rate >= _CLOSE * best]
         most = max(trial.size for trial in near)
         least = dict.fromkeys((trial.size for trial in near), inf)
-        for _ in range(_ROUNDS):
+        for turn in range(_ROUNDS):
             if len(near) == 1 or self._is_over(began, seconds, sum(most / trial.rate for trial in near)):
                 break
             for trial in near:
@@ -334,8 +334,9 @@ class _Rehearsal:
                 own = sum(self._run(batches[trial.size]) for _ in range(runs)) / runs
                 least[trial.size] = min(least[trial.size], self._slowest(own))
                 trials[trial.size] = replace(trial, seconds=least[trial.size])
-            best = max(trials[trial.size].rate for trial in near)
-            near = [trial for trial in near if trials[trial.size].rate >= _CLOSER * best]
+            if turn >= _LEAST:
+                best = max(trials[trial.size].rate for trial in near)
+                near = [trial for trial in near if trials[trial.size].rate >= _CLOSER * best]
 
     def _slowest(self, seconds: float) -> float:
         """Of all ranks."""
