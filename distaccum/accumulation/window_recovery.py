@@ -518,6 +518,7 @@ class WindowRecovery:
 
     def _tell(self, place: str, parts: int) -> None:
         how = f"in {parts} parts" if parts > 1 else "by running it again"
+        apart = ", with random numbers of their own" if self._of_all.draws_uncut else ""
         _log.warning(
             "out of memory in %s, micro-batch %d of %d (%s) on this rank: finished %s, and the gradient is the same%s",
             place,
@@ -525,7 +526,7 @@ class WindowRecovery:
             len(self._shapes),
             Shape(*self._shapes[self._i]),
             how,
-            "" if self._of_all.whole else "; from here on such micro-batches are run in parts",
+            "" if self._of_all.whole else "; from here on such micro-batches are run in parts" + apart,
         )
 
     def _refusal(self, said: str, why: str) -> ResourceError:

@@ -40,7 +40,12 @@ _LIKE = frozenset(
     f"aten::{name}" for name in ("bernoulli.p", "rand_like", "randn_like", "randint_like", "randint_like.low_dtype")
 )
 _SIZED = frozenset(f"aten::{name}" for name in ("rand", "randn", "randint", "randint.low"))
+_OF_VALUES = frozenset(  # of each element by itself
+    f"aten::{name}"
+    for name in ("bernoulli", "bernoulli_.Tensor", "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
+)
 _DROPOUT = "aten::native_dropout"
+_KNOWN = _FILLS | _LIKE | _SIZED | _OF_VALUES | {_DROPOUT}
 
 
 class CannotSliceError(Exception):
@@ -98,7 +103,7 @@ def draws(function: Any, given: Mapping[str, Any]) -> bool:
 
 def is_fill(function: Any) -> bool:
     """Whether an operator gives nothing but random numbers, whatever its arguments ``DROPOUT`` are."""
-    return function.name() in _FILLS | _LIKE | _SIZED
+    return function.name() in _KNOWN - {_DROPOUT}
 
 
 def by_name(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,8 +131,8 @@ def slices_of(whole: Sequence[Drawn], rows: int, parts: Sequence[tuple[Sequence[
         if len(dims) != 1:
             raise CannotSliceError(f"{one.name} draws in another dimension for fewer samples")
         (dim,) = dims
-        if dim is not None and one.name not in _FILLS | _LIKE | _SIZED | {_DROPOUT}:
-            raise CannotSliceError(f"{one.name} draws numbers that depend on more than a shape")
+        if dim is not None and one.name not in _KNOWN:
+            raise CannotSliceError(f"{one.name} draws numbers that depend on more than their own element")
         found.append(Slice(one.name, dim, one.order))
     return tuple(found)
 
@@ -186,13 +191,15 @@ class SlicedRandom(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def _cut(self, function: Any, args: Any, kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
-        own = next((one for one in args if isinstance(one, Tensor)), None)
+        own = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         device = torch.device(kwargs.get("device") or "cpu") if own is None else own.device
         cut = self._slice(function.name(), device)
         if cut.dim is None:
             return function(*args, **kwargs)
         if own is None:
             return self._sized(function, given, cut)
+        if cut.name in _OF_VALUES:
+            return self._of_values(function, own, given, cut)
         return self._for_whole(function, own, args, kwargs, cut)
 
     def _slice(self, name: str, device: torch.device) -> Slice:
@@ -219,6 +226,20 @@ class SlicedRandom(TorchDispatchMode):
         with _room_for_whole():
             drawn = _call(function, given | {"size": whole})
         return part(drawn).contiguous()
+
+    def _of_values(self, function: Any, own: Tensor, given: dict[str, Any], cut: Slice) -> Tensor:
+        """Other rows have any values: how many numbers are drawn does not depend on them."""
+        shape, part = self._size(own.shape, cut)
+        whole = dict(given)
+        with _room_for_whole():
+            for name, value in given.items():
+                if isinstance(value, Tensor):
+                    if value.shape != own.shape:
+                        raise CannotSliceError(f"{cut.name} is given {list(own.shape)} and {list(value.shape)}")
+                    whole[name] = torch.empty_permuted(shape, cut.order, dtype=value.dtype, device=value.device)
+                    part(whole[name].fill_(0.5)).copy_(value)
+            drawn = part(_call(function, whole))
+        return own.copy_(drawn) if cut.name == "aten::bernoulli_.Tensor" else drawn.clone()
 
     def _for_whole(self, function: Any, own: Tensor, args: Any, kwargs: Any, cut: Slice) -> Any:
         shape, part = self._size(own.shape, cut)

@@ -91,6 +91,10 @@ PROGRAMS: dict[str, Forward] = {
     "depth": lambda x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.6),
     "the same for all": lambda x: x * torch.rand(()) + torch.randn(WIDTH),
     "computed again": lambda x: checkpoint(lambda y: F.dropout(y.sin(), 0.4), x * 2, use_reentrant=False),
+    "means of their own": lambda x: torch.normal(x, 1.0) + torch.normal(0.5, x.square()) + torch.normal(x, x.square()),
+    "a distribution": lambda x: x + torch.distributions.Normal(0.0, 1.0).sample(x.shape[:1]).to(x)[:, None, None],
+    "chances": lambda x: x * torch.bernoulli(torch.full_like(x, 0.7)) + torch.empty_like(x).bernoulli_(x.sigmoid()),
+    "chances of the transposed": lambda x: x * torch.bernoulli(x.transpose(0, 1).sigmoid()).transpose(0, 1),
     "several": lambda x: F.dropout(F.dropout(x, 0.2).sin() + torch.rand_like(x), 0.5),
 }
 
@@ -127,7 +131,7 @@ def test_nothing_is_drawn_where_nothing_is_left_out() -> None:
 
 
 UNKNOWN: dict[str, Forward] = {
-    "means of their own": lambda x: torch.normal(x, 1.0),
+    "rates of their own": lambda x: torch.poisson(x.square()),
     "an order": lambda x: x[torch.randperm(len(x))],
     "choices": lambda x: x * x.flatten(1).softmax(1).multinomial(1)[:, :, None],
     "one by one": lambda x: torch.stack([F.dropout(row, 0.5) for row in x]),
@@ -154,6 +158,15 @@ def test_a_forward_that_draws_something_else_is_an_error_or_goes_on_alone() -> N
         run(_other, x)
     assert "rand_like draws here" in mode.lost
     assert torch.equal(F.dropout(x, 0.0), x)  # the mode has ended
+
+
+def test_means_and_deviations_of_two_shapes_are_not_cut() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return torch.normal(x, torch.ones(WIDTH, dtype=x.dtype))
+
+    slices = learned(forward, data())
+    with pytest.raises(CannotSliceError, match="is given"), SlicedRandom(Rows(0, 2, ROWS), slices):
+        run(forward, data()[:2])
 
 
 def test_another_length_is_cut_alike() -> None:
