@@ -36,7 +36,8 @@ def check_cut(engine: Engine, window: Window, loss: Loss, world: World) -> None:
     if found is None or rows < (1 if together else _PAIR):
         return
     batch, own = found
-    looked = look_at_rows(engine, loss, lambda start, stop: cut(batch, start, stop, own), rows)
+    anywhere = world.all_reduce_max_host if together else list
+    looked = look_at_rows(engine, loss, lambda start, stop: cut(batch, start, stop, own), rows, anywhere=anywhere)
     why = looked.again or looked.differs or ("its forward changes buffers" if looked.changes else "")
     said = world.all_gather_names([why] if why else []) if together else [why] if why else []
     if said:

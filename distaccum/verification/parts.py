@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +81,13 @@ def rounding_of(engine: Engine) -> float:
 
 
 def look_at_rows(
-    engine: Engine, loss: Loss, part: Callable[[int, int], Any], rows: int, *, apart: bool = True
+    engine: Engine,
+    loss: Loss,
+    part: Callable[[int, int], Any],
+    rows: int,
+    *,
+    apart: bool = True,
+    anywhere: Callable[[Sequence[bool]], Sequence[int]] = list,
 ) -> Parts:
     """Looks at the first rows of a micro-batch, eight at most; at fewer, down to two, if memory runs out.
 
@@ -92,6 +97,7 @@ def look_at_rows(
         part: gives the rows of the micro-batch from the first number to before the second, on the host.
         rows: of the micro-batch.
         apart: whether parts are compared with the whole; else it with itself.
+        anywhere: which of these hold on any rank; where a forward is a collective, the ranks look together.
     """
     spans = parts_to_look_at(rows)
     most = spans[-1][1]
@@ -100,17 +106,22 @@ def look_at_rows(
     elif rows == 1:
         spans = []
     try:
-        return look_at_parts(
-            engine, loss, part(0, most), [(Rows(*span, most), part(*span)) for span in spans], compare=apart
-        )
+        parts = [(Rows(*span, most), part(*span)) for span in spans]
+        return look_at_parts(engine, loss, part(0, most), parts, compare=apart, anywhere=anywhere)
     except Exception as error:
         if engine.forward_communicates or rows <= 2 or not is_out_of_memory(error):  # noqa: PLR2004
             raise
-    return look_at_rows(engine, loss, part, min(rows, MOST) // 2, apart=apart)
+    return look_at_rows(engine, loss, part, min(rows, MOST) // 2, apart=apart, anywhere=anywhere)
 
 
 def look_at_parts(
-    engine: Engine, loss: Loss, whole: Any, parts: Sequence[tuple[Rows, Any]], *, compare: bool = True
+    engine: Engine,
+    loss: Loss,
+    whole: Any,
+    parts: Sequence[tuple[Rows, Any]],
+    *,
+    compare: bool = True,
+    anywhere: Callable[[Sequence[bool]], Sequence[int]] = list,
 ) -> Parts:
     """Compares a small micro-batch with its parts, and with itself; reads the device. No gradient is accumulated.
 
@@ -129,18 +140,18 @@ def look_at_parts(
             unknown = not together.drawn and KeyedRandom.has_drawn(_KEY, engine.device)
             apart = [look.again(batch) for _, batch in parts]
             once_more = look.again(whole).loss
-        found = partial(Parts, changes=changes, draws_elsewhere=elsewhere)
-        if said := look.constants.said:
-            return found(again=said)
-        if not abs(once_more - together.loss) <= 1e-6 * max(abs(once_more), abs(together.loss)):
-            return found(again=f"the loss of the same samples is {together.loss:.6g}, and {once_more:.6g} once more")
-        if not (parts and compare):
-            return found(slices=None if unknown or together.drawn else ())
-        if said := look.compare(together, apart):
-            return found(differs=said, slices=None)
-        if unknown:  # by operators that do not say that they draw
-            return found(slices=None)
-        return found(slices=look.slices(whole, together, parts, apart) if together.drawn else ())
+        said = look.constants.said
+        if not said and not abs(once_more - together.loss) <= 1e-6 * max(abs(once_more), abs(together.loss)):
+            said = f"the loss of the same samples is {together.loss:.6g}, and {once_more:.6g} once more"
+        differs = look.compare(together, apart) if parts and compare and not said else ""
+        # Of operators that do not say that they draw nobody knows anything.
+        slices = None if said or differs or unknown else look.slices(together, parts if compare else (), apart)
+        none, some = anywhere([slices is None, bool(slices)])
+        if none:
+            slices = None if slices else slices
+        elif some and not look.holds(whole, parts, slices or ()):
+            slices = None
+    return Parts(differs=differs, changes=changes, again=said, draws_elsewhere=elsewhere, slices=slices)
 
 
 @dataclass(frozen=True)
@@ -196,23 +207,28 @@ class _Look:
         return said or _gradients(self.weights, whole.gradients, [one.gradients for one in apart], rounding)
 
     def slices(
-        self, whole: Any, seen: _Measured, parts: Sequence[tuple[Rows, Any]], apart: Sequence[_Measured]
+        self, whole: _Measured, parts: Sequence[tuple[Rows, Any]], apart: Sequence[_Measured]
     ) -> tuple[Slice, ...] | None:
-        """How what forwards draw is cut; None where parts cut so do not add up to the whole."""
-        if self._engine.compiled is not None or compiled_parts(self._model):  # compiled code draws numbers of its own
-            return None
+        """How what forwards draw is cut, by the shapes; None where these do not say."""
+        if not whole.drawn:
+            return ()
+        if not parts or self._engine.compiled is not None or compiled_parts(self._model):
+            return None  # compiled code draws numbers of its own
         sizes = [rows.stop - rows.start for rows, _ in parts]
         try:
-            found = slices_of(
-                seen.drawn, parts[0][0].of, [(one.drawn, size) for one, size in zip(apart, sizes, strict=True)]
-            )
-            together, again = self.again(whole), []
-            for rows, batch in parts:
-                with SlicedRandom(rows, found):
-                    again.append(self.again(batch))
+            fewer = [(one.drawn, size) for one, size in zip(apart, sizes, strict=True)]
+            return slices_of(whole.drawn, parts[0][0].of, fewer)
         except CannotSliceError:
             return None
-        return None if self.compare(together, again) else found
+
+    def holds(self, whole: Any, parts: Sequence[tuple[Rows, Any]], slices: Sequence[Slice]) -> bool:
+        """Whether parts whose random numbers are cut so add up to the whole."""
+        together, apart, lost = self.again(whole), [], ""
+        for rows, batch in parts:
+            with SlicedRandom(rows, slices, strict=False) as cut:
+                apart.append(self.again(batch))
+            lost = lost or cut.lost
+        return not (lost or self.compare(together, apart))
 
 
 def losses_differ(whole: float, apart: Sequence[float], rounding: float) -> str:

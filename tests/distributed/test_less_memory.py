@@ -110,6 +110,16 @@ def test_what_may_not_be_cut_is_not_cut_by_another_start(engine: str, starts: in
     assert not metrics(tmp_path)
 
 
+@pytest.mark.slow
+def test_ranks_that_draw_differently_are_looked_at_together(undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Where one of them cannot cut its random numbers, none runs the forwards that would show how."""
+    given = ("engine=fsdp2", "loss._target_=tests.support.greedy.Uneven")
+    code, said = _launched(tmp_path, *given, GREEDY_FROM="5", GREEDY_ROWS="4")
+    assert code == 0, said
+    assert said.count("going on from step 2") == 1, said
+    assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in undisturbed]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("written", ["resume", "++resume", "--resume"])
 def test_a_resumed_run_elsewhere_is_not_mixed_with_its_own_records(written: str, tmp_path: Path) -> None:

@@ -32,3 +32,13 @@ class Coupled(CrossEntropy):
     def __call__(self, model: Any, batch: Any) -> Any:
         """The cross entropy, times the samples."""
         return super().__call__(model, batch) * len(batch[0])
+
+
+class Uneven(CrossEntropy):
+    """On rank 1 it draws what cannot be cut for parts of a micro-batch, on the others nothing."""
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """The cross entropy."""
+        if os.environ["RANK"] == "1":
+            torch.poisson(torch.ones(len(batch[0])))
+        return super().__call__(model, batch)
