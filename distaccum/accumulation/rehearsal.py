@@ -110,7 +110,7 @@ def rehearse(
     sharing: int = 1,
     seconds: float = SECONDS,
 ) -> Rehearsal:
-    """Finds the smallest power of two within 2 % of the best rate and at most 90 % of memory; a collective.
+    """Finds the smallest power of two within 1 % of the best rate and at most 90 % of memory; a collective.
 
     Args:
         engine: before its first window, or between two.
