@@ -10,7 +10,6 @@ from itertools import pairwise
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
 from distaccum.data.window import MicroBatch, PartOf, Window
-from distaccum.distributed.random import keys_of
 from distaccum.distributed.sliced_random import Rows
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -45,8 +44,8 @@ def divided(window: Window, engine: Engine, counter: GlobalCounter, world: World
         window,
         micro_batches=micro_batches,
         ids=partial(_ids, window, spans, rows),
-        keys=[_key(window, part) for part in spans] if window.keys else (),
-        key_at=lambda n, place: _key(window, (spans[n][0], spans[n][1] + place, spans[n][2])),
+        keys=[window.own_key(i, start) or 0 for i, start, _ in spans] if window.keys else (),
+        key_at=lambda n, place: window.own_key(spans[n][0], spans[n][1] + place) or 0,
         parts=[_part_of(window, part, rows[part[0]]) for part in spans] if window.keys else (),
         rows=None if window.rows is None else partial(_rows_of_part, window, spans, rows),
     )
@@ -79,13 +78,6 @@ def _part_of(window: Window, part: _Part, rows: int) -> PartOf | None:
 
 def _ends(rows: int, parts: int) -> list[int]:
     return [rows * n // parts for n in range(parts + 1)]
-
-
-def _key(window: Window, part: _Part) -> int:
-    i, place, _ = part
-    if not place:
-        return window.keys[i]
-    return keys_of([place], window.keys[i])[0] if window.key_at is None else window.key_at(i, place)
 
 
 def _ids(window: Window, spans: Sequence[_Part], rows: Sequence[int]) -> Iterator[Sequence[int]]:

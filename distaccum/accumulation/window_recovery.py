@@ -34,7 +34,7 @@ from distaccum.data.batches import to_device
 from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
 from distaccum.data.window import Window
 from distaccum.distributed.memory import is_out_of_memory
-from distaccum.distributed.random import KeyedRandom, OtherGenerators, keys_of
+from distaccum.distributed.random import KeyedRandom, OtherGenerators
 from distaccum.distributed.sliced_random import CannotSliceError, Rows, SlicedRandom
 from distaccum.engines.buffers import nothing
 from distaccum.engines.memory_marks import Shape
@@ -371,19 +371,10 @@ class WindowRecovery:
             rows = Rows(*span, rows_of(self._window, self._i))
             random = SlicedRandom(rows if whole is None else rows.within(whole.rows), self._of_all.slices)
         elif span is not None:
-            key, random = self._own_key(span[0]), None
+            key, random = self._window.own_key(self._i, span[0]), None
         self._key = key
         self._seed()
         return random
-
-    def _own_key(self, row: int) -> int | None:
-        """Of a micro-batch that begins with this row."""
-        keys = self._window.keys
-        if not keys or row == 0:
-            return keys[self._i] if keys else None
-        if self._window.key_at is not None:
-            return self._window.key_at(self._i, row)
-        return keys_of([row], keys[self._i])[0]
 
     def _has_drawn(self) -> bool:
         """Whether torch has, since the last forward began. Without keys nobody can tell, nor draw the same again."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from distaccum.distributed.random import keys_of
 from distaccum.distributed.sliced_random import Rows
 from distaccum.losses.normalize import SINGLE, Counts
 
@@ -62,3 +63,9 @@ class Window:
     """Gives the seconds that a GPU waited for the micro-batches, when the window is done; None on a CPU."""
     fetch: Callable[[Sequence[int]], tuple[list[Any], Callable[[list[Any]], Any]]] | None = None
     """Gives samples by their numbers, and what collates them; None where they cannot be fetched a second time."""
+
+    def own_key(self, i: int, row: int) -> int | None:
+        """The key of a micro-batch that begins with this row of micro-batch ``i``; None where there are no keys."""
+        if not self.keys or row == 0:
+            return self.keys[i] if self.keys else None
+        return keys_of([row], self.keys[i])[0] if self.key_at is None else self.key_at(i, row)
