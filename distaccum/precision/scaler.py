@@ -137,13 +137,19 @@ class LossScaler(ShardedGradScaler):
         """
         if not self._enabled:
             return
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is not OptState.READY:
             raise RuntimeError("unscale_() was called already, or step() was, since the last update()")
         inverse = self.current.double().reciprocal().float()  # fp64, as torch does it
         found = self._unscale_grads_(optimizer, inverse, torch.zeros_like(self.current), allow_fp16=True)
         state["found_inf_per_device"] = {self.current.device: self._agree(list(found.values()))}
         state["stage"] = OptState.UNSCALED
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What the optimizer has been through since the last :meth:`update`."""
+        state = self._per_optimizer_states[id(optimizer)]
+        state["optimizer"] = optimizer  # lives until then: the next one might get the id of one that is gone
+        return state
 
     def _agree(self, found: list[Tensor]) -> Tensor:
         """1.0 if any device of any rank found something; 0-dim, where the scale lies."""
@@ -156,7 +162,7 @@ class LossScaler(ShardedGradScaler):
         """For optimizers that are given the scaler and unscale by themselves: what any rank has found."""
         found = self._unscale_grads_(optimizer, torch.ones_like(self.current), torch.zeros_like(self.current), True)
         agreed = {self.current.device: self._agree(list(found.values()))}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = agreed
+        self._state_of(optimizer)["found_inf_per_device"] = agreed
         return agreed
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +195,7 @@ class LossScaler(ShardedGradScaler):
         return returned[0] if len(optimizers) == 1 and returned else None
 
     def _step_together(self, optimizers: list[Optimizer], *args: Any, **kwargs: Any) -> list[Any]:
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        states = [self._state_of(optimizer) for optimizer in optimizers]
         unscaled = [state["stage"] is OptState.UNSCALED for state in states]
         for optimizer, state in zip(optimizers, states, strict=True):
             if state["stage"] is OptState.STEPPED:

@@ -496,3 +496,12 @@ def test_torchs_setters_change_the_rule() -> None:
         scales.append(scaler.get_scale())
     assert scales == [16.0, 64.0, 16.0]
     assert (scaler.get_growth_factor(), scaler.state_dict()["growth_factor"]) == (4.0, 4.0)
+
+
+def test_an_optimizer_that_is_gone_is_not_taken_for_the_next_one() -> None:
+    scaler = LossScaler("cpu", init_scale=2.0)
+    parameter = _parameter()
+    for _ in range(20):  # the memory of one, and so its id, is soon another's
+        parameter.grad = torch.ones(2)
+        scaler.step(SGD([parameter], 0.0))
+    scaler.update()
