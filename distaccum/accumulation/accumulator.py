@@ -49,6 +49,7 @@ from distaccum.data.counter import GlobalCounter, Rider
 from distaccum.data.cursor import DataCursor
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
+from distaccum.data.plan.units import VIRTUAL_RANKS
 from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
 from distaccum.distributed import activity
@@ -56,6 +57,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
+from distaccum.engines.kernels import check_kernels
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import Loss, from_mean
@@ -114,9 +116,12 @@ class Accumulator:
         verify: which windows prove their gradient before their step: the ``first`` of this process, that and one
             every so many, or ``never``; see docs/verification.md.
         on_divergence: what ranks whose weights differ do: ``stop`` the run or ``warn``.
+        numerics: ``fast``, or ``reproducible``: the same numbers bit for bit on any number of ranks, with deterministic
+            kernels and as many threads; see docs/reproducible.md.
+        virtual_ranks: the blocks in which a reproducible window is summed; the most ranks.
         world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
         prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``compile``,
-            ``clip_norm`` and ``clip_value``.
+            ``clip_norm``, ``clip_value`` and ``numerics``.
 
     Raises:
         ConfigError: sizes or names that cannot work.
@@ -150,6 +155,8 @@ class Accumulator:
         prefetch_windows: int = 1,
         verify: str | int = "first",
         on_divergence: str = "stop",
+        numerics: str = "fast",
+        virtual_ranks: int = VIRTUAL_RANKS,
         world: World | None = None,
         prepared: EngineContext | None = None,
     ) -> None:
@@ -185,7 +192,11 @@ class Accumulator:
             device=self.world.device,
             seed=seed,
             compile=compile,
+            numerics=numerics,
         )
+        if prepared.reproducible:
+            check_kernels(self.world)
+            _check_units(rehearsed, count)
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         check_schedulers(schedulers, self._optimizers)
         self._evaluation_weights = EvaluationWeights(self._optimizers)
@@ -197,7 +208,7 @@ class Accumulator:
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
         self._count, self._prefetch = count, prefetch
-        self._counter = GlobalCounter(self.world, count)
+        self._counter = GlobalCounter(self.world, count, exact=prepared.reproducible)
         self.tracker = ProgressTracker(
             self.engine,
             self.world,
@@ -209,7 +220,13 @@ class Accumulator:
             spikes=spikes,
         )
         self._loader_factory = LoaderFactory(
-            lambda: self.engine, self.world, sizes, rehearsed, seed=seed, prefetch_windows=prefetch_windows
+            lambda: self.engine,
+            self.world,
+            sizes,
+            rehearsed,
+            seed=seed,
+            prefetch_windows=prefetch_windows,
+            virtual_ranks=virtual_ranks if prepared.reproducible else None,
         )
         self._global_batch = GlobalBatch(sizes)
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
@@ -715,6 +732,14 @@ def _sizes(global_batch_size: object, micro_batch_size: object, tokens: object) 
     if sizes["micro_batch_size"] is not None:
         check_sizes(sizes["global_batch_size"], sizes["micro_batch_size"])
     return sizes
+
+
+def _check_units(rehearsed: Loss | None, count: Count | None) -> None:
+    """Raises ConfigError for what would make a reproducible window depend on the ranks."""
+    problem = "is found by rate and memory, and with numerics=reproducible a run's numbers depend on it"
+    require(rehearsed is None, "micro_batch_size", "auto", problem, "State a number")
+    problem = "and with numerics=reproducible a window's count is known before it is run"
+    require(count is not None, "count", None, problem, "Give count=, which counts a batch on the host")
 
 
 def _check_counts(max_skips: int, prefetch: int, prefetch_windows: int) -> None:

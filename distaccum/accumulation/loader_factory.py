@@ -33,7 +33,7 @@ class LoaderFactory:
         world: this rank.
         sizes: ``global_batch_size``, ``micro_batch_size`` and ``tokens``; None: not given, or found in a rehearsal.
         loss: to rehearse with; None: nothing is rehearsed.
-        options: of the loaders: ``seed`` and ``prefetch_windows``.
+        options: of the loaders: ``seed``, ``prefetch_windows`` and ``virtual_ranks``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LoaderFactory:
         world: World,
         sizes: Mapping[str, int | None],
         loss: Loss | None,
-        **options: int,
+        **options: int | None,
     ) -> None:
         self._engine, self._world, self._sizes, self._loss, self._options = engine, world, dict(sizes), loss, options
         self.rehearsal: Rehearsal | None = None
@@ -63,7 +63,7 @@ class LoaderFactory:
         spec = replace(spec, micro_batch_size=None)  # a DataLoader's batch_size says no more than its form
         if self._sizes["micro_batch_size"] is None:
             sizes: dict[str, Any] = {**self._sizes, "micro_batch_size": 1}
-            plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"])
+            plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"] or 0)
             assert not isinstance(plan, StreamPlan)
             self.rehearsal = rehearse(
                 self._engine(),

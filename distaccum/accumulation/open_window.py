@@ -75,11 +75,11 @@ class OpenWindow:
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
         self._failed, self._strangers = failed, strangers
-        self._sums = LossSums(engine.device)
+        self._sums = LossSums(engine.device, window.deal)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
         self._left = len(window.micro_batches)
-        self._random = KeyedRandom(engine.device)
+        self._random = KeyedRandom(engine.device, others=engine.reproducible)
         self._autocast: AbstractContextManager[object] | None = None
         self._micro_step: AbstractContextManager[object] | None = None
 
@@ -120,7 +120,7 @@ class OpenWindow:
             what = f"two windows in one zip(), of {self.samples} samples for {self._ranks} ranks,"
             remedy = "take one window's micro-batches after the other's, or drop the ragged end of the data"
             refuse(what, "of which some rank has no micro-batch: the zip() ends there before the second", remedy)
-        self._engine.begin_window(len(self.plain.micro_batches))
+        self._engine.begin_window(len(self.plain.micro_batches), self.plain.deal)
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from distaccum.accumulation.graph import leaves_of
 from distaccum.accumulation.recovery import Recovery
 from distaccum.accumulation.window_recovery import Records, WindowRecovery
+from distaccum.data.plan.units import Deal
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
@@ -27,22 +28,36 @@ from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of one window. Tensors are 0-dim and stay on the device until somebody reads them.
+    """The result of one window. Its tensors stay on the device until somebody reads them, and are 0-dim.
 
     ``loss_sums`` are this rank's shares, by loss; ``counts`` (of all ranks) and ``grad_norm`` (of the global gradient,
     unscaled and before clipping) are the same on every rank. ``step`` is what the engine's step returned, None where
     the window counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait until the device has computed the step.
+    Where the window's units are dealt, ``by_unit`` has the losses of this rank's units, shape ``(losses, units)``.
     """
 
     loss_sums: Mapping[str, Tensor]
     counts: Counts
     grad_norm: Tensor
     step: StepOutput | None
+    deal: Deal | None = None
+    by_unit: Tensor | None = None
 
     @property
     def applied(self) -> bool:
         """Whether the optimizers stepped; False as well where the window counted nothing."""
         return self.step is not None and self.step.applied
+
+    def placed(self, rank: int) -> Tensor:
+        """The losses of ``rank``'s units at their places among all, shape ``(losses, units)``; elsewhere zeros.
+
+        Added over the ranks these are the losses of all units, exactly.
+        """
+        assert self.deal is not None
+        assert self.by_unit is not None
+        mine, every = self.deal.units_of(rank), self.by_unit.new_zeros((len(self.by_unit), self.deal.units))
+        every[:, mine.start : mine.stop] = self.by_unit
+        return every
 
     @property
     def finite(self) -> bool:
@@ -58,23 +73,37 @@ class Outcome:
 def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float] = ()) -> Tensor:
     """The losses of a window summed over all ranks: fp64, one for each of ``outcome.counts``; a collective.
 
-    After them come the ``own`` numbers of every rank, one rank after the other; each has as many.
+    After them come the ``own`` numbers of every rank, one rank after the other; each has as many. Where units are
+    dealt, their losses are added in the units' order.
     """
     # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
     sums = torch.stack(list(outcome.loss_sums.values())).double()
+    losses, deal = len(sums), outcome.deal
+    if deal is not None:
+        sums = outcome.placed(world.rank).flatten()
     if own:
         others = world.size - world.rank - 1
         slots = [*[0.0] * (len(own) * world.rank), *own, *[0.0] * (len(own) * others)]
         sums = torch.cat([sums, torch.tensor(slots, dtype=sums.dtype).to(sums.device)])
-    return world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
+    found = world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
+    if deal is None:
+        return found
+    by_unit, rest = torch.split(found, [losses * deal.units, len(found) - losses * deal.units])
+    return torch.cat([by_unit.view(losses, deal.units).sum(1), rest])
 
 
 class LossSums:
-    """The sums of a window's losses on this rank, by name; nothing is read from the device."""
+    """The sums of a window's losses on this rank, by name; nothing is read from the device.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: of the losses.
+        deal: of the window's units; each :meth:`add` is then of one.
+    """
+
+    def __init__(self, device: torch.device, deal: Deal | None = None) -> None:
+        self._device, self._deal = device, deal
         self._sums: dict[str, Tensor] = {}
+        self._by_unit: list[Mapping[str, Tensor]] = []
 
     def add(self, loss: LossSum) -> None:
         """Adds one micro-batch's losses."""
@@ -82,12 +111,19 @@ class LossSums:
             before = self._sums.get(name)
             # A copy: the loop may change the loss that it gave in place.
             self._sums[name] = part.detach().clone() if before is None else before + part.detach()
+        if self._deal is not None:
+            self._by_unit.append({name: part.detach().double() for name, part in as_loss_sums(loss).items()})
 
     def outcome(self, counts: Counts, step: StepOutput | None) -> Outcome:
         """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped."""
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
-        return Outcome(loss_sums=sums, counts=counts, grad_norm=step.grad_norm if step else zero, step=step)
+        norm = step.grad_norm if step else zero
+        if self._deal is None:
+            return Outcome(loss_sums=sums, counts=counts, grad_norm=norm, step=step)
+        each = [torch.stack([unit.get(name, zero.double()) for name in counts]) for unit in self._by_unit]
+        by_unit = torch.stack(each, 1) if each else zero.double().new_zeros((len(counts), 0))
+        return Outcome(loss_sums=sums, counts=counts, grad_norm=norm, step=step, deal=self._deal, by_unit=by_unit)
 
 
 def backward(engine: Engine, loss: Tensor) -> None:
@@ -180,10 +216,12 @@ def run_window(
     Raises:
         ResourceError: memory is over, and the micro-step cannot be finished.
     """
-    sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
-    random, micro_step = KeyedRandom(engine.device), _MicroStep(engine, window, loss, backward)
+    boundary, activity = len(window.micro_batches) - 1, engine.activity
+    sums = LossSums(engine.device, window.deal)
+    random = KeyedRandom(engine.device, others=engine.reproducible)
+    micro_step = _MicroStep(engine, window, loss, backward)
     steps = WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
-    engine.begin_window(len(window.micro_batches))
+    engine.begin_window(len(window.micro_batches), window.deal)
     activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     reduced = False

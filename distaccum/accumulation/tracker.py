@@ -9,6 +9,8 @@ from itertools import chain
 from math import inf
 from typing import Protocol
 
+import torch
+
 from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
@@ -118,8 +120,13 @@ class ProgressTracker:
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        own = [total.item() for total in self.last.loss_sums.values()]
-        totals = counter.sum_together("mean_loss()", own)
+        if self.last.deal is None:
+            own = [total.item() for total in self.last.loss_sums.values()]
+            totals = counter.sum_together("mean_loss()", own)
+        else:
+            placed = self.last.placed(self._world.rank)
+            found = torch.tensor(counter.sum_together("mean_loss()", placed.flatten().tolist()), dtype=placed.dtype)
+            totals = found.view(placed.shape).sum(1).tolist()
         means = (total / count for total, count in zip(totals, self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 

@@ -22,6 +22,8 @@ AUTO = "auto"  # of checkpoint.background
 DOCUMENTS = "documents"  # of batch.packing
 LASTS = ("updates", "samples", "tokens")  # of batch.schedule
 VERIFY = ("first", "never")
+REPRODUCIBLE = "reproducible"
+NUMERICS = ("fast", REPRODUCIBLE)
 GLOO = "gloo"
 BACKENDS = ("auto", "nccl", GLOO)
 

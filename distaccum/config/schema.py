@@ -20,8 +20,10 @@ from distaccum.config.checks import (
     BACKENDS,
     DOCUMENTS,
     NONFINITE,
+    NUMERICS,
     ON_DIVERGENCE,
     ON_SPIKE,
+    REPRODUCIBLE,
     ROLLBACK,
     is_one_of,
     require,
@@ -91,6 +93,9 @@ class BatchConfig:
         row_tokens: of a row of packed documents; null: as many as the longest has.
         schedule (list of mappings): the global batches that a run begins with, before it goes on with ``global_size``:
             each has its ``global_size`` and how long it holds, as ``updates``, ``samples`` or ``tokens``.
+        unit_size: with ``numerics=reproducible`` the samples of a unit, the micro-batch that is the same on any number
+            of ranks; null: ``micro_size``.
+        virtual_ranks: with ``numerics=reproducible`` the blocks in which a window is summed; the most ranks.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045
@@ -102,6 +107,8 @@ class BatchConfig:
     packing: str = "none"
     row_tokens: Optional[int] = None  # noqa: UP045
     schedule: list[Node] = field(default_factory=list)
+    unit_size: Optional[int] = None  # noqa: UP045
+    virtual_ranks: int = 24
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, list | tuple):
@@ -112,6 +119,8 @@ class BatchConfig:
         problem, remedy = f"and batch.tokens={self.tokens} is a budget of tokens", "Use batch.global_size with it"
         require(not self.schedule or self.tokens is None, "batch.schedule", self.schedule, problem, remedy)
         self._check_micro_tokens()
+        require_count("batch.virtual_ranks", self.virtual_ranks, least=1)
+        self._take_unit_size()
         if self.micro_size is None and self.micro_tokens is None:
             object.__setattr__(self, "micro_size", self._usual_micro_size)
         if isinstance(self.micro_size, str) and self.micro_size.isdecimal():  # of ${oc.env:...}
@@ -126,6 +135,19 @@ class BatchConfig:
             require_count("batch.row_tokens", self.row_tokens, least=1)
             problem = "and batch.packing=none has no rows of several documents"
             require(packs, "batch.row_tokens", self.row_tokens, problem, "Use batch.packing=documents")
+
+    def _take_unit_size(self) -> None:
+        """A unit is a micro-batch."""
+        key, size = "batch.unit_size", self.unit_size
+        if size is None:
+            return
+        require_count(key, size, least=1)
+        problem = f"and batch.micro_tokens={self.micro_tokens} says what a unit is"
+        require(self.micro_tokens is None, key, size, problem, "State one of them")
+        if self.micro_size is None or is_one_of((AUTO,), self.micro_size):
+            object.__setattr__(self, "micro_size", size)
+        problem, remedy = f"and batch.micro_size={self.micro_size}, which is the same", "State one of them"
+        require(self.micro_size == size, key, size, problem, remedy)
 
     def _check_micro_tokens(self) -> None:
         key, most = "batch.micro_tokens", self.micro_tokens
@@ -264,6 +286,8 @@ class TrainerConfig:
         hang_timeout (auto | duration | null): no progress on any rank for so long: the run names the ranks that
             stopped, and ends. ``auto``: ten times the longest pause so far, five minutes at least; null: never.
         group_timeout (duration): when a collective itself gives up; longer than any save or evaluation.
+        threads: of a CPU, for each rank's kernels; null: as many as torch has, and with ``numerics=reproducible`` on a
+            CPU 1, as its numbers depend on it.
         backend (auto | nccl | gloo): what carries a GPU's tensors between ranks: ``nccl`` (``auto``), or ``gloo``, over
             which ranks may share a GPU; a CPU's go over gloo.
     """
@@ -288,10 +312,12 @@ class TrainerConfig:
     spike_window: int = 100
     hang_timeout: Any = "auto"
     group_timeout: Any = "30m"
+    threads: Optional[int] = None  # noqa: UP045
     backend: str = "auto"
 
     def __post_init__(self) -> None:
         require_annotated("trainer", self)
+        require_count("trainer.threads", self.threads, least=1)
         require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
@@ -549,6 +575,8 @@ class RunConfig:
 
     Args:
         seed: of weights, order and dropout.
+        numerics (fast | reproducible): ``reproducible``: a run's numbers are the same bit for bit on any number of
+            ranks.
         deterministic: kernels that give the same bits in every run; one that has no such form ends the run.
         resume (never | auto | path): ``never``, the newest valid checkpoint of the run directory (``auto``), or a
             checkpoint's path.
@@ -578,6 +606,7 @@ class RunConfig:
     """
 
     seed: int = 0
+    numerics: str = "fast"
     deterministic: bool = False
     objective: Any = None
     resume: str = "never"
@@ -612,6 +641,8 @@ class RunConfig:
         texts = isinstance(named, list | tuple) and named and all(isinstance(one, str | None) for one in named)
         remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
         require(bool(texts), "objective", self.objective, "is not a name", remedy)
+        require_choice("numerics", self.numerics, NUMERICS)
+        self._check_units()
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
         saves = not rolls_back or self.checkpoint.saves
@@ -623,6 +654,20 @@ class RunConfig:
             require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
             problem = f"and resume={self.resume} has weights too"
             require(self.init_from is None, "init_from", self.init_from, problem, "Leave one of them out")
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether its numbers are the same on any number of ranks."""
+        return self.numerics == REPRODUCIBLE
+
+    def _check_units(self) -> None:
+        size, remedy = self.batch.unit_size, "Use numerics=reproducible, or state batch.micro_size"
+        used = size is None or self.reproducible
+        require(used, "batch.unit_size", size, "and numerics=fast knows no units", remedy)
+        found = self.reproducible and self.batch.rehearses
+        problem = "is found by rate and memory, and with numerics=reproducible a run's numbers depend on it"
+        key = "batch.micro_tokens" if is_one_of((AUTO,), self.batch.micro_tokens) else "batch.micro_size"
+        require(not found, key, AUTO, problem, "State a number, as batch.unit_size")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -17,6 +15,7 @@ from distaccum.data.batches import map_tensors
 from distaccum.data.plan.batch import Plan
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import WorkerOptions
+from distaccum.distributed.random import seed_others
 from distaccum.errors import DataWarning
 
 _log = logging.getLogger(__name__)
@@ -107,9 +106,13 @@ class SeededIds(list[int]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _seeded, (self.key, list(self))
 
+    @classmethod
+    def here(cls, ids: list[int], key: int) -> list[int]:
+        """The ids, with which this process seeds its own generators: it loads the samples next."""
+        return _seeded(key, ids)
+
 
 def _seeded(key: int, ids: list[int]) -> list[int]:
     torch.default_generator.manual_seed(key)  # of the host alone
-    random.seed(key)
-    np.random.seed(key % 2**32)  # noqa: NPY002  what users' code draws from
+    seed_others(key)
     return ids

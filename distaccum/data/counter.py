@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -21,6 +22,7 @@ from distaccum.losses.normalize import Count, Counts, as_counts
 # beginning, but in a collective of the user's loop.
 _FAILED = 2.0**32
 _ELSEWHERE = 2.0**42
+_COARSE, _FINE = 2.0**-8, 2.0**-52  # of which fp64 adds up multiples exactly
 _PLACES = 2**19  # by which those in different collectives are told apart
 
 
@@ -45,10 +47,12 @@ class GlobalCounter:
     Args:
         world: this rank.
         count: the count of a batch, by loss; None where it is known only after the forward.
+        exact: whether counts that are no whole numbers are summed without rounding, so that the sum does not depend on
+            which rank has which micro-batch; to multiples of 2**-52, of 1,000 micro-batches at least.
     """
 
-    def __init__(self, world: World, count: Count | None) -> None:
-        self._world, self._count = world, count
+    def __init__(self, world: World, count: Count | None, *, exact: bool = False) -> None:
+        self._world, self._count, self._exact = world, count, exact
         self._names: tuple[str, ...] | None = () if count is None else None
         self._stop_requested = False
         self._width = 0  # numbers in the last all-reduce, next to the signal
@@ -135,9 +139,18 @@ class GlobalCounter:
                 else:
                     known = f"and the first window only {sorted(own)}: count 0 there"
                     error = error or MisuseError(f"a batch counts {name!r}, {known}")
+        counts = list(own.values())
+        if self._exact:
+            of_each = [[micro.counts.get(name, 0.0) for micro in micro_batches] for name in own]
+            coarse = [[_multiple_of(_COARSE, count) for count in counts] for counts in of_each]
+            fine = [
+                sum(_multiple_of(_FINE, count - whole) for count, whole in zip(*pair, strict=True))
+                for pair in zip(of_each, coarse, strict=True)
+            ]
+            counts = [*map(sum, coarse), *fine]
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
         riding = [rider.outgoing(len(micro_batches), len(own)) for rider in self.riders]
-        numbers = [signal, *own.values(), *more, *chain.from_iterable(riding)]
+        numbers = [signal, *counts, *more, *chain.from_iterable(riding)]
         self._width = len(numbers) - 1
         activity = self._world.activity
         activity.phase = Phase.COUNTING
@@ -148,7 +161,15 @@ class GlobalCounter:
             where = "while this one began a window" if signals >= _ELSEWHERE else "before its next window"
             raise_on_all(self._world, error, where)
         self.stopping = self.stopping or signals > 0
-        rest = iter(sums[len(own) + len(more) :])
+        rest = iter(sums[len(counts) + len(more) :])
         for rider, sent in zip(self.riders, riding, strict=True):
             rider.incoming(list(islice(rest, len(sent))))
-        return dict(zip(own, sums, strict=False)), sums[len(own) : len(own) + len(more)]
+        totals = sums[: len(counts)]
+        if self._exact:
+            totals = [whole + rest for whole, rest in zip(totals[: len(own)], totals[len(own) :], strict=True)]
+        return dict(zip(own, totals, strict=True)), sums[len(counts) : len(counts) + len(more)]
+
+
+def _multiple_of(step: float, number: float) -> float:
+    """The nearest one; sums of few of them are exact."""
+    return round(number / step) * step if math.isfinite(number) else number

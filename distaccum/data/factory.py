@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum.config.checks import require
+from distaccum.config.checks import REPRODUCIBLE, require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.ahead import items_of_window, stream_loader
@@ -19,6 +19,7 @@ from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
+from distaccum.data.plan.units import UnitPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader
 from distaccum.distributed.world import World
@@ -123,6 +124,35 @@ def make_plan(
         limits_samples=limits_samples,
         names=names,
     )
+
+
+def in_units(
+    plan: Plan | StreamPlan,
+    source: DataSpec,
+    *,
+    virtual_ranks: int,
+    group_by_length: bool = False,
+    names: SizeNames = KEYWORDS,
+) -> UnitPlan:
+    """The plan with micro-batches that are the same on any number of ranks.
+
+    Args:
+        plan: by :func:`make_plan`.
+        source: the data.
+        virtual_ranks: the blocks of a window.
+        group_by_length: whether a unit holds samples of similar length.
+        names: what an error calls the sizes.
+
+    Raises:
+        ConfigError: the data is a stream, or there are more ranks than ``virtual_ranks``.
+    """
+    if isinstance(plan, StreamPlan):
+        problem = "the data is a stream, of which each rank has its own samples"
+        raise ConfigError("numerics", REPRODUCIBLE, problem, "Give a map-style dataset, or use numerics=fast")
+    grouped = group_by_length and not isinstance(plan, MicroTokenPlan)  # which arranges samples itself
+    group_by = _lengths(source, "batch.group_by_length", True) if grouped else None
+    key = "batch.virtual_ranks" if names is CONFIG_KEYS else "virtual_ranks"
+    return UnitPlan(plan=plan, virtual_ranks=virtual_ranks, group_by=group_by, key=key)
 
 
 def _check_rows(source: DataSpec, key: str) -> None:
@@ -257,6 +287,7 @@ def as_loader(
     micro_batch_size: int | None,
     seed: int,
     prefetch_windows: int = 1,
+    virtual_ranks: int | None = None,
     together: bool = False,
 ) -> WindowLoader:
     """The window loader of the data of a user's own loop.
@@ -271,14 +302,16 @@ def as_loader(
     """
     sizes = {"global_batch_size": global_batch_size, "tokens": tokens, "micro_batch_size": micro_batch_size}
     try:
-        return _as_loader(data, world, sizes, seed, prefetch_windows)
+        return _as_loader(data, world, sizes, seed=seed, prefetch_windows=prefetch_windows, virtual_ranks=virtual_ranks)
     except Exception as error:
         if together:
             tell_of_failure(world, error)
         raise
 
 
-def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int, prefetch_windows: int) -> WindowLoader:
+def _as_loader(
+    data: Any, world: World, sizes: dict[str, Any], *, seed: int, prefetch_windows: int, virtual_ranks: int | None
+) -> WindowLoader:
     if sizes["micro_batch_size"] is None:
         raise ConfigError("micro_batch_size", None, "is not given", "State the samples that fit on a device at once")
     source = to_data_spec(data, world.size)
@@ -293,6 +326,8 @@ def _as_loader(data: Any, world: World, sizes: dict[str, Any], seed: int, prefet
         seed=seed,
         batched=bare,
     )
+    if virtual_ranks is not None:
+        plan = in_units(plan, source, virtual_ranks=virtual_ranks)
     return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
 
 

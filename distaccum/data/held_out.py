@@ -39,6 +39,7 @@ class HeldOut:
         collate: from samples to a batch; None for torch's ``default_collate``.
         workers: how samples are loaded; no more of them than batches are started.
         seed: of the workers' seeds.
+        reproducible: whether batches are the same on any number of ranks; some of these may have none.
     """
 
     def __init__(
@@ -51,20 +52,25 @@ class HeldOut:
         collate: Collate | None,
         workers: WorkerOptions,
         seed: int,
+        reproducible: bool = False,
     ) -> None:
         self.samples = len(dataset) if limit is None else min(limit, len(dataset))
         """How many of its samples are evaluated, over all ranks."""
-        size = max(1, min(micro_batch_size, self.samples // world.size))
+        size = max(1, min(micro_batch_size, self.samples // (1 if reproducible else world.size)))
         self._size, self._rank, self._world_size = size, world.rank, world.size
-        batches = -(-self.samples // size)
+        batches = self.batches_of_all = -(-self.samples // size)
+        """How many batches there are, over all ranks."""
         self.rounds = -(-batches // world.size)
         """The most batches that a rank has."""
-        self._own = len(range(world.rank, batches, world.size))
+        self.numbers = range(world.rank, batches, world.size)
+        """Which of them are this rank's."""
+        self._own = len(self.numbers)
         seed = seed if workers.seed is None else workers.seed
-        self._world, self._ids = world, _Ids(seed)
+        self._world = world
         self._processes: list[BaseProcess] = []
         self._iteration = loading_processes.Iteration()
         workers = replace(workers, num_workers=min(workers.num_workers, max(1, self._own)))
+        self._ids = _Ids(seed, here=reproducible and not workers.num_workers)
         self._loader: DataLoader[Any] = torch_loader(
             dataset,
             self._ids,
@@ -139,11 +145,12 @@ class HeldOut:
 class _Ids:
     """A batch sampler that gives what it was given last.
 
-    Each batch seeds the loading process that gets it: what its samples draw depends on the batch alone.
+    Each batch seeds the loading process that gets it (``here``: this one, which loads it next): what its samples draw
+    depends on the batch alone.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, *, here: bool) -> None:
+        self._seed, self._here = seed, here
         self.give(())
 
     def give(self, ids: Iterable[list[int]]) -> None:
@@ -153,7 +160,8 @@ class _Ids:
     def __iter__(self) -> Iterator[list[int]]:
         for ids in self._given:
             self.taken += 1
-            yield SeededIds(ids, keys_of(ids[:1], "held out", self._seed)[0])
+            (key,) = keys_of(ids[:1], "held out", self._seed)
+            yield SeededIds.here(ids, key) if self._here else SeededIds(ids, key)
 
 
 def evaluation_workers(data: DataSpec, num_workers: int, options: Mapping[str, Any] | None = None) -> WorkerOptions:

@@ -27,6 +27,7 @@ from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
 from distaccum.data.plan.micro_tokens import MicroTokenPlan, TokensOf
 from distaccum.data.plan.resized import Resize, ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan
+from distaccum.data.plan.units import UnitEpoch, UnitPlan
 from distaccum.data.reading import reading
 from distaccum.data.sketch import Sketch, same, sketch
 from distaccum.data.spec import Ignored, MapDataset, WorkerOptions
@@ -116,11 +117,13 @@ class MapWindowLoader(WindowLoader):
         self._generator = generator_of(seed_of_workers, world)
         # Processes that persist go on with the next epoch; others are started again for each, as their user wants.
         self._goes_on = self._workers > 0 and self._options.persistent_workers and self._options.prefetch_windows > 0
+        self._seeds_here = isinstance(plan, UnitPlan) and not self._workers
         self._ids = MicroBatchIds(
             plan,
             world.rank,
             group_by=group_by,
-            seeds=("loading", seed_of_workers, seed) if self._workers else None,
+            seeds=("loading", seed_of_workers, seed) if self._workers or self._seeds_here else None,
+            seeds_here=self._seeds_here,
             goes_on=self._goes_on,
         )
         self._loader, self._noted = self._make(), False
@@ -151,8 +154,9 @@ class MapWindowLoader(WindowLoader):
             ConfigError: the global batch is smaller than the micro-batch.
             MisuseError: the windows are cut by a budget of tokens.
         """
-        whole = self._plan
-        plan = whole.plan if isinstance(whole, MicroTokenPlan) else whole
+        plan: Any = self._plan
+        while isinstance(plan, MicroTokenPlan | UnitPlan):
+            plan = plan.plan
         if not isinstance(plan, BatchPlan):
             what = f"set_global_batch_size({change.global_batch_size})"
             raise MisuseError(f"{what} where tokens= cuts the windows: make an Accumulator with global_batch_size=")
@@ -164,7 +168,7 @@ class MapWindowLoader(WindowLoader):
             seed=plan.seed,
             since=change,
         )
-        self._plan = replace(whole, plan=resized) if isinstance(whole, MicroTokenPlan) else resized
+        self._plan = _with_windows_of(self._plan, resized)
         self._ids.plan = self._plan
         self._next = None
         needed = prefetch_factor(self._options, items_of_window(self._plan))
@@ -205,6 +209,8 @@ class MapWindowLoader(WindowLoader):
                 micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
                 expect_all(filled, len(micro_batches), f"window {k} of epoch {epoch}")
                 has_some = has_some or filled > 0
+                if self._seeds_here:
+                    generators.restore()
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
                 error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}", self._world)
             waited, device_waited = self._clock.stop()
@@ -228,6 +234,7 @@ class MapWindowLoader(WindowLoader):
                 ids=partial(self._ids.of_window, cut, epoch, k),
                 keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
                 fetch=self._fetch,
+                deal=cut.deal(k) if isinstance(cut, UnitEpoch) else None,
                 key_at=partial(self._key_at, cut, epoch, k),
                 rows=partial(self._rows, cut, epoch, k),
             )
@@ -391,6 +398,7 @@ class MicroBatchIds:
         rank: whose micro-batches.
         group_by: see :class:`MapWindowLoader`.
         seeds: make each micro-batch's ids seed the loading process that gets them, with the epoch and its place in it.
+        seeds_here: whether that is this process, which loads each micro-batch when it has its ids.
         goes_on: whether an iteration goes on with the next epoch, without an end.
     """
 
@@ -401,9 +409,11 @@ class MicroBatchIds:
         *,
         group_by: Ids | None = None,
         seeds: tuple[object, ...] | None = None,
+        seeds_here: bool = False,
         goes_on: bool = False,
     ) -> None:
         self.plan, self._rank, self._group_by, self._seeds, self._goes_on = plan, rank, group_by, seeds, goes_on
+        self._seeds_here = seeds_here
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int, *, first: Sequence[int] = ()) -> None:
@@ -426,7 +436,8 @@ class MicroBatchIds:
 
     def _seeded(self, ids: Iterator[list[int]], cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         assert self._seeds is not None
-        return map(SeededIds, ids, keys_of(self.firsts(cut, epoch, k), *self._seeds, epoch))
+        keys = keys_of(self.firsts(cut, epoch, k), *self._seeds, epoch)
+        return map(SeededIds.here if self._seeds_here else SeededIds, ids, keys)
 
     def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         """The ids of window ``k`` of the epoch that ``cut`` slices, one list per micro-batch."""
@@ -440,7 +451,7 @@ class MicroBatchIds:
     def positions(self, cut: Epoch, epoch: int, k: int) -> list[Ids | range]:
         """The positions in the epoch's order of each micro-batch of window ``k`` that has any."""
         parts: Sequence[Ids | range]
-        if self._group_by is None or isinstance(self.plan, MicroTokenPlan):  # which arranges samples itself
+        if self._group_by is None or isinstance(self.plan, MicroTokenPlan | UnitPlan):  # which arrange samples
             parts = cut.micro_batches(k, self._rank)
         else:
             parts = self._arranged(cut, epoch, k)
@@ -466,7 +477,14 @@ def rows_of(plan: Plan) -> int:
     if isinstance(plan, BatchPlan | ScheduledPlan):
         largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
         return min(plan.micro_batch_size, -(-largest // plan.world_size))
-    return plan.rows if isinstance(plan, MicroTokenPlan) else plan.micro_batch_size
+    return plan.rows if isinstance(plan, MicroTokenPlan | UnitPlan) else plan.micro_batch_size
+
+
+def _with_windows_of(plan: Plan, windows: BatchPlan) -> Plan:
+    """The plan with other windows, cut as it cuts them."""
+    if isinstance(plan, MicroTokenPlan | UnitPlan):
+        return replace(plan, plan=_with_windows_of(plan.plan, windows))
+    return windows
 
 
 def tokens_of(collate: Collate | None) -> TokensOf:

@@ -95,6 +95,12 @@ class OtherGenerators:
         np.random.set_state(self._numpy)  # noqa: NPY002
 
 
+def seed_others(key: int) -> None:
+    """Seeds Python's and NumPy's global generators."""
+    random.seed(key)
+    np.random.seed(key % 2**32)  # noqa: NPY002  what users' code draws from
+
+
 def keys_of(positions: Iterable[int], *parts: object) -> list[int]:
     """A key of 63 bits for each position: a function of the position and of ``parts`` alone.
 
@@ -117,12 +123,15 @@ class KeyedRandom:
     what was drawn before; a micro-step that is run again draws the same numbers. Outside they go on as if the
     micro-step had drawn nothing. Nothing waits for a device: the state of a GPU's generator is on the host.
 
-    NumPy's and Python's generators are left alone.
+    Args:
+        device: whose generator is seeded.
+        others: whether NumPy's and Python's generators are seeded too; otherwise they are left alone.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, others: bool = False) -> None:
+        self._device, self._seeds_others = device, others
         self._key = 0
+        self._others: OtherGenerators | None = None
         self._cpu: Tensor | None = None  # the outer state, within a micro-step
         self._cuda: Tensor | None = None
 
@@ -146,6 +155,9 @@ class KeyedRandom:
             generator = torch.cuda.default_generators[self._device.index or 0]
             self._cuda = generator.get_state()
             generator.manual_seed(key)
+        if self._seeds_others:
+            self._others = OtherGenerators()
+            seed_others(key)
 
     def again(self, key: int) -> None:
         """Seeds the generators anew within a micro-step, whose part is run again or begins."""
@@ -168,3 +180,6 @@ class KeyedRandom:
         if self._cuda is not None:
             torch.cuda.default_generators[self._device.index or 0].set_state(self._cuda)
             self._cuda = None
+        if self._others is not None:
+            self._others.restore()
+            self._others = None

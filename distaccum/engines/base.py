@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.compiled import Compiled
@@ -129,6 +130,8 @@ class Engine(ABC):
     """The number by which the engine divides the summed gradient: the world size where it averages, 1 where it sums."""
     min_loss_scale: float | None
     """The loss scale below which it never falls; None without a dynamic scale."""
+    reproducible: bool = False
+    """Whether a window's gradients are summed in an order that does not depend on the ranks."""
     forward_communicates: bool = False
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
     watches_backward: bool = False
@@ -327,8 +330,10 @@ class Engine(ABC):
     def weights_changed(self) -> None:  # noqa: B027  most engines have no copies
         """Told that somebody has changed parameters in place, between two windows: drops copies for forwards; local."""
 
-    def begin_window(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """Called before a window's first micro-step, with the number of micro-steps that this rank has in it.
+
+        Where the engine is :attr:`reproducible` the window's ``deal`` says whose its units are.
 
         Where a forward communicates this is a collective: a rank with fewer micro-steps than another replays an earlier
         input with a zero gradient for each missing one. Elsewhere ranks may have different numbers; it only opens the

@@ -34,6 +34,7 @@ class EngineContext:
         seed: of weights that the engine makes.
         planned: True where the processes are not launched yet.
         compile: what of the model is compiled.
+        reproducible: whether gradients are summed in an order that does not depend on the ranks.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
 
@@ -49,6 +50,7 @@ class EngineContext:
     seed: int
     planned: bool
     compile: CompileConfig = field(default_factory=CompileConfig)
+    reproducible: bool = False
     generated: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from distaccum.config.engine import DDPConfig, Zero1Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.sizes import size_of
+from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines import masters
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
@@ -35,6 +36,7 @@ from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.reached_leaves import ReachedLeaves
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
+from distaccum.engines.tree_all_reduce import TreeAllReduce
 from distaccum.engines.unused_parameters import UnusedParameters
 from distaccum.engines.whole_groups import WholeGroups
 from distaccum.engines.zero1 import ZeRO1
@@ -62,6 +64,7 @@ class DDPEngine(Engine):
         policy: what forwards compute in, and what gradients travel in between ranks.
         options: clipping and the loss scale.
         shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
+        reproducible: whether gradients are summed in an order that does not depend on the ranks.
     """
 
     def __init__(
@@ -74,12 +77,16 @@ class DDPEngine(Engine):
         policy: PrecisionPolicy,
         options: StepOptions,
         shards: ZeRO1 | None = None,
+        reproducible: bool = False,
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
-        self.gradient_divide_factor = 1 if options.scaler else world.size
-        self._sums_to = world.size if options.scaler else 1  # a factor that the reduced gradient is still to get
+        self.gradient_divide_factor = 1 if options.scaler or reproducible else world.size
+        # A factor that the reduced gradient is still to get.
+        self._sums_to = world.size if options.scaler and not reproducible else 1
+        self.reproducible = reproducible
+        self._tree = TreeAllReduce(world) if reproducible else None
         self._shards = shards
         self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
@@ -100,7 +107,9 @@ class DDPEngine(Engine):
                 # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
                 find_unused_parameters=config.find_unused_parameters and self._masters is None,
             )
-        if policy.reduce_dtype is not torch.float32:
+        if self._tree is not None:
+            self._ddp.register_comm_hook(None, _unannotated(self._tree))
+        elif policy.reduce_dtype is not torch.float32:
             self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
         self.sync_buffers()
         self._named = trained(model)
@@ -108,6 +117,9 @@ class DDPEngine(Engine):
         self._reduction = Reduction(self._ddp, self._parameters)
         self._reduction.place_gradients(in_fp32=self._masters is not None)
         self._views = [p.grad for p in self._parameters]
+        if self._tree is not None:
+            self._tree.placed(self._views)
+            self._reduction.ended = self._tree.finish
         self._stepped = {name: self._master_of(p) for name, p in self._named.items()}
         self._copies = [
             (master, p) for master, p in zip(self._stepped.values(), self._parameters, strict=True) if master is not p
@@ -183,14 +195,15 @@ class DDPEngine(Engine):
         """See :class:`Engine`."""
         elements = sum(p.numel() for p in self._parameters)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
-        line = f"parameters and gradients whole on every rank; {sent} of gradients all-reduced a window"
+        how = "summed in a fixed order" if self.reproducible else "all-reduced"
+        line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
         held = "optimizer state" if self._masters is None else "fp32 masters and optimizer state"
         if self._shards is None:
             return line if self._masters is None else f"{line}; {held} too"
         spread = size_of(sum(p.nbytes for p in self._parameters))
         return f"{line}; {held} on one rank each, {spread} of parameters broadcast a window"
 
-    def begin_window(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.
 
         Raises:
@@ -198,6 +211,8 @@ class DDPEngine(Engine):
         """
         self._open_window()
         self._micro_steps = micro_steps
+        if self._tree is not None:
+            self._tree.begin(deal)
         if communicating := self._communicating():
             self._compare_micro_steps(communicating)
 
@@ -264,7 +279,11 @@ class DDPEngine(Engine):
         if not self._syncs:
             if loss.requires_grad:
                 scaled.backward()  # type: ignore[no-untyped-call]
+            if self._tree is not None:
+                self._tree.micro_step_ended()
         else:
+            if self._tree is not None:
+                self._tree.expect_deal()
             with uncounted():
                 self._reduce(scaled)
         if self.compiled is not None:
@@ -320,8 +339,8 @@ class DDPEngine(Engine):
 
     @property
     def repairs(self) -> bool:
-        """See :class:`Engine`; not where the other ranks may wait in a forward."""
-        return not self._communicating()
+        """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
+        return not (self.reproducible or self._communicating())
 
     def interrupted(self) -> Sequence[Tensor]:
         """See :class:`Engine`."""
@@ -384,6 +403,8 @@ class DDPEngine(Engine):
         self._open_window()
         if sync:
             self._watch.check()
+            if self._tree is not None:
+                self._tree.expect_deal()
             with self._unused_ignored():
                 self._reduction.join(0.0)
             self._reduced = True
@@ -430,6 +451,8 @@ class DDPEngine(Engine):
         """See :class:`Engine`. What was sent before becomes NaN here alone."""
         self._open_window()
         sends = not self._reduced
+        if self._tree is not None:
+            self._tree.give_up()
         with self._unused_ignored():
             if self._reduction.running:
                 self._end_interrupted()
@@ -559,7 +582,15 @@ def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, cont
     """For ``engine=ddp``; see ``factory.EngineSpec``."""
     assert isinstance(context.engine, DDPConfig)
     options = context.step_options(world.device)
-    return DDPEngine(model, optimizers, world, config=context.engine, policy=context.policy, options=options)
+    return DDPEngine(
+        model,
+        optimizers,
+        world,
+        config=context.engine,
+        policy=context.policy,
+        options=options,
+        reproducible=context.reproducible,
+    )
 
 
 def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
@@ -574,7 +605,17 @@ def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World
         policy=context.policy,
         options=options,
         shards=ZeRO1(world),
+        reproducible=context.reproducible,
     )
+
+
+def _unannotated(tree: TreeAllReduce) -> Callable[[object, Any], Any]:
+    """Its hook without annotations: DDP accepts its own, as types, or none."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        return tree.hook(state, bucket)
+
+    return hook
 
 
 def _is_odd(parameter: nn.Parameter) -> bool:

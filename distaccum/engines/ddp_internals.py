@@ -6,7 +6,7 @@ All names of DDP's that torch may change are here, and are tried when an engine 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -46,6 +46,8 @@ class Reduction:
         self._parameters = parameters
         self._finds_unused = ddp.find_unused_parameters
         self.running = False
+        self.ended: Callable[[], None] = _nothing
+        """Called when a reduction has ended."""
         missing = [name for name in _NAMES if not hasattr(self._reducer, name)]
         if missing or not hasattr(ddp, "require_backward_grad_sync"):
             raise _other_torch(f"has no {', '.join(missing) or 'require_backward_grad_sync'}")
@@ -118,6 +120,7 @@ class Reduction:
                 raise _other_torch("does not say which parameters its reduction waits for") from error
             return [int(number) for number in found[1].split()]
         self.running = False
+        self.ended()
         return []
 
     def has_begun(self, reached: int) -> bool:
@@ -149,6 +152,10 @@ class Reduction:
     def close(self) -> None:
         """Removes DDP's hooks from the parameters."""
         self._reducer._remove_autograd_hooks()
+
+
+def _nothing() -> None:
+    pass
 
 
 def accumulate_in_fp32(parameter: nn.Parameter) -> None:

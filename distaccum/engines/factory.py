@@ -16,7 +16,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.checks import GLOO, require, require_positive_number, whole_number
+from distaccum.config.checks import (
+    GLOO,
+    NUMERICS,
+    REPRODUCIBLE,
+    require,
+    require_choice,
+    require_positive_number,
+    whole_number,
+)
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import (
     DDPConfig,
@@ -28,7 +36,7 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
-from distaccum.engines import compiled
+from distaccum.engines import compiled, reproducible
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.base import Engine
 from distaccum.engines.blocks import blocks_of
@@ -86,6 +94,7 @@ def create_engine(
     micro_batch_size: int | None = None,
     seed: int = 0,
     compile: str | CompileConfig = "none",  # noqa: A002  torch's own word
+    numerics: str = "fast",
 ) -> Engine:
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
@@ -102,6 +111,8 @@ def create_engine(
         micro_batch_size: for the same.
         seed: of the weights of a model on the meta device.
         compile: nothing (``none``), each of its ``blocks``, or the ``model``; or settings.
+        numerics: ``fast``, or ``reproducible``: the same bits on any number of ranks, of windows that are dealt by
+            units.
 
     Raises:
         ConfigError: no such engine or policy; an optimizer over parameters that are not the model's, whose gradients
@@ -120,6 +131,7 @@ def create_engine(
         device=world.device,
         seed=seed,
         compile=compile,
+        numerics=numerics,
     )
     return create(context, model, optimizer, world)
 
@@ -138,11 +150,12 @@ def prepare(
     seed: int,
     planned: bool = False,
     compile: str | CompileConfig = "none",  # noqa: A002
+    numerics: str = "fast",
 ) -> EngineContext:
     """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
 
     Args:
-        model, engine, precision, clip_norm, clip_value, global_batch_size, micro_batch_size, seed, compile:
+        model, engine, precision, clip_norm, clip_value, global_batch_size, micro_batch_size, seed, compile, numerics:
             see :func:`create_engine`.
         world_size: number of ranks.
         device: this rank's.
@@ -159,6 +172,7 @@ def prepare(
     for key, value in given.items():
         if value is not None:
             whole_number(key, value)
+    require_choice("numerics", numerics, NUMERICS)
     precision = PrecisionConfig.of(precision)
     context = EngineContext(
         engine=engine_config(engine),
@@ -173,6 +187,7 @@ def prepare(
         seed=seed,
         planned=planned,
         compile=CompileConfig.of(compile),
+        reproducible=numerics == REPRODUCIBLE,
     )
     return replace(context, generated=check_engine(model, context))
 
@@ -251,6 +266,8 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     _check_variables(model, context)
     check_globs(model, context.policy)
     check_compiled(model, context.policy)
+    if context.reproducible:
+        reproducible.check(model, context)
     hardware.check(context.policy, context.device)
     spec = SPECS[context.engine.name]
     if is_meta(model) and not spec.makes_weights:

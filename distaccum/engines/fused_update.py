@@ -55,6 +55,8 @@ class FusedUpdate:
         all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
             gradient is whole.
         reduced: what else has reduced gradients: weights, where ``parameters`` are their masters.
+        whole_norms: of parameters whose gradients are sharded: the norm of each whole gradient on one rank, and 0 on
+            the others; a collective. None: each rank takes the norm of its shard.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class FusedUpdate:
         *,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
         reduced: Sequence[nn.Parameter] = (),
+        whole_norms: Callable[[Sequence[nn.Parameter]], Tensor] | None = None,
     ) -> None:
+        self._whole_norms = whole_norms
         self._optimizers = optimizers
         self._parameters = parameters
         self._options = options
@@ -106,7 +110,7 @@ class FusedUpdate:
         if self._all_reduce_shards is not None:
             found = [to_local(gradient) for gradient in found]
         gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]
-        norms = _norms(gradients)
+        norms = norms_of(gradients) if self._whole_norms is None else self._whole_norms(list(with_gradient.values()))
         if self._all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
             norms = self._all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)
             held = self.expect_known()  # without what no rank has used, whose zeros are gone
@@ -154,7 +158,7 @@ class FusedUpdate:
         return excess if scale is None else excess * scale
 
 
-def _norms(gradients: list[Tensor]) -> Tensor:
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm of each, in fp64 where any of them is, else in fp32: one read of each."""
     wide = torch.float64 if torch.float64 in {gradient.dtype for gradient in gradients} else torch.float32
     if not gradients:

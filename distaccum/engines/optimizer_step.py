@@ -32,6 +32,7 @@ class OptimizerStep:
         all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
             gradient is whole.
         reduced: what else has reduced gradients: weights, where ``parameters`` are their masters.
+        whole_norms: see ``FusedUpdate``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class OptimizerStep:
         window_open: Callable[[], bool] = lambda: True,
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
         reduced: Sequence[nn.Parameter] = (),
+        whole_norms: Callable[[Sequence[nn.Parameter]], Tensor] | None = None,
     ) -> None:
         self.parameters = parameters
         self._optimizers = optimizers
@@ -53,7 +55,12 @@ class OptimizerStep:
         self._attempts = 0
         self._all_reduce_shards = all_reduce_shards
         self._update = FusedUpdate(
-            optimizers, parameters, options, all_reduce_shards=all_reduce_shards, reduced=reduced
+            optimizers,
+            parameters,
+            options,
+            all_reduce_shards=all_reduce_shards,
+            reduced=reduced,
+            whole_norms=whole_norms,
         )
         self._guard = StepGuard(optimizers, modules, window_open)
         self._settings = settings

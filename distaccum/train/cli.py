@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
-from distaccum.config.checks import AUTO
+from distaccum.config.checks import AUTO, REPRODUCIBLE
 from distaccum.config.command_line import flags_as_settings, register_aliases, take_flag
 from distaccum.config.composed import composed
 from distaccum.config.hydra_errors import check_overrides, from_hydra
@@ -245,7 +245,8 @@ class _Jobs:
 
 def _with_rehearsal(config: dict[str, Any]) -> dict[str, Any]:
     """On GPUs the micro-batch is rehearsed where nobody states one."""
-    if config["batch"].get("micro_size") is None and torch.cuda.is_available():
+    fast = config.get("numerics") != REPRODUCIBLE
+    if config["batch"].get("micro_size") is None and fast and torch.cuda.is_available():
         config["batch"]["micro_size"] = AUTO
     return config
 

@@ -22,12 +22,13 @@ from distaccum.accumulation.evaluation_weights import has_two_weights
 from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
 from distaccum.config.checks import GLOO, LASTS
+from distaccum.config.engine import FSDP2Config
 from distaccum.config.instantiate import build, target_of
-from distaccum.config.schema import Node, RunConfig
+from distaccum.config.schema import Node, OptimConfig, RunConfig
 from distaccum.config.secrets import redact
 from distaccum.config.sizes import bytes_of
 from distaccum.data.adapters import to_data_spec
-from distaccum.data.factory import check_workers, loading_options, make_plan
+from distaccum.data.factory import check_workers, in_units, loading_options, make_plan
 from distaccum.data.fingerprint import fingerprint
 from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
@@ -194,6 +195,9 @@ def build_components(
         group_by_length=batch.group_by_length,
         names=CONFIG_KEYS,
     )
+    if config.reproducible:
+        blocks, grouped = batch.virtual_ranks, batch.group_by_length
+        plan = in_units(plan, data, virtual_ranks=blocks, group_by_length=grouped, names=CONFIG_KEYS)
     check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
     ahead = most_ahead(data, plan, config)
     check_held_out(data, config, metrics=metrics or {}, world_size=world_size)
@@ -208,7 +212,7 @@ def build_components(
         raise ConfigError("model", type(model).__name__, problem, "Run one batch through it before it is trained")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
-    if config.deterministic:
+    if config.deterministic or config.reproducible:
         determinism.check(device)
     if config.trainer.backend == GLOO:
         refuse_gloo(config.engine, device, key="trainer.backend")
@@ -232,6 +236,7 @@ def build_components(
         device=device,
         seed=config.seed,
         planned=planned,
+        numerics=config.numerics,
     )
     _prepare_saving(config, model)
     if config.init_from is not None:
@@ -248,7 +253,7 @@ def build_components(
         raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
     groups = [] if optimizers else group_sizes(config.optim, model)
     built = not optimizers
-    optimizers = optimizers or build_optimizers(config.optim, model, device)
+    optimizers = optimizers or build_optimizers(_optim_of(config), model, device)
     _check_optimizers(optimizers)
     peak = config.optim.lr if built else float(optimizers[0].param_groups[0]["lr"])
     if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
@@ -273,6 +278,12 @@ def build_components(
         total_steps=total_steps,
         most_ahead=ahead,
     )
+
+
+def _optim_of(config: RunConfig) -> OptimConfig:
+    """The settings of the optimizer; where it steps shards to the same bits without a kernel of one pass."""
+    shards = config.reproducible and config.engine.name == FSDP2Config.name
+    return replace(config.optim, fused=False) if shards and config.optim.fused == "auto" else config.optim
 
 
 def _stage(stated: Mapping[str, int]) -> Stage:

@@ -1,4 +1,7 @@
-"""``deterministic=true``: kernels that give the same bits in every run, and an error that names one which cannot."""
+"""``deterministic=true``: kernels that give the same bits in every run, and an error that names one which cannot.
+
+``numerics=reproducible`` asks for them too, and for a number of threads.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError, MisuseError
 
 _VARIABLE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
@@ -27,8 +32,29 @@ def check(device: torch.device) -> None:
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
+def threads_of(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Within it torch's kernels have as many threads of a CPU as the settings say."""
+    before = torch.get_num_threads()
+    wanted = config.trainer.threads
+    if wanted is None:
+        wanted = 1 if config.reproducible and device.type == "cpu" else before
+    if wanted == before:
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic(wanted: bool, *, named: str = "deterministic=true") -> Iterator[None]:
     """Within it torch uses deterministic kernels, where ``wanted``; afterwards everything is as before.
+
+    Args:
+        wanted: whether it does.
+        named: the setting that asks for it.
 
     Raises:
         MisuseError: a kernel was called that has no deterministic form.
@@ -37,7 +63,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    settings: Any = torch.utils.deterministic
+    benchmark, fills = torch.backends.cudnn.benchmark, settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # it writes every new tensor once more
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # it chooses a kernel by the time that each takes
     try:
@@ -45,8 +73,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
     except RuntimeError as error:
         if not (found := _MESSAGE.search(str(error))):
             raise
-        problem = f"deterministic=true: {found[1]} has no deterministic implementation on this device"
-        raise MisuseError(f"{problem}. Replace it in the model or the loss, or use deterministic=false") from error
+        problem = f"{named}: {found[1]} has no deterministic implementation on this device"
+        raise MisuseError(f"{problem}. Replace it in the model or the loss, or leave the setting out") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+        settings.fill_uninitialized_memory = fills

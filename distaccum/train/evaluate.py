@@ -18,7 +18,7 @@ from distaccum.data.prefetch import FEWEST, on_device
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.memory import is_out_of_memory
-from distaccum.distributed.random import RNGState
+from distaccum.distributed.random import KeyedRandom, RNGState, keys_of
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError, ResourceError, shorten
@@ -60,6 +60,7 @@ class Evaluation:
         prefetch: micro-batches on the device at once, the one being computed included.
         metrics: further results, by name.
         seed: of the workers' random numbers.
+        reproducible: whether sums are added in an order that does not depend on the ranks.
     """
 
     def __init__(
@@ -75,8 +76,11 @@ class Evaluation:
         prefetch: int = FEWEST,
         metrics: Mapping[str, EvaluationMetric] | None = None,
         seed: int = 0,
+        reproducible: bool = False,
     ) -> None:
         self._engine, self._data, self._loss, self._world = engine, data, loss, world
+        self._reproducible, self._seed = reproducible, seed
+        self._random, self._keys = KeyedRandom(engine.device, others=True), list[int]()
         self._prefetch, self._metrics = prefetch, metrics or {}
         self._sets = {
             name: HeldOut(
@@ -87,6 +91,7 @@ class Evaluation:
                 collate=data.collate,
                 workers=workers or WorkerOptions(),
                 seed=seed,
+                reproducible=reproducible,
             )
             for name, dataset in data.held_out.items()
         }
@@ -141,17 +146,19 @@ class Evaluation:
         engine, loss, metrics = self._engine, self._loss, self._metrics
         model = engine.unwrapped_model
         _reset(metrics, loss, engine.device)
-        sums: dict[str, Tensor] = {}
+        sums = Sums(held_out.batches_of_all, held_out.numbers) if self._reproducible else Sums()
         counted: dict[str, float] = {}
         for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
+            if self._reproducible:  # else what a forward draws is the rank's
+                number = held_out.numbers[sums.added] if is_own else 0
+                self._keys = keys_of([number], "evaluation", self._seed)
             self._world.activity.done += 1
             for part in self._parts_that_fit(batch, held_out, partial(self._forward, model)):
                 found, predictions = part
                 for metric in metrics.values() if is_own else ():
                     metric.update(*predictions)
-                for name, value in found.items() if is_own else ():
-                    # fp64: a held-out set may hold more tokens than fp32 can count
-                    sums[name] = sums.get(name, 0.0) + value.double()
+                if is_own:
+                    sums.add(found)
         result = _means(prefix, sums, counted, engine.device, self._world)
         if self._data.bytes_per_token is not None:
             bits = result[f"{prefix}loss"] / math.log(2) / self._data.bytes_per_token
@@ -162,7 +169,7 @@ class Evaluation:
 
     def _forward(self, model: nn.Module, batch: Any) -> _Found:
         """The scores of a batch, and the predictions that metrics need."""
-        with self._engine.autocast():
+        with self._random.keyed(self._keys, 0), self._engine.autocast():
             found = scores(self._loss, model, batch)
             predictions = cast(Predictor, self._loss).predictions(model, batch) if self._metrics else ()
         return found, predictions
@@ -170,12 +177,13 @@ class Evaluation:
     def _parts_that_fit(self, batch: Any, held_out: HeldOut, forward: Callable[[Any], _Found]) -> Iterator[_Found]:
         """What ``forward`` gives for a batch; for its halves, and those of them, where memory runs out.
 
-        Not where a forward is a collective: the other ranks run the whole batch.
+        Not where a forward is a collective: the other ranks run the whole batch; nor where bits are promised.
         """
         try:
             found = forward(batch)
         except Exception as error:
-            rows = 0 if self._engine.forward_communicates or not is_out_of_memory(error) else held_out.rows_of(batch)
+            whole = self._engine.forward_communicates or self._reproducible  # parts have other bits
+            rows = 0 if whole or not is_out_of_memory(error) else held_out.rows_of(batch)
             if rows <= 1:
                 raise
             failed = error.with_traceback(None)
@@ -259,17 +267,50 @@ def _check_sums(engine: Engine, held_out: HeldOut, loss: Loss, world: World) -> 
         raise MisuseError(f"{problem} once: give sums over the batch, as in (prediction == target).sum()")
 
 
+class Sums:
+    """The sums of a set's scores on this rank, in fp64: a set may hold more tokens than fp32 can count.
+
+    Args:
+        batches: of all ranks; 0: it does not matter which is whose.
+        numbers: of this rank's among them, in order.
+    """
+
+    def __init__(self, batches: int = 0, numbers: Sequence[int] = ()) -> None:
+        self._batches, self._numbers, self.added = batches, numbers, 0
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the scores."""
+        return list(self._sums)
+
+    def add(self, found: Mapping[str, Tensor]) -> None:
+        """Adds the scores of this rank's next batch, or of a part of one."""
+        for name, value in found.items():
+            if self._batches:
+                every = self._sums.setdefault(name, value.new_zeros(self._batches, dtype=torch.float64))
+                every[self._numbers[self.added]] = value
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + value.double()
+        self.added += 1
+
+    def over_ranks(self, names: Sequence[str], device: torch.device, world: World) -> list[float]:
+        """The sum of each over all ranks; a collective that reads the device."""
+        nothing = torch.zeros(self._batches or 1, dtype=torch.float64, device=device)
+        stacked = torch.stack([self._sums.get(name, nothing).reshape(-1) for name in names])
+        # Where each batch has a place what is added to it are zeros, and the places are summed in one order.
+        return cast(list[float], world.all_reduce_(stacked).sum(1).tolist())  # host read: the evaluation's result
+
+
 def _means(
-    prefix: str, sums: Mapping[str, Tensor], counted: Mapping[str, float], device: torch.device, world: World
+    prefix: str, sums: Sums, counted: Mapping[str, float], device: torch.device, world: World
 ) -> dict[str, float]:
     """Each sum over all ranks, divided by the count of its name, or else by the single loss's count."""
     names, counts = (
-        world.all_gather_names(list(sums)),
+        world.all_gather_names(sums.names),
         world.all_gather_names(list(counted)),
     )  # a rank with no sample knows neither
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    stacked = torch.stack([sums.get(name, nothing) for name in names]).unsqueeze(1)
-    totals = world.all_reduce_(stacked).squeeze(1).tolist()  # host read: the evaluation's result
+    totals = sums.over_ranks(names, device, world)
     over = dict(zip(counts, world.all_reduce_host([counted.get(name, 0.0) for name in counts]), strict=True))
     unknown = [name for name in names if name not in over and SINGLE not in over]
     missing = [name for name in counts if name not in names]

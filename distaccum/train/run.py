@@ -29,6 +29,7 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
+from distaccum.config.schema import RunConfig
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
@@ -37,7 +38,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
-from distaccum.train.determinism import deterministic
+from distaccum.train.determinism import deterministic, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
@@ -187,10 +188,11 @@ def _in_group(
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
-                    wanted = components.config.deterministic
+                    config = components.config
                     with (
                         watchdog(trainer, world, run_dir, caught),
-                        deterministic(wanted),
+                        deterministic(config.deterministic or config.reproducible, named=_why(config)),
+                        threads_of(config, components.device),
                         open_screen(
                             components.total_steps, world, caught, records=components.config.metrics.console
                         ) as screen,
@@ -215,6 +217,11 @@ def _in_group(
             if not joined:
                 note_failure(run_dir, rank, error)
             raise
+
+
+def _why(config: RunConfig) -> str:
+    """The setting that asks for deterministic kernels."""
+    return "numerics=reproducible" if config.reproducible else "deterministic=true"
 
 
 def prepare(components: TrainingComponents, run_dir: RunDir, environment: LaunchEnvironment) -> SavedState | None:

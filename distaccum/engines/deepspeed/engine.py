@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines import frozen_base, optimizer_state
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
@@ -171,7 +172,7 @@ class DeepSpeedEngine(Engine):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
         return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
 
-    def begin_window(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """At stage 3 replays an earlier micro-step for each that another rank has more."""
         self._open_window()
         if self._uneven_inputs is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.sizes import size_of
+from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.base import (
     Engine,
@@ -36,7 +38,9 @@ from distaccum.engines.fsdp2.optimizers import rebind_optimizers
 from distaccum.engines.fsdp2.shard_reads import ShardReads, reads_shards
 from distaccum.engines.fsdp2.shard_watch import ShardWatch
 from distaccum.engines.fsdp2.skipped_blocks import SkippedBlocks
+from distaccum.engines.fsdp2.tree_scatter import TreeReduceScatter, TreeSums
 from distaccum.engines.fsdp2.used_parameters import UsedParameters
+from distaccum.engines.fsdp2.whole_norms import WholeNorms
 from distaccum.engines.fused_update import StepOptions
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
@@ -44,6 +48,7 @@ from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import is_meta, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.reproducible import check_optimizers
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import MisuseError, shorten
@@ -74,6 +79,7 @@ class FSDP2Engine(Engine):
         policy: what forwards compute in, and what gradients travel in between ranks. They accumulate in fp32.
         options: clipping and the loss scale.
         seed: of weights that are made here.
+        reproducible: whether gradients are summed in an order that does not depend on the ranks.
 
     Raises:
         ConfigError: an optimizer has stepped, or ``config.blocks`` match nothing. See ``checks.check`` too.
@@ -92,9 +98,12 @@ class FSDP2Engine(Engine):
         policy: PrecisionPolicy,
         options: StepOptions,
         seed: int,
+        reproducible: bool = False,
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
         self.gradient_divide_factor = 1
+        self.reproducible = reproducible
+        self._tree = TreeSums(world) if reproducible else None
         self._every = config.sync == "every"
         self._reshards, self._offloads = config.reshard_after_forward, config.offload
         self._zero_contribution: list[bool] = []  # not empty while a replay runs
@@ -119,6 +128,7 @@ class FSDP2Engine(Engine):
             self._settings,
             window_open=lambda: self.window_open,
             all_reduce_shards=self._all_reduce_shards,
+            whole_norms=WholeNorms(world) if reproducible else None,
         )
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not self._reshards:  # but all at once, after the backward
@@ -140,7 +150,7 @@ class FSDP2Engine(Engine):
         self._skipped = SkippedBlocks(model, lambda: not inputs.differentiates, self._note_block)
         self._hooks += self._skipped.hooks
         self._used = UsedParameters(self._sharded.shards())
-        self._sharded.fill_reductions(lambda: inputs.differentiates, self._note_used)
+        self._sharded.fill_reductions(lambda: inputs.differentiates, self._note_used, self._before_reduction())
         self._window_begun = False
         self._fault = ""  # of the window, that only this rank may know
         self._trains: list[bool] = []  # at the window's begin: which parameters need a gradient
@@ -189,10 +199,21 @@ class FSDP2Engine(Engine):
         sharded = cast(FSDPModule, unit)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # else a factor is NCCL's to multiply by, and gloo has none
-        if hasattr(sharded, "set_custom_reduce_scatter"):  # from torch 2.9 on
+        if self._tree is not None:
+            scatter = TreeReduceScatter(self._tree, self._zero_contribution)
+            sharded.set_custom_reduce_scatter(cast(Any, scatter))
+        elif hasattr(sharded, "set_custom_reduce_scatter"):  # from torch 2.9 on
             sharded.set_custom_reduce_scatter(
                 cast(Any, ReduceScatterInDtype(sixteen, zero_contribution=self._zero_contribution))
             )
+
+    def _before_reduction(self) -> Callable[[Sequence[int], Sequence[Tensor]], None] | None:
+        """Where sums have an order, called before each reduction."""
+        tree = self._tree
+        if tree is None:
+            return None
+        tree.shapes = self._sharded.shapes()
+        return tree.end_last_block
 
     def _all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Over the ranks that share a model: those of other replicas hold the same gradient.
@@ -261,7 +282,7 @@ class FSDP2Engine(Engine):
     def _replicated(self) -> bool:
         return "replicate" in (self._mesh.mesh_dim_names or ())
 
-    def begin_window(self, micro_steps: int) -> None:
+    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """One small host all-reduce a window; then the micro-steps that another rank has more, with a zero gradient.
 
         A rank without any leaves the last of them to :meth:`shadow_micro_step`.
@@ -276,6 +297,8 @@ class FSDP2Engine(Engine):
         if missing and not self._every:
             self._sharded.drop_gradients()  # zeros, or NaN where the earlier input was beyond the number format
             self._note_gradients()
+        if self._tree is not None:
+            self._tree.begin(deal)
 
     def _drop_stray_gradients(self) -> None:
         """Also frees what an evaluation has gathered: a rank that replays must gather where the others do.
@@ -445,6 +468,10 @@ class FSDP2Engine(Engine):
         self._gathered = not self._reshards
         if (self._sync or self._every) and any(gradient is not None for gradient in self._sharded.whole_gradients()):
             self._note_fault(_LATE)
+        if self._tree is not None and not self._sync:
+            used = self._tree.micro_step_ended(self._sharded)
+            for shard in compress(self._sharded.shards(), used):
+                self._used.add(shard)
         self._note_gradients()
 
     def _join_backward(self) -> None:
@@ -619,9 +646,18 @@ def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, cont
     config = context.engine
     assert isinstance(config, FSDP2Config)
     # Shards on the CPU have their gradients there, and what decides about these.
+    if context.reproducible:
+        check_optimizers(optimizers, config)
     options = context.step_options(torch.device("cpu") if config.offload else world.device)
     return FSDP2Engine(
-        model, optimizers, world, config=config, policy=context.policy, options=options, seed=context.seed
+        model,
+        optimizers,
+        world,
+        config=config,
+        policy=context.policy,
+        options=options,
+        seed=context.seed,
+        reproducible=context.reproducible,
     )
 
 

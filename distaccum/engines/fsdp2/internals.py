@@ -24,7 +24,7 @@ _OF_STATE = ("_state_ctx", "_comm_ctx", "_modules_to_run_forward", "_training_st
 _OF_GROUP = ("fsdp_params", "_partial_reduce_output", "_training_state", "_post_forward_indices", "_all_gather_result")
 _MOVED = "unsharded_accumulated_grad"
 _LOCAL = "_local_tensor"
-_MOVES = "to_accumulated_grad_if_needed"  # where gradients are moved (before 2.15)
+_MOVES = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")  # where they are (before 2.15)
 _WRAPPING = ("torch.distributed.", "distaccum.engines.")  # modules whose hooks gather, and tell what was gathered
 _OF_PARAMETER = ("sharded_param", "_module_info", _MOVED)
 _OF_EVERY_GROUP = ("post_backward", "reduce_grads")
@@ -61,8 +61,8 @@ def _missing(model: nn.Module) -> Iterator[str]:
         yield from (f"FSDPParamGroup.{name}" for name in names if not hasattr(group, name))
     for parameter in _parameters(model):
         yield from (f"FSDPParam.{name}" for name in _OF_PARAMETER if not hasattr(parameter, name))
-        if not isinstance(getattr(type(parameter), _MOVED, None), property) and not hasattr(parameter, _MOVES):
-            yield f"FSDPParam.{_MOVES}"
+        if not isinstance(getattr(type(parameter), _MOVED, None), property):
+            yield from (f"FSDPParam.{name}" for name in _MOVES if not hasattr(parameter, name))
         if not hasattr(getattr(parameter, "sharded_param", None), _LOCAL):
             yield f"DTensor.{_LOCAL}"
         if "_unsharded_param" not in type(parameter).__annotations__:  # made by the first forward
@@ -84,6 +84,7 @@ class ShardedModel:
             for key, shard in module._parameters.items()
             if id(shard) in of_shard
         ]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         # Torch 2.15 accumulates in the gathered parameter's own gradient. Older ones move it where it is not fp32.
         kinds = {type(parameter) for parameter in self._parameters}
         self._moves = not any(isinstance(getattr(kind, _MOVED, None), property) for kind in kinds)
@@ -128,7 +129,12 @@ class ShardedModel:
             found = [own if other is None else other for own, other in zip(found, moved, strict=True)]
         return found
 
-    def fill_reductions(self, active: Callable[[], bool], note: Callable[[nn.Parameter], None]) -> None:
+    def fill_reductions(
+        self,
+        active: Callable[[], bool],
+        note: Callable[[nn.Parameter], None],
+        before: Callable[[Sequence[int], Sequence[Tensor]], None] | None = None,
+    ) -> None:
         """Has every reduction hold all trained parameters of its group: zeros for those without a gradient.
 
         What FSDP2 reduces is otherwise up to each rank: ranks that have used other parameters send other sizes. Of
@@ -137,9 +143,11 @@ class ShardedModel:
         Args:
             active: whether a reduction is the engine's own.
             note: called before one with the shard of each parameter that has a gradient.
+            before: called before one with the numbers of its parameters among :meth:`whole_gradients`, and their
+                gradients in the format in which they accumulate.
         """
         for group in self._groups:
-            group.post_backward = partial(self._fill_and_reduce, group, group.post_backward, active, note)
+            group.post_backward = partial(self._fill_and_reduce, group, group.post_backward, active, note, before)
 
     def _fill_and_reduce(
         self,
@@ -147,6 +155,7 @@ class ShardedModel:
         reduce: Callable[..., None],
         active: Callable[[], bool],
         note: Callable[[nn.Parameter], None],
+        before: Callable[[Sequence[int], Sequence[Tensor]], None] | None,
         *args: Any,
     ) -> None:
         if group.reduce_grads and active():
@@ -166,7 +175,24 @@ class ShardedModel:
             for parameter in group.fsdp_params if moved else ():  # a reduction is of one number format
                 if parameter.unsharded_accumulated_grad is None and hasattr(parameter, "_unsharded_param"):
                     parameter.to_accumulated_grad_if_needed()
+            if before is not None:
+                gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+                reduced = [parameter for parameter in gathered if parameter.sharded_param.requires_grad]
+                before([self._numbers[id(p)] for p in reduced], [self._accumulated(p) for p in reduced])
         reduce(*args)
+
+    def _accumulated(self, parameter: Any) -> Tensor:
+        """A parameter's gradient, in the format in which it accumulates."""
+        if self._moves:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+            if parameter.unsharded_accumulated_grad is not None:
+                return cast(Tensor, parameter.unsharded_accumulated_grad)
+        return cast(Tensor, parameter._unsharded_param.grad)
+
+    def shapes(self) -> list[torch.Size]:
+        """The whole shapes of :meth:`shards`."""
+        return [parameter.sharded_param.shape for parameter in self._parameters]
 
     def trains(self) -> list[bool]:
         """Whether each parameter needs a gradient, as the model holds it: gathered or as a shard."""

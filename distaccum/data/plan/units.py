@@ -1,0 +1,221 @@
+"""Divides windows into units that are the same on any number of ranks: pure arithmetic, no torch, no state.
+
+A unit is a micro-batch whose samples, order and padding the plan alone decides. A window's units lie in at most
+``virtual_ranks`` blocks, and blocks are dealt to ranks whole: what a block adds up does not depend on whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan, describe_ranks
+from distaccum.data.plan.micro_tokens import MicroTokenPlan
+from distaccum.data.plan.scheduled import ScheduledPlan
+from distaccum.errors import ConfigError
+
+VIRTUAL_RANKS = 24  # of 1, 2, 3, 4, 6, 8, 12 or 24 ranks all have as many
+_LOOKED_AT = 100  # windows after which micro-steps are reckoned
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Which units of a window are in which block, and which blocks are which rank's."""
+
+    units: int
+    blocks: int
+    ranks: int
+
+    def blocks_of(self, rank: int) -> range:
+        """The blocks of ``rank``; their numbers differ by one at most."""
+        return range(self.blocks * rank // self.ranks, self.blocks * (rank + 1) // self.ranks)
+
+    def units_of_block(self, block: int) -> range:
+        """The units of a block; their numbers differ by one at most."""
+        return range(self.units * block // self.blocks, self.units * (block + 1) // self.blocks)
+
+    def units_of(self, rank: int) -> range:
+        """The units of ``rank``, none where it has no block."""
+        blocks = self.blocks_of(rank)
+        if not blocks:
+            return range(0)
+        return range(self.units_of_block(blocks[0]).start, self.units_of_block(blocks[-1]).stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """The windows of another plan, whose micro-batches are units.
+
+    Args:
+        plan: of the windows; its micro-batches on one rank are the units.
+        virtual_ranks: the most blocks of a window, and so the most ranks.
+        group_by: the length of each sample: the units of a window then hold samples of similar length. A
+            ``MicroTokenPlan`` says itself whether they do.
+        key: what an error calls ``virtual_ranks``.
+
+    Raises:
+        ConfigError: there are more ranks than ``virtual_ranks``.
+    """
+
+    plan: Plan
+    virtual_ranks: int = VIRTUAL_RANKS
+    group_by: Ids | None = None
+    key: str = "virtual_ranks"
+
+    def __post_init__(self) -> None:
+        if self.plan.world_size > self.virtual_ranks:
+            problem = f"is less than the {self.plan.world_size} ranks, of which some would have nothing to compute"
+            remedy = "Give at least as many: it is a part of what a run's numbers depend on"
+            raise ConfigError(self.key, self.virtual_ranks, problem, remedy)
+
+    @property
+    def samples(self) -> int:
+        """Samples per epoch over all ranks."""
+        return self.plan.samples
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The most samples of a unit."""
+        return self.plan.micro_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.plan.world_size
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the order of samples."""
+        return self.plan.seed
+
+    @property
+    def lengths(self) -> Ids | None:
+        """Tokens of each sample, where they decide about the units or the windows."""
+        return self.group_by if self.group_by is not None else getattr(self.plan, "lengths", None)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a unit holds samples of similar length."""
+        return self.group_by is not None or getattr(self.plan, "grouped", False)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The numbers that give a window's index its meaning, and those that its sums depend on."""
+        cut: dict[str, Any] = {"batch.unit_size": self.plan.micro_batch_size}
+        if isinstance(self.plan, MicroTokenPlan):
+            cut = {"batch.micro_tokens": self.plan.micro_tokens}
+        if self.grouped:
+            cut["batch.group_by_length"] = True
+        return self.plan.position | cut | {"batch.virtual_ranks": self.virtual_ranks}
+
+    def epoch(self, epoch: int) -> UnitEpoch:
+        """The epoch's windows."""
+        return UnitEpoch(plan=self, epoch=epoch, windows=self._of_one_rank.epoch(epoch))
+
+    @cached_property
+    def _of_one_rank(self) -> Plan:
+        return _of_one_rank(self.plan)
+
+    def updates(self, epochs: int) -> int:
+        """Windows in the first ``epochs`` epochs."""
+        return self.plan.updates(epochs)
+
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at these positions of an epoch's order."""
+        return self.plan.ids(epoch, positions)
+
+    def deal(self, units: int) -> Deal:
+        """How that many units of a window are dealt."""
+        return Deal(units, min(units, self.virtual_ranks), self.world_size)
+
+    @cached_property
+    def micro_steps(self) -> int:
+        """The most units of a rank among windows of the first epoch, 100 at most, spread over it."""
+        cut = self.epoch(0)
+        every = cut.windows_per_epoch
+        some = np.linspace(0, every - 1, min(every, _LOOKED_AT)).astype(int).tolist()
+        deals = [cut.deal(k) for k in some]
+        largest = getattr(self.plan, "largest", 0)  # of stages that come later
+        deals.append(self.deal(-(-largest // self.micro_batch_size)))
+        return max(len(deal.units_of(rank)) for deal in deals for rank in range(self.world_size))
+
+    @property
+    def rows(self) -> int:
+        """The most samples of a unit in any window."""
+        plan = self.plan
+        if isinstance(plan, MicroTokenPlan):
+            return plan.rows
+        if isinstance(plan, BatchPlan | ScheduledPlan):
+            largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
+            return min(plan.micro_batch_size, largest)
+        return plan.micro_batch_size
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``: its micro-steps are :attr:`micro_steps`."""
+        own = {"accumulation_steps": self.micro_steps, "virtual_ranks": self.virtual_ranks}
+        return self.plan.as_dict() | {"unit_size": self.micro_batch_size} | own
+
+    def describe(self) -> list[str]:
+        """The plan in words, one line per fact."""
+        update, *others = self.plan.describe()
+        batch, _, _ = update.partition(" = ")
+        steps = "1 unit" if self.micro_steps == 1 else f"up to {self.micro_steps} units"
+        size = f"{self.micro_batch_size} samples"
+        if isinstance(self.plan, MicroTokenPlan):
+            size = f"{self.plan.micro_tokens:,} padded tokens"
+        blocks = f"summed in a fixed order in {self.virtual_ranks} blocks"
+        return [f"{batch} = {describe_ranks(self.world_size)} x {steps} of at most {size}, {blocks}", *others]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitEpoch:
+    """An epoch of a plan's ``windows``, cut into units."""
+
+    plan: UnitPlan
+    epoch: int
+    windows: Epoch
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Number of windows."""
+        return self.windows.windows_per_epoch
+
+    def window(self, k: int) -> range:
+        """Positions of window ``k`` in the epoch's order."""
+        return self.windows.window(k)
+
+    def units(self, k: int) -> list[range | Ids]:
+        """The units of window ``k``, by positions, in the order in which they are dealt."""
+        found: list[range | Ids] = [unit for unit in self.windows.micro_batches(k, 0) if len(unit)]
+        if self.plan.group_by is not None and not isinstance(self.plan.plan, MicroTokenPlan):
+            positions = np.asarray(self.window(k), dtype=np.int64)
+            lengths = self.plan.group_by[self.plan.ids(self.epoch, positions)]
+            positions = positions[np.argsort(-lengths, kind="stable")]
+            found = [*np.split(positions, np.cumsum([len(unit) for unit in found])[:-1])]
+        if not self.plan.grouped:
+            return found
+        blocks = min(len(found), self.plan.virtual_ranks)  # long and short ones in each
+        in_turn = [number for block in range(blocks) for number in range(block, len(found), blocks)]
+        return [found[number] for number in in_turn]
+
+    def deal(self, k: int) -> Deal:
+        """Who computes the units of window ``k``."""
+        return self.plan.deal(sum(len(unit) > 0 for unit in self.windows.micro_batches(k, 0)))
+
+    def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
+        """The units of ``rank`` in window ``k``."""
+        units = self.units(k)
+        own = self.plan.deal(len(units)).units_of(rank)
+        return units[own.start : own.stop]
+
+
+def _of_one_rank(plan: Any) -> Plan:
+    """The plan as one rank alone would have it."""
+    if isinstance(plan, MicroTokenPlan):
+        return replace(plan, plan=_of_one_rank(plan.plan))
+    alone: Plan = replace(plan, world_size=1)
+    return alone
