@@ -1,0 +1,58 @@
+"""Run by torchrun: trains in cells of ``tests.support.reproducible``, and writes what must be the same on any world.
+
+``reproducible.py RESULT CELLS RUNS``: a JSON file to write, one with the cells, and a folder for the runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+
+from distaccum import Trainer, World
+from distaccum.config.schema import RunConfig
+from distaccum.distributed import world as world_module
+from distaccum.engines.dtensor import full_tensor
+from tests.support import reproducible
+from tests.support.reproducible import Cell
+
+
+def digest(model: nn.Module) -> str:
+    """Of the weights, whole; a collective where they are sharded."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        whole: Tensor = full_tensor(tensor).detach().float()
+        found.update(name.encode() + whole.numpy().tobytes())
+    return found.hexdigest()
+
+
+def run(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Trains, on all ranks."""
+    model = reproducible.model_of(cell)
+    config = RunConfig.from_dict(reproducible.settings(cell))
+    trainer = Trainer(
+        model, reproducible.loss_of(cell), reproducible.data_of(cell), config=config, run_dir=folder
+    )
+    trainer.fit()
+    weights = digest(model)
+    if not trainer.is_main:
+        return {}
+    records = reproducible.records_of(folder)
+    everything = hashlib.sha256((json.dumps(records) + weights).encode()).hexdigest()
+    skips = sum(not record.get("applied", True) for record in records)
+    return {"records": records, "weights": weights, "all": everything, "skips": skips}
+
+
+if __name__ == "__main__":
+    world_module.GROUP_TIMEOUT = timedelta(seconds=60)
+    joined = World.join()
+    given = [Cell(**values) for values in json.loads(Path(sys.argv[2]).read_text())]
+    answers = [run(cell, Path(sys.argv[3]) / str(number)) for number, cell in enumerate(given)]
+    if joined.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(answers))
