@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
+from distaccum.accumulation.constant_buffers import ConstantBuffers
 from distaccum.accumulation.cut_check import check_cut
 from distaccum.accumulation.divided import divided
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
@@ -195,8 +196,7 @@ class Accumulator:
             numerics=numerics,
         )
         if prepared.reproducible:
-            check_kernels(self.world)
-            _check_units(rehearsed, count)
+            _check_reproducible(self.world, rehearsed, count)
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         check_schedulers(schedulers, self._optimizers)
         self._evaluation_weights = EvaluationWeights(self._optimizers)
@@ -241,7 +241,7 @@ class Accumulator:
             count=count,
             steps=lambda: self.tracker.progress.step,
         )
-        self._strangers = Strangers(exact=self._is_alone())
+        self._strangers, self._buffers = Strangers(exact=self._is_alone()), ConstantBuffers(self.engine)
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
         self.stragglers = Stragglers(self.world, forward_communicates=self.engine.forward_communicates)
@@ -253,8 +253,7 @@ class Accumulator:
         )
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
-        self._abandoned = self._closed = False
-        self._loop = object()  # the latest one over windows()
+        self._abandoned, self._closed, self._loop = False, False, object()  # the latest loop over windows()
 
     def _is_alone(self) -> bool:
         """Whether what a loss reaches beside the model gets its whole gradient, too."""
@@ -387,6 +386,7 @@ class Accumulator:
                     continue
                 counted = True
                 self._evaluation_weights.train()
+                self._buffers.begin()
                 self._verifier.begin(window)
                 self._open = OpenWindow(
                     window,
@@ -687,6 +687,7 @@ class Accumulator:
 
     def _begin_step(self, divisor: float = 1.0) -> None:
         try:
+            self._buffers.check()
             self.tracker.begin_step()
         except (
             NonFiniteError,
@@ -734,12 +735,13 @@ def _sizes(global_batch_size: object, micro_batch_size: object, tokens: object) 
     return sizes
 
 
-def _check_units(rehearsed: Loss | None, count: Count | None) -> None:
-    """Raises ConfigError for what would make a reproducible window depend on the ranks."""
+def _check_reproducible(world: World, rehearsed: Loss | None, count: Count | None) -> None:
+    """Raises ConfigError for what would make a reproducible window depend on the ranks; a collective."""
     problem = "is found by rate and memory, and with numerics=reproducible a run's numbers depend on it"
     require(rehearsed is None, "micro_batch_size", "auto", problem, "State a number")
     problem = "and with numerics=reproducible a window's count is known before it is run"
     require(count is not None, "count", None, problem, "Give count=, which counts a batch on the host")
+    check_kernels(world)
 
 
 def _check_counts(max_skips: int, prefetch: int, prefetch_windows: int) -> None:

@@ -48,6 +48,8 @@ def state(job: Job, ranks: int) -> dict[str, float]:
         "gradients": max(parts["gradients at the boundary"], parts["gradients stepped with"]),
         "optimizer state": parts["optimizer"],
     }
+    if job.virtual_ranks is not None:
+        found["sums of blocks"] = formats.gradients * elements * job.sums(ranks)[1]
     return found | {"total": sum(found.values())}
 
 

@@ -44,7 +44,13 @@ def gathered(sharding: Sharding, elements: int, in_blocks: int, micro_steps: int
 
 
 def payloads(
-    sharding: Sharding, elements: int, in_blocks: int, micro_steps: int, formats: Formats = FP32
+    sharding: Sharding,
+    elements: int,
+    in_blocks: int,
+    micro_steps: int,
+    formats: Formats = FP32,
+    *,
+    sums: int | None = None,
 ) -> dict[str, float]:
     """Bytes of the whole tensors that a window's collectives carry, by kind.
 
@@ -54,10 +60,16 @@ def payloads(
         in_blocks: parameters in blocks, which are gathered one by one.
         micro_steps: of the window.
         formats: what gradients and parameters travel in.
+        sums: how many of a window's a rank gives to a reduction in a fixed order, whose shards travel as those of a
+            reduce-scatter; None: the order is the reduction's.
     """
     found = dict.fromkeys(KINDS, 0.0)
     times = micro_steps if sharding.every else 1
-    found["reduce-scatter" if sharding.scatters else "all-reduce"] += times * formats.reduced * elements
+    if sums is not None:
+        found["reduce-scatter"] += sums * formats.reduced * elements
+        found["all-gather"] += 0 if sharding.scatters else formats.reduced * elements
+    else:
+        found["reduce-scatter" if sharding.scatters else "all-reduce"] += times * formats.reduced * elements
     if sharding.spread is not None:
         found[sharding.spread] += formats.gathered * elements
     found["all-gather"] += formats.gathered * gathered(sharding, elements, in_blocks, micro_steps)
@@ -65,13 +77,21 @@ def payloads(
 
 
 def sent(
-    sharding: Sharding, elements: int, in_blocks: int, micro_steps: int, *, ranks: int, formats: Formats = FP32
+    sharding: Sharding,
+    elements: int,
+    in_blocks: int,
+    micro_steps: int,
+    *,
+    ranks: int,
+    formats: Formats = FP32,
+    sums: int | None = None,
 ) -> dict[str, float]:
     """Bytes that one of ``ranks`` sends in a window by kind, where collectives go around rings; see :func:`payloads`.
 
     Replicas of the shards reduce these again, among each other, in fp32.
     """
-    payload, within = payloads(sharding, elements, in_blocks, micro_steps, formats), ranks // sharding.replicas
+    payload = payloads(sharding, elements, in_blocks, micro_steps, formats, sums=sums)
+    within = ranks // sharding.replicas
     found = {kind: ring_bytes(kind, size, within) for kind, size in payload.items()}
     times = micro_steps if sharding.every else 1
     found["all-reduce"] += times * ring_bytes("all-reduce", FULL * elements / within, sharding.replicas)

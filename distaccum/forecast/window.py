@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from distaccum.config.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.data.plan.batch import micro_steps_of
+from distaccum.data.plan.units import Deal
+from distaccum.distributed.summation_tree import sums_after
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.collectives import seconds
 from distaccum.forecast.overlap import buckets, run_pass, shares
@@ -50,7 +52,10 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and how. ``first_bucket_mb``: of DDP where no cap is given; None: as the other buckets."""
+    """What is trained, and how. ``first_bucket_mb``: of DDP where no cap is given; None: as the other buckets.
+
+    ``virtual_ranks``: the blocks in which ``numerics=reproducible`` sums a window; None: with ``numerics=fast``.
+    """
 
     sizes: Sizes
     sharding: Sharding
@@ -58,13 +63,35 @@ class Job:
     micro_batch_size: int
     formats: Formats = field(default_factory=Formats)
     first_bucket_mb: float | None = None
+    virtual_ranks: int | None = None
+
+    def deal(self, ranks: int) -> Deal | None:
+        """Of a full window's units over ``ranks``; None where micro-batches are none."""
+        if self.virtual_ranks is None:
+            return None
+        units = -(-self.global_batch_size // self.micro_batch_size)
+        return Deal(units, min(units, self.virtual_ranks), ranks)
+
+    def sums(self, ranks: int) -> tuple[int, int]:
+        """Of the rank with most: sums of blocks that it gives to the reduction, and keeps beside the gradient."""
+        deal, given, kept = self.deal(ranks), 1, 0
+        for own in () if deal is None else map(deal.blocks_of, range(ranks)):
+            held = 0
+            for times in sums_after(deal.blocks, own.start, own.stop):  # type: ignore[union-attr]
+                kept, held = max(kept, held), held + 1 - times
+            given = max(given, held)
+        return given, kept
 
     def accumulation(self, ranks: int) -> int:
         """Micro-steps of a full window on ``ranks``."""
+        if (deal := self.deal(ranks)) is not None:
+            return max(len(deal.units_of(rank)) for rank in range(ranks))
         return micro_steps_of(range(self.global_batch_size), ranks, self.micro_batch_size)
 
     def micro_sizes(self, ranks: int) -> list[int]:
         """Samples in each micro-step of a full window, on the rank that has most."""
+        if self.virtual_ranks is not None:
+            return [self.micro_batch_size] * self.accumulation(ranks)
         share = -(-self.global_batch_size // ranks)
         return [min(self.micro_batch_size, share - done) for done in range(0, share, self.micro_batch_size)]
 
@@ -124,7 +151,15 @@ class Window:
             compute=compute,
             update=self._update / self._sharding.parts(OPTIMIZER_STAGE, ranks),
             exposed=exposed,
-            sent=sent(self._sharding, job.sizes.elements, in_blocks, len(sizes), ranks=ranks, formats=job.formats),
+            sent=sent(
+                self._sharding,
+                job.sizes.elements,
+                in_blocks,
+                len(sizes),
+                ranks=ranks,
+                formats=job.formats,
+                sums=None if job.virtual_ranks is None else job.sums(ranks)[0],
+            ),
         )
 
     def _micro_step_ends(self, busy: float, *, reduces: bool, gathers: bool) -> float:
@@ -158,6 +193,11 @@ class Window:
 
     def _reduction(self, elements: int) -> float:
         kind = "reduce-scatter" if self._sharding.scatters else "all-reduce"
+        if self._job.virtual_ranks is not None:
+            payload, (sums, _) = self._job.formats.reduced * elements, self._job.sums(self._ranks)
+            scattered = sums * seconds("reduce-scatter", payload, self._within, self._ring)
+            spread = 0.0 if self._sharding.scatters else seconds("all-gather", payload, self._within, self._ring)
+            return scattered + spread
         within = seconds(kind, self._job.formats.reduced * elements, self._within, self._ring)
         shard = FULL * elements / self._within
         return within + seconds("all-reduce", shard, self._sharding.replicas, self._across)
@@ -176,11 +216,14 @@ def powers_of_two(greatest: int) -> list[int]:
 
 
 def scale(job: Job, cluster: Cluster, worlds: Iterable[int]) -> Iterator[tuple[Step, float]]:
-    """A step on each number of ranks, and its efficiency; numbers that are no multiple of the replicas are left out."""
+    """A step on each number of ranks, and its efficiency.
+
+    Numbers that are no multiple of the replicas are left out, and those above ``job.virtual_ranks``.
+    """
     replicas = job.sharding.replicas
     alone = _alone(job, cluster)
     for ranks in worlds:
-        if ranks % replicas == 0:
+        if ranks % replicas == 0 and (job.virtual_ranks is None or ranks <= job.virtual_ranks):
             step = Window(job, cluster, ranks).step()
             yield step, alone / (ranks * step.seconds)
 

@@ -42,8 +42,8 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     """Counts the collectives that this thread calls within the ``with`` block, by kind.
 
     ``calls`` and ``payload`` (bytes of the whole tensor: the input of a reduction, the output of a gather) are by kind:
-    ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``broadcast``. Messages below ``SMALL`` bytes are
-    ``control``: counts, norms and decisions. Any other collective is counted under its own name.
+    ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``broadcast``. Messages below ``SMALL``
+    bytes are ``control``: counts, norms and decisions. Any other collective is counted under its own name.
     """
 
     SMALL = 4096
@@ -58,6 +58,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         "_allgather_base_": ("all-gather", 0),
         "allgather_": ("all-gather", 0),
         "allgather_into_tensor_coalesced_": ("all-gather", 0),
+        "alltoall_base_": ("all-to-all", 1),
         "broadcast_": ("broadcast", 0),
     }
 

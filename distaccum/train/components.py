@@ -182,22 +182,7 @@ def build_components(
     """
     batch = config.batch
     data = packing.pack(replace(data, pad_rows=data.pad_rows or batch.pad_rows), batch, loss)
-    plan = make_plan(
-        data,
-        global_batch_size=batch.global_size,
-        tokens=batch.tokens,
-        micro_batch_size=batch.first_micro_size,
-        world_size=world_size,
-        seed=config.seed,
-        stages=[_stage(stage) for stage in batch.schedule],
-        micro_tokens=batch.micro_tokens,
-        limits_samples=batch.limits_samples,
-        group_by_length=batch.group_by_length,
-        names=CONFIG_KEYS,
-    )
-    if config.reproducible:
-        blocks, grouped = batch.virtual_ranks, batch.group_by_length
-        plan = in_units(plan, data, virtual_ranks=blocks, group_by_length=grouped, names=CONFIG_KEYS)
+    plan = _plan_of(config, data, world_size)
     check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
     ahead = most_ahead(data, plan, config)
     check_held_out(data, config, metrics=metrics or {}, world_size=world_size)
@@ -278,6 +263,27 @@ def build_components(
         total_steps=total_steps,
         most_ahead=ahead,
     )
+
+
+def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | StreamPlan:
+    batch = config.batch
+    plan = make_plan(
+        data,
+        global_batch_size=batch.global_size,
+        tokens=batch.tokens,
+        micro_batch_size=batch.first_micro_size,
+        world_size=world_size,
+        seed=config.seed,
+        stages=[_stage(stage) for stage in batch.schedule],
+        micro_tokens=batch.micro_tokens,
+        limits_samples=batch.limits_samples,
+        group_by_length=batch.group_by_length,
+        names=CONFIG_KEYS,
+    )
+    if not config.reproducible:
+        return plan
+    blocks, grouped = batch.virtual_ranks, batch.group_by_length
+    return in_units(plan, data, virtual_ranks=blocks, group_by_length=grouped, names=CONFIG_KEYS)
 
 
 def _optim_of(config: RunConfig) -> OptimConfig:

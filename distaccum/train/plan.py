@@ -237,6 +237,7 @@ def job_of(config: RunConfig) -> Job:
         formats=config.engine.formats(config.precision, moments_of(config)),
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.first_micro_size,
+        virtual_ranks=config.batch.virtual_ranks if config.reproducible else None,
     )
 
 

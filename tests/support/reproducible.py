@@ -1,4 +1,4 @@
-"""Runs whose every number must be the same on any number of ranks: ``python -m tests.support.reproducible`` is the table.
+"""Runs whose every number is the same on any number of ranks: ``python -m tests.support.reproducible`` is the table.
 
 A cell is an engine, a precision and a program. It is run on each world, and a run is what it logs (but times), its
 evaluations, and its final weights and optimizer state, bit by bit.
@@ -57,7 +57,7 @@ class Drawing(Transformer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits."""
         x = self.embed(tokens) * (1 + 0.1 * random.random()) + 0.1 * float(np.random.standard_normal())  # noqa: NPY002, S311
-        if random.random() < 0.5:  # noqa: S311, PLR2004
+        if random.random() < 0.5:  # noqa: S311
             x = x + self.sometimes(x)
         for block in self.blocks:
             x = block(x)
@@ -106,7 +106,7 @@ class Labels:
 
     def count(self, batch: Any) -> int:
         """Labels that are not ignored."""
-        return int((batch["labels"] != -100).sum())  # noqa: PLR2004
+        return int((batch["labels"] != -100).sum())
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Their sum."""
@@ -264,7 +264,7 @@ def main() -> int:
     sys.stdout.write(f"{'':34} {'  '.join(f'{world} ranks'.ljust(8) for world in WORLDS)}  skips\n")
     for number, cell in enumerate(given):
         hashes = "  ".join(str(found[world][number]["all"])[:8] for world in WORLDS)
-        sys.stdout.write(f"{str(cell):34} {hashes}  {found[1][number]['skips']}\n")
+        sys.stdout.write(f"{cell!s:34} {hashes}  {found[1][number]['skips']}\n")
     wrong = list(differing(given, found))
     sys.stdout.write("\n".join([*wrong, f"{len(given)} cells on {len(WORLDS)} worlds, {len(wrong)} differences\n"]))
     return bool(wrong)

@@ -15,6 +15,7 @@ import numpy as np
 
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan, describe_ranks
 from distaccum.data.plan.micro_tokens import MicroTokenPlan
+from distaccum.data.plan.resized import ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.errors import ConfigError
 
@@ -135,7 +136,10 @@ class UnitPlan:
     @cached_property
     def micro_steps(self) -> int:
         """The most units of a rank among windows of the first epoch, 100 at most, spread over it."""
-        cut = self.epoch(0)
+        plan: Any = self.plan
+        while isinstance(plan, MicroTokenPlan):
+            plan = plan.plan
+        cut = self.epoch(plan.since.epoch + 1 if isinstance(plan, ResizedPlan) else 0)  # one that is whole
         every = cut.windows_per_epoch
         some = np.linspace(0, every - 1, min(every, _LOOKED_AT)).astype(int).tolist()
         deals = [cut.deal(k) for k in some]
@@ -198,9 +202,8 @@ class UnitEpoch:
             found = [*np.split(positions, np.cumsum([len(unit) for unit in found])[:-1])]
         if not self.plan.grouped:
             return found
-        blocks = min(len(found), self.plan.virtual_ranks)  # long and short ones in each
-        in_turn = [number for block in range(blocks) for number in range(block, len(found), blocks)]
-        return [found[number] for number in in_turn]
+        bits = len(found).bit_length()  # neighbours in the order of their bits reversed are of all lengths
+        return [found[i] for i in sorted(range(len(found)), key=lambda i: f"{i:0{bits}b}"[::-1])]
 
     def deal(self, k: int) -> Deal:
         """Who computes the units of window ``k``."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
 from distaccum import Trainer, World
 from distaccum.config.schema import RunConfig
 from distaccum.distributed import world as world_module
@@ -36,9 +35,7 @@ def run(cell: Cell, folder: Path) -> dict[str, Any]:
     """Trains, on all ranks."""
     model = reproducible.model_of(cell)
     config = RunConfig.from_dict(reproducible.settings(cell))
-    trainer = Trainer(
-        model, reproducible.loss_of(cell), reproducible.data_of(cell), config=config, run_dir=folder
-    )
+    trainer = Trainer(model, reproducible.loss_of(cell), reproducible.data_of(cell), config=config, run_dir=folder)
     trainer.fit()
     weights = digest(model)
     if not trainer.is_main:

@@ -1,0 +1,80 @@
+"""The same bits on any number of ranks: what is logged, evaluated and left in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import QUIET, TINY, metrics, status, succeed
+from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
+
+SETTINGS = (
+    *TINY,
+    *QUIET,
+    "numerics=reproducible",
+    "batch.global_size=10",
+    "batch.micro_size=2",
+    "model.dropout=0.1",
+    "schedule=constant",
+    "resume=auto",
+    "checkpoint.every=100",
+)
+
+
+def _expect_same(given: Sequence[Cell], worlds: Sequence[int], folder: Path) -> dict[int, list[dict[str, Any]]]:
+    found = {world: on_world(world, given, folder) for world in worlds}
+    assert not list(differing(given, found))
+    return found
+
+
+def test_a_covering_set_is_the_same_on_1_to_4_ranks(tmp_path: Path) -> None:
+    found = _expect_same(COVERING, (1, 2, 3, 4), tmp_path)
+    assert len({one["all"] for one in found[1]}) > len(COVERING) - 3  # the engines of one program may agree
+    by_cell = dict(zip(COVERING, found[1], strict=True))
+    assert by_cell[Cell("ddp", "fp16", "five blocks")]["skips"] > 1
+    assert all(len(one["records"]) > 3 for one in found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_covering_set_is_the_same_on_6_and_8_ranks(tmp_path: Path) -> None:
+    _expect_same(COVERING[:6], (1, 6, 8), tmp_path)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(5400)
+def test_every_cell_is_the_same_on_every_world(tmp_path: Path) -> None:
+    _expect_same(cells(), WORLDS, tmp_path)
+
+
+@pytest.mark.slow
+def test_without_it_a_run_is_another_on_other_ranks(tmp_path: Path) -> None:
+    losses = []
+    for world in (1, 2):
+        settings = [one for one in SETTINGS if one != "numerics=reproducible"]
+        settings += ["model.dropout=0.0"]  # else a micro-batch of another size draws other numbers
+        succeed(*settings, "trainer.max_steps=8", f"hydra.run.dir={tmp_path}/{world}", world=world)
+        losses.append([record["grad_norm"] for record in metrics(tmp_path / str(world))])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_on_other_ranks_it_is_the_undisturbed_run(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    succeed(*SETTINGS, "trainer.max_steps=24", f"hydra.run.dir={whole}", world=1)
+    for steps, world in ((5, 1), (11, 3), (16, 2), (24, 4)):
+        succeed(*SETTINGS, f"trainer.max_steps={steps}", f"hydra.run.dir={tmp_path}/elastic", world=world)
+    assert status(tmp_path / "elastic")["state"] == "done"
+    expected, found = (
+        [{key: one.get(key) for key in SAME} for one in metrics(d)] for d in (whole, tmp_path / "elastic")
+    )
+    assert found == expected
+    assert _weights(tmp_path / "elastic") == _weights(whole)
+
+
+def _weights(run_dir: Path) -> bytes:
+    return (run_dir / "checkpoints" / "step-24" / "model.safetensors").read_bytes()

@@ -1,0 +1,77 @@
+"""The order of a window's sums: the same whoever has which blocks, and that of a binary counter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from distaccum.data.plan.units import Deal
+from distaccum.distributed.summation_tree import add_up, nodes_within, sums_after
+
+
+def counter(leaves: Sequence[Tensor]) -> Tensor:
+    """Pairwise summation by a binary counter: like sums of 2**n leaves are added as soon as there are two."""
+    digits: list[tuple[int, Tensor]] = []
+    for leaf in leaves:
+        size, total = 1, leaf
+        while digits and digits[-1][0] == size:
+            total = digits.pop()[1] + total
+            size *= 2
+        digits.append((size, total))
+    total = digits.pop()[1]
+    while digits:
+        total = digits.pop()[1] + total
+    return total
+
+
+def by_ranks(leaves: Sequence[Tensor], ranks: int) -> Tensor:
+    """As the engines do it: each rank adds while it computes, and the nodes that are left are added up."""
+    deal, values = Deal(len(leaves), len(leaves), ranks), {}
+    for rank in range(ranks):
+        own, kept = deal.blocks_of(rank), list[Tensor]()
+        for block, times in zip(own, sums_after(len(leaves), own.start, own.stop), strict=True):
+            kept.append(leaves[block].clone())
+            for _ in range(times):
+                kept[-2:] = [kept[-2] + kept[-1]]
+        values |= dict(zip(nodes_within(len(leaves), own.start, own.stop), kept, strict=True))
+    return add_up(values, len(leaves))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 6, 7, 8, 12, 24, 33])
+def test_the_sum_is_the_counters_on_any_number_of_ranks(blocks: int) -> None:
+    generator = torch.Generator().manual_seed(blocks)
+    leaves = [torch.randn(50, generator=generator) * 10.0 ** (i % 5) for i in range(blocks)]
+    expected = counter(leaves)
+    for ranks in range(1, blocks + 3):
+        assert torch.equal(by_ranks(leaves, ranks), expected)
+    if blocks > 4:  # else there is no other order
+        assert not torch.equal(sum(leaves[1:], leaves[0]), expected)
+
+
+def test_fewest_nodes_that_cover_a_range() -> None:
+    assert nodes_within(8, 0, 8) == [(0, 8)]
+    assert nodes_within(8, 2, 5) == [(2, 4), (4, 5)]
+    assert nodes_within(7, 4, 7) == [(4, 7)]  # a part of the tree as well
+    assert nodes_within(24, 8, 12) == [(8, 12)]
+    assert nodes_within(5, 3, 3) == []
+    for blocks in range(1, 30):
+        for _ in range(20):
+            begin, end = sorted(random.choices(range(blocks + 1), k=2))  # noqa: S311
+            found = nodes_within(blocks, begin, end)
+            assert [i for node in found for i in range(*node)] == list(range(begin, end))
+            assert len(found) <= 2 * blocks.bit_length()
+
+
+def test_live_sums_are_as_few_as_a_counter_has() -> None:
+    for blocks in range(1, 65):
+        live = most = 0
+        for times in sums_after(blocks, 0, blocks):
+            live += 1
+            most = max(most, live)
+            live -= times
+        assert live == 1
+        assert most <= blocks.bit_length()
