@@ -31,6 +31,7 @@ from distaccum.train.difference import (
     Windows,
     compare_checkpoints,
     compare_windows,
+    same,
 )
 
 _EPILOG = """\
@@ -149,15 +150,21 @@ class Finding:
 
     def _of_window(self, first: WindowDifference) -> Iterator[str]:
         update = f"update {first.step}" if first.applied else f"skipped after update {first.step}"
-        kind = "logged one" if self.windows.logged_only else "one"
-        yield f"window {first.window} (epoch {first.epoch}, {update}) is the first {kind} that differs"
-        aspects = [one for one in ASPECTS if one != CONTENTS or not self.windows.logged_only]
-        for aspect in aspects:
+        kind = "the first logged one" if self.windows.logged_only else "the first"
+        yield f"window {first.window} (epoch {first.epoch}, {update}) is {kind} that differs"
+        for aspect in first.values:
             yield _line(aspect, _said(first, aspect))
-        if self.tensors is None:
-            yield _line(_WEIGHTS, "not compared: no checkpoint of the same step before it")
-        elif self.tensors.same:
+        if first.regrouped is not None:
+            a, b = first.regrouped
+            yield _line(CONTENTS, f"not compared: cut into {a} micro-batches in A, {b} in B")
+        unknown = {CONTENTS} if first.regrouped is not None or self.windows.logged_only else set()
+        same_ones = [aspect for aspect in ASPECTS if aspect not in {*first.values, *unknown}]
+        if same_ones:
+            yield _line("the same", ", ".join(same_ones))
+        if self.tensors is not None and self.tensors.same:
             yield _line(_WEIGHTS, f"the same at step {self.tensors.step}, the last checkpoint of both before it")
+        elif self.tensors is None and first.steps_before:
+            yield _line(_WEIGHTS, "not compared: no checkpoint of the same step before it")
         if self.windows.logged_only:
             before = self.windows.same_until
             since = f"since window {before}, the last that is the same" if before is not None else "from the beginning"
@@ -201,9 +208,12 @@ class Finding:
         aspect = next(iter(first.values))
         if self.windows.logged_only and aspect not in (DATA, COUNTS, RATE):
             return "what came first is not known: run both again with metrics.windows=true"
-        if aspect == LOSS:
-            return self._of_loss(first)
-        return _MEANINGS[aspect]
+        meaning = self._of_loss(first) if aspect == LOSS else _MEANINGS[aspect]
+        if aspect in (LOSS, GRADIENT) and first.regrouped is not None:
+            meaning += ". The micro-batches are cut otherwise, which by itself moves last bits"
+        elif aspect in (LOSS, GRADIENT) and "ranks" in self.places():
+            meaning += ". Another number of ranks adds up in another order, which by itself moves last bits"
+        return meaning
 
     def _of_loss(self, first: WindowDifference) -> str:
         before = self.windows.same_until
@@ -262,16 +272,11 @@ def _shown(value: Any) -> str:
 
 
 def _said(first: WindowDifference, aspect: str) -> str:
-    """What a line says of an aspect of the window."""
-    if aspect == CONTENTS and first.regrouped is not None:
-        a, b = first.regrouped
-        return f"not compared: grouped into {a} micro-batches in A, {b} in B"
-    if aspect not in first.values:
-        return "the same"
+    """What a line says of an aspect in which the window differs."""
     parts = [_pair(key, pair) for key, pair in first.values[aspect].items()]
     if aspect == GRADIENT and first.gradients:
         # The backward begins at the loss: the last of the model's order is where it has differed first.
-        name, (a, b) = next(reversed(first.gradients.items()))
+        name, (a, b) = list(first.gradients.items())[-1]
         others = len(first.gradients) - 1
         more = f" (and {others} more parameter{'s' if others > 1 else ''})" if others else ""
         parts = [f"{name}: norm {_number(a)} in A, {_number(b)} in B{more}"]
@@ -285,12 +290,12 @@ def _pair(key: str, pair: tuple[Any, Any]) -> str:
     if key == "contents":
         return "other contents"
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        names = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
+        names = [name for name in dict.fromkeys((*a, *b)) if not same(a.get(name), b.get(name))]
         return "; ".join(f"{name}: {_number(a.get(name))} in A, {_number(b.get(name))} in B" for name in names[:_MOST])
     if isinstance(a, list) and isinstance(b, list):
         if len(a) != len(b):
             return f"{len(a)} groups in A, {len(b)} in B"
-        i = next(i for i, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
+        i = next(i for i, (one, other) in enumerate(zip(a, b, strict=True)) if not same(one, other))
         group = f"group {i}: " if len(a) > 1 else ""
         return f"{group}{_number(a[i])} in A, {_number(b[i])} in B"
     named = "" if key in ("loss", "loss_scale", "lr") else f"{key}: "
