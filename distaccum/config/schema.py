@@ -450,7 +450,7 @@ class MetricsConfig:
         console: records on the console.
         report: ``report.html`` in the run directory, when the run ends.
         windows: ``windows.jsonl`` in the run directory: of every window what it held and computed, bit by bit, for
-            ``distaccum compare``. It costs one small all-reduce on the host a window.
+            ``distaccum compare``.
         summary_depth: how deep the modules are that the header shows of the model; 0: none.
         peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
         flops_per_sample: operations of one sample, forward and backward; null: counted.

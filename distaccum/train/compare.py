@@ -156,7 +156,7 @@ class Finding:
             yield _line(aspect, _said(first, aspect))
         if first.regrouped is not None:
             a, b = first.regrouped
-            yield _line(CONTENTS, f"not compared: cut into {a} micro-batches in A, {b} in B")
+            yield _line(CONTENTS, f"not compared: the samples are cut into other micro-batches ({a} in A, {b} in B)")
         unknown = {CONTENTS} if first.regrouped is not None or self.windows.logged_only else set()
         same_ones = [aspect for aspect in ASPECTS if aspect not in {*first.values, *unknown}]
         if same_ones:

@@ -52,7 +52,8 @@ class WindowDifference:
         applied: whether it was an update, in A.
         values: by aspect what differs, by the record's key; of A and of B.
         gradients: the norms of the parameters whose gradients differ; None of one that has none.
-        regrouped: the micro-batches of both where their numbers differ: contents cannot be compared.
+        regrouped: the numbers of micro-batches of both where the same samples are cut into others: contents cannot be
+            compared.
     """
 
     window: int
@@ -172,8 +173,9 @@ def _aligned(a: Iterable[Record], b: Iterable[Record]) -> Iterator[tuple[Record 
 
 def _difference(one: Record, other: Record, keys: Mapping[str, tuple[str, ...]]) -> WindowDifference | None:
     values: dict[str, dict[str, Pair]] = {}
-    grouped = (one.get("micro_batches"), other.get("micro_batches"))
-    regrouped = grouped if grouped[0] != grouped[1] else None
+    regrouped = None
+    if one.get("ids") == other.get("ids") and one.get("cut") != other.get("cut"):
+        regrouped = (one.get("micro_batches"), other.get("micro_batches"))
     for aspect, of_aspect in keys.items():
         if aspect == CONTENTS and regrouped is not None:
             continue

@@ -5,11 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +34,7 @@ class _Held:
     """What this rank's part of a window holds, before it runs."""
 
     ids: int
+    cut: int
     contents: int
     micro_batches: int
 
@@ -74,8 +75,10 @@ class WindowRecorder:
 
     def look_at(self, window: Window) -> None:
         """Takes the digests of a window that is about to run: a forward may change its batch."""
+        ids = [np.fromiter(one, dtype=np.int64) for one in window.ids()]
         self._held = _Held(
-            ids=ids_digest(chain.from_iterable(window.ids())) if self._numbered else 0,
+            ids=sum(map(ids_digest, ids)) % _MODULUS if self._numbered else 0,
+            cut=sum(zlib.crc32(one.tobytes()) for one in ids) % _MODULUS,
             contents=sum(contents_digest(micro.batch) for micro in window.micro_batches) % _MODULUS,
             micro_batches=len(window.micro_batches),
         )
@@ -111,10 +114,11 @@ class WindowRecorder:
         by_name = {} if step is None else dict(zip(step.names, norms, strict=False))
         partial = step is not None and step.norms_partial
         squares = [by_name.get(name, 0.0) ** 2 for name in self._names] if partial else []
-        total = self._world.all_reduce_host([held.ids, held.contents, held.micro_batches, *sums, *squares])
+        own = (held.ids, held.cut, held.contents, held.micro_batches)
+        total = self._world.all_reduce_host([*own, *sums, *squares])
         if self._lines is None:
             return
-        ids, contents, micro_batches, *rest = total
+        ids, cut, contents, micro_batches, *rest = total
         if partial:
             by_name = {name: square**0.5 for name, square in zip(self._names, rest[kinds:], strict=True)}
         losses = {name: sum_ / (n or 1) for sum_, (name, n) in zip(rest[:kinds], outcome.counts.items(), strict=True)}
@@ -125,6 +129,7 @@ class WindowRecorder:
                 "step": progress.step,
                 "applied": outcome.applied,
                 "ids": int(ids) % _MODULUS if self._numbered else None,
+                "cut": int(cut) % _MODULUS,
                 "contents": int(contents) % _MODULUS,
                 "micro_batches": int(micro_batches),
                 "samples": ran.window.samples,
@@ -149,9 +154,9 @@ class WindowRecorder:
             self._lines.close(failed=False)
 
 
-def ids_digest(ids: Any) -> int:
+def ids_digest(ids: npt.ArrayLike) -> int:
     """Of the numbers of samples, in any order and split among any ranks: digests of parts add up, modulo 2**40."""
-    numbers = np.fromiter(ids, dtype=np.int64).view(np.uint64)
+    numbers = np.asarray(ids, dtype=np.int64).view(np.uint64)
     # The finalizer of SplitMix64 (Steele, Lea, Flood 2014), of which 32 bits are taken.
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

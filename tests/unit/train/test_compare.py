@@ -52,6 +52,7 @@ def _window(number: int, **changed: Any) -> dict[str, Any]:
         "step": number,
         "applied": True,
         "ids": 100 + number,
+        "cut": 300 + number,
         "contents": 200 + number,
         "micro_batches": 2,
         "samples": 8,
@@ -154,13 +155,13 @@ def test_what_comes_first_decides_what_it_means(tmp_path: Path, said: Compare) -
 
 
 def test_contents_are_not_compared_where_micro_batches_are_cut_otherwise(tmp_path: Path, said: Compare) -> None:
-    a, b = _pair(tmp_path, contents=7, micro_batches=4)
+    a, b = _pair(tmp_path, contents=7, cut=1)
     assert said(a, b) == (0, "", "")
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
-    a, b = _pair(tmp_path, contents=7, micro_batches=4, loss=0.25)
+    a, b = _pair(tmp_path, contents=7, cut=1, loss=0.25)
     _, out, _ = said(a, b)
-    assert "contents         not compared: cut into 2 micro-batches in A, 4 in B" in out
+    assert "contents         not compared: the samples are cut into other micro-batches (2 in A, 2 in B)" in out
     assert "The micro-batches are cut otherwise" in out
 
 
