@@ -20,7 +20,7 @@ from distaccum.checkpoint.tensors import save_whole
 from distaccum.config.schema import RunConfig
 from distaccum.train import compare
 from distaccum.train.callbacks import Callback
-from distaccum.train.difference import compare_windows, same
+from distaccum.train.difference import compare_checkpoints, compare_windows, same
 
 Said = tuple[int, str, str]
 Compare = Callable[..., Said]
@@ -213,12 +213,13 @@ def test_settings_and_machines_that_differ_are_shown_where_something_is_to_be_ex
 ) -> None:
     start = {"window": 0, "ranks": 1, "host": "one", "device": "H100", "git_commit": "aaaa", "versions": {"torch": "2"}}
     later = start | {"window": 4, "device": "H200", "versions": {"torch": "3"}}
+    last = start | {"window": 5, "host": "two"}  # which has not run the window that differs
     config = {"seed": 1, "optim": {"lr": 0.1}, "metrics": {"windows": True}}
     other = {"seed": 2, "optim": {"lr": 0.1}, "metrics": {"windows": True, "console": False}}
     windows = [_window(n) for n in range(1, 10)]
     changed = [_window(n, **({"loss": 0.0} if n >= 5 else {})) for n in range(1, 10)]
     a = _made(tmp_path / "a", windows, config=config, starts=[start])
-    _, out, _ = said(a, _made(tmp_path / "b", changed, config=other, starts=[start, later]))
+    _, out, _ = said(a, _made(tmp_path / "b", changed, config=other, starts=[start, later, last]))
     assert "  settings         seed: 1 in A, 2 in B\n" in out
     assert "  ran on           device: H100 in A, H200 in B; torch: 2 in A, 3 in B\n" in out
     _, out, _ = said(a, _made(tmp_path / "c", changed, config=config, starts=[start]))
@@ -390,6 +391,9 @@ def test_a_run_and_its_repetition_and_what_was_changed_in_it(tmp_path: Path, sai
     lines = differs("between", model=model, callbacks=[Nudge(model, 6)])
     assert lines[0].startswith("the checkpoint of step 6 is the first that differs")
     assert "window 7 (epoch 1, update 7) is the first that differs" in lines
+    first = compare_checkpoints(base, tmp_path / "between")  # of three that differ
+    assert first is not None
+    assert (first.step, first.weights) == (6, ("2.weight",))
 
     assert (
         "the same as far as B goes"

@@ -179,16 +179,17 @@ def test_a_forward_that_changes_its_batch_is_not_taken_for_the_data(gloo_world: 
 def test_a_line_is_written_when_the_next_window_has_run(
     gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[int] = []
-    add = WindowRecorder.add
+    written: dict[str, list[int]] = {"look_at": [], "add": []}  # before a window, and after it
+    for name, found in written.items():
+        method = getattr(WindowRecorder, name)
 
-    def noted(self: WindowRecorder, *arguments: Any) -> None:
-        add(self, *arguments)
-        written.append(len(_lines(tmp_path / "run")))
+        def noted(*arguments: Any, method: Any = method, found: list[int] = found) -> None:
+            found.append(len(_lines(tmp_path / "run")))
+            method(*arguments)
 
-    monkeypatch.setattr(WindowRecorder, "add", noted)
+        monkeypatch.setattr(WindowRecorder, name, noted)
     lines = _fit(tmp_path / "run", _config())
-    assert written == [0, 1, 2, 3, 4, 5, 6]
+    assert written == {"look_at": [0, 0, 1, 2, 3, 4, 5], "add": [0, 1, 2, 3, 4, 5, 6]}
     assert len(lines) == 7
 
 
