@@ -132,6 +132,7 @@ ELSEWHERE = {
         "unit/report/test_report.py::test_the_command_writes_beside_the_run"
     ),
     "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
+    "distaccum-compare runs/before runs/after": "distributed/test_compare.py::test_the_command_of_the_page",
     "distaccum-doctor": "unit/doctor/test_command.py::test_everything_is_looked_at",
     "distaccum-doctor --json --only host,disk": "unit/doctor/test_command.py::test_json_and_the_table_of_the_parts",
     "torchrun --standalone --nproc-per-node=2 -m distaccum.doctor": (

@@ -149,7 +149,7 @@ def check(
     for group in given.ties:
         stored = list(dict.fromkeys(given.stored(name) for name in group if name in given))
         for name in stored[1:]:
-            if not _same(files[name], files[stored[0]]):
+            if not same(files[name], files[stored[0]]):
                 problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
                 raise ConfigError(key, path, problem, "Untie them in the model, or use weights that were tied")
     return Differences(missing=tuple(absent), unexpected=tuple(unknown))
@@ -165,7 +165,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     """Whether they are the same bit for bit, NaN included."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

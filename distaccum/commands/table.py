@@ -51,6 +51,11 @@ TABLE = (
         "says what a run directory holds, whole or not, and what resume=auto would do",
     ),
     Command(
+        "compare",
+        "distaccum.train.compare:main",
+        "says the first window in which two runs differ, and in what",
+    ),
+    Command(
         "export",
         "distaccum.checkpoint.export:main",
         "writes a checkpoint's weights into one safetensors file",

@@ -475,6 +475,8 @@ class MetricsConfig:
     Args:
         console: records on the console.
         report: ``report.html`` in the run directory, when the run ends.
+        windows: ``windows.jsonl`` in the run directory: of every window what it held and computed, bit by bit, for
+            ``distaccum compare``.
         summary_depth: how deep the modules are that the header shows of the model; 0: none.
         peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
         flops_per_sample: operations of one sample, forward and backward; null: counted.
@@ -486,6 +488,7 @@ class MetricsConfig:
 
     console: bool = True
     report: bool = True
+    windows: bool = False
     summary_depth: int = 1
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045

@@ -40,7 +40,10 @@ class StepOutput:
             step was skipped, NaN or infinite, or from :attr:`Engine.norm_bound` on.
         decision: ``[applied, loss_scale, grad_norm]``, on its way to the host.
         names: of the parameters with a gradient on this rank.
-        norms: the norm of each of these gradients, on the device.
+        norms: the norm of each of these gradients, on the device, times :attr:`norms_scale`.
+        norms_scale: the loss scale, and what else the gradients are still to be divided by.
+        norms_partial: whether the norms are of this rank's part of each gradient, and the whole one's square is the sum
+            of the ranks'.
         underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None where it was
             not sampled.
         fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
@@ -53,6 +56,8 @@ class StepOutput:
     decision: HostCopy
     names: Sequence[str]
     norms: Tensor
+    norms_scale: float | Tensor = 1.0
+    norms_partial: bool = False
     underflow: Tensor | None = None
     fault: str = ""
     late_faults: Sequence[tuple[HostCopy, str]] = ()

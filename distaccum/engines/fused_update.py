@@ -126,7 +126,13 @@ class FusedUpdate:
         decision = HostCopy(torch.stack((applied, loss_scale, norm)))
         if scaler:
             scaler.advance(1.0 - finite)
-        return StepOutput(grad_norm=norm, decision=decision, names=list(with_gradient), norms=norms)
+        return StepOutput(
+            grad_norm=norm,
+            decision=decision,
+            names=list(with_gradient),
+            norms=norms,
+            norms_scale=1.0 if scale is None else scale,
+        )
 
     def _apply(self, held: set[int], remaining: Tensor | None, applied: Tensor) -> None:
         """Has the optimizers step on the gradients of ``held`` over ``remaining``, where ``applied`` is 1.0."""

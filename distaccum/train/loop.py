@@ -30,6 +30,7 @@ from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import TEXTS, Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
+from distaccum.train.metrics.windows import WindowRecorder
 from distaccum.train.profiling import Profiler
 from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
@@ -74,6 +75,7 @@ class Loop:
         logged: window and step of the last record of the run's own past.
         utilization: of the cards, on the rank that logs.
         profiler: of some windows; None: no window is profiled.
+        recorder: of every window, on every rank; None: there is no such record.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
@@ -92,6 +94,7 @@ class Loop:
         logged: Mapping[str, int] | None = None,
         utilization: Utilization | None = None,
         profiler: Profiler | None = None,
+        recorder: WindowRecorder | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -122,7 +125,7 @@ class Loop:
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
-        self._profiler = profiler
+        self._profiler, self._recorder = profiler, recorder
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._generation: Generation | None = None
@@ -218,10 +221,14 @@ class Loop:
         """
         if not self._is_measured:
             self._is_measured = self._meter.measure(window.plain)
+        if self._recorder is not None:
+            self._recorder.look_at(window.plain)
         outcome = self._accumulator.step(window, self._components.loss)
         self._time_limit.window_ended()
         self._look_at_last(self._tracker.known_progress)
         self._meter.add(window.plain, outcome)
+        if self._recorder is not None:
+            self._recorder.add(window.plain, outcome)
         self._last = (window.plain, outcome)
         if self._watched or self._is_due(self._tracker.max_possible_step):
             self._tracker.resolve_last_step()
@@ -257,6 +264,8 @@ class Loop:
         if self._last is None:
             return
         (window, outcome), self._last = self._last, None
+        if self._recorder is not None:
+            self._recorder.write(self._tracker.known_progress)  # windows that count nothing may have followed it
         self._watch_loss_scale(outcome)
         if outcome.applied:
             self._after_update(window, outcome, progress)
@@ -387,6 +396,8 @@ class Loop:
         self._enter_phase(f"saving step {self.progress.step}")
         for logger in self._loggers:
             logger.sync()
+        if self._recorder is not None:
+            self._recorder.sync()
         evaluation = self._evaluation[1] if best and self._evaluation is not None else None
         self._saves_best = best
         self._saver.save(self._logged, best=evaluation, again=again, waits=waits)

@@ -31,6 +31,7 @@ from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
 from distaccum.config.schema import RunConfig
 from distaccum.data.factory import build_loader
+from distaccum.data.spec import is_map_style
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
@@ -47,6 +48,7 @@ from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb_environment import run_id
+from distaccum.train.metrics.windows import WindowRecorder
 from distaccum.train.micro_batch import find_micro_batch, hardware_of
 from distaccum.train.model_summary import ModuleRow, summarize
 from distaccum.train.owner import refuse_if_held
@@ -342,6 +344,7 @@ def train(
             logged=restore.logged,
             utilization=utilization,
             profiler=profiler,
+            recorder=_open_recorder(components, accumulator, run_dir, closing),
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
                 began=began,
@@ -395,6 +398,7 @@ def _open_loggers(
     assert screen.console is not None
     run_dir.require_owned()
     rewind_jsonl(run_dir.metrics, progress.window, logged=restore.logged, before_writing=run_dir.require_owned)
+    rewind_jsonl(run_dir.windows, progress.window, before_writing=run_dir.require_owned)
     plan = components.plan.as_dict() | {
         "total_steps": components.total_steps,
         "engine": engine.describe(),
@@ -420,6 +424,23 @@ def _open_loggers(
     return build_loggers(
         config.metrics, config.checkpoint, info, screen.logger, device=device, given=components.loggers
     )
+
+
+def _open_recorder(
+    components: TrainingComponents, accumulator: Accumulator, run_dir: RunDir, closing: ExitStack
+) -> WindowRecorder | None:
+    if not components.config.metrics.windows:
+        return None
+    world = accumulator.world
+    recorder = WindowRecorder(
+        accumulator.engine,
+        components.optimizers,
+        world,
+        file=run_dir.windows if world.is_main else None,
+        numbered=is_map_style(components.data.train),
+    )
+    closing.callback(recorder.close)
+    return recorder
 
 
 def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:

@@ -50,6 +50,7 @@ class RunDir:
     def __init__(self, path: Path, *, token: str = "", secrets: Collection[str] = ()) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
+        self.windows = path / "windows.jsonl"
         self.checkpoints = path / "checkpoints"
         self.ranks = path / ".ranks"
         self.logs = path / "logs"

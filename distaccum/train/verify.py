@@ -50,7 +50,13 @@ def inspect(path: Path) -> list[Finding]:
     lies = [path for path in listed(run_dir.checkpoints, "*-step-*") if path not in aside.values()]
     found = [Finding(folder.name, "set aside") for folder in lies]
     found = [one if not one.name.startswith(".") else Finding(one.name, _BEGUN) for one in found]
-    found += [*_best(store), *_metrics(run_dir.metrics), *_status(path / "status.json"), *_owner(path)]
+    found += [
+        *_best(store),
+        *_metrics(run_dir.metrics),
+        *_metrics(run_dir.windows),
+        *_status(path / "status.json"),
+        *_owner(path),
+    ]
     return [*steps, *found, _resume(run_dir, steps)]
 
 

@@ -35,6 +35,7 @@ MORE = {  # where a setting's page says more
     "metrics.report": "report.md",
     "metrics.tensorboard.enabled": "trackers.md",
     "metrics.wandb.mode": "trackers.md",
+    "metrics.windows": "commands.md#comparing-two-runs",
     "objective": "sweeps.md#the-objective",
     "profile.steps": "profiling.md",
     "trainer.backend": "engines.md#over-gloo",

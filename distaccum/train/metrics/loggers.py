@@ -146,13 +146,14 @@ def rewind_jsonl(
     logged: Mapping[str, int] | None = None,
     before_writing: Callable[[], None] = _nothing,
 ) -> None:
-    """Moves the lines past ``window`` to ``metrics.superseded.jsonl``, before a run resumes.
+    """Moves the lines past ``window`` of ``NAME.jsonl`` to ``NAME.superseded.jsonl``, before a run resumes.
 
-    The resumed run repeats those windows, so each is in ``metrics.jsonl`` once, and nothing is lost. Lines that are no
+    The resumed run repeats those windows, so each is in ``NAME.jsonl`` once, and nothing is lost. Lines that are no
     records, such as one that was cut short or has a damaged byte, go there as well, and the log says so; so it does
     where the records end before ``logged``, window and step of the last one when the checkpoint was saved. What
     ``before_writing`` raises leaves the file as it was.
     """
+    aside = path.with_name(f"{path.stem}.superseded.jsonl")
     kept: list[bytes] = []
     superseded: list[bytes] = []
     damaged: list[int] = []
@@ -172,14 +173,14 @@ def rewind_jsonl(
             superseded.append(line)
     if superseded:
         before_writing()
-        with path.with_name("metrics.superseded.jsonl").open("ab") as file:
+        with aside.open("ab") as file:
             file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in superseded)
             file.flush()
             os.fsync(file.fileno())
         write_bytes(path, b"".join(kept))
     if damaged:
-        text = "%s: line %s is damaged, and was moved as it is to metrics.superseded.jsonl"
-        _log.warning(text, path, shorten(damaged))
+        text = "%s: line %s is damaged, and was moved as it is to %s"
+        _log.warning(text, path, shorten(damaged), aside.name)
     if logged and last < logged.get("window", 0):
         text = "%s: the records after step %d are lost, up to step %d (window %d)"
         _log.warning(text, path, last_step, logged.get("step", 0), logged["window"])
