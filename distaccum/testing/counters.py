@@ -42,7 +42,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     """Counts the collectives that this thread calls within the ``with`` block, by kind.
 
     ``calls`` and ``payload`` (bytes of the whole tensor: the input of a reduction, the output of a gather) are by kind:
-    ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``broadcast``. Messages below ``SMALL``
+    ``all-reduce``, ``reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``broadcast``. Those below ``SMALL``
     bytes are ``control``: counts, norms and decisions. Any other collective is counted under its own name.
     """
 

@@ -86,8 +86,11 @@ class WindowRecorder:
     def add(self, window: Window, outcome: Outcome) -> None:
         """Adds the window when it was run; nothing is read from the device."""
         assert self._held is not None
-        numbers = [*outcome.loss_sums.values(), outcome.grad_norm]
-        found = torch.stack([number.detach().double().to(outcome.grad_norm.device) for number in numbers])
+        losses = torch.stack([number.detach().double() for number in outcome.loss_sums.values()])
+        if outcome.deal is not None:
+            losses = outcome.placed(self._world.rank).flatten()
+        norm = outcome.grad_norm.double().reshape(1)
+        found = torch.cat((losses.to(norm.device), norm))
         if outcome.step is not None:
             found = torch.cat((found, outcome.step.norms.double().to(found.device) / outcome.step.norms_scale))
         rates = [group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -109,7 +112,8 @@ class WindowRecorder:
         held, outcome, step = ran.held, ran.outcome, ran.outcome.step
         numbers = ran.numbers.read()
         kinds = len(outcome.loss_sums)
-        sums, grad_norm, norms = numbers[:kinds], numbers[kinds], numbers[kinds + 1 :]
+        units = 1 if outcome.deal is None else outcome.deal.units  # whose losses are added in their order
+        sums, grad_norm, norms = numbers[: kinds * units], numbers[kinds * units], numbers[kinds * units + 1 :]
         # A rank whose shard is empty has one norm, 0, of no parameter.
         by_name = {} if step is None else dict(zip(step.names, norms, strict=False))
         partial = step is not None and step.norms_partial
@@ -120,8 +124,9 @@ class WindowRecorder:
             return
         ids, cut, contents, micro_batches, *rest = total
         if partial:
-            by_name = {name: square**0.5 for name, square in zip(self._names, rest[kinds:], strict=True)}
-        losses = {name: sum_ / (n or 1) for sum_, (name, n) in zip(rest[:kinds], outcome.counts.items(), strict=True)}
+            by_name = {name: square**0.5 for name, square in zip(self._names, rest[len(sums) :], strict=True)}
+        of_kinds = torch.tensor(rest[: len(sums)], dtype=torch.float64).view(kinds, units).sum(1).tolist()
+        losses = {name: sum_ / (n or 1) for sum_, (name, n) in zip(of_kinds, outcome.counts.items(), strict=True)}
         self._lines.log(
             {
                 "epoch": ran.window.epoch,
