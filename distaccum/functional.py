@@ -5,7 +5,7 @@
     windows = plan_windows(dataset, world, global_batch_size=64, micro_batch_size=8, count=count)   # plan the windows
     engine = create_engine(model, optimizer, world, precision="fp16", clip_norm=1.0)
     for window in windows(epoch):
-        engine.begin_window(len(window.micro_batches))  # needed when the forward is a collective
+        engine.begin_window(len(window.micro_batches), window.deal)  # needed when the forward is a collective
         for i, micro in enumerate(window.micro_batches):
             with (
                 keyed_random(engine, window, i),                                        # where the model draws: dropout
@@ -27,11 +27,19 @@ from typing import Any
 
 from distaccum.accumulation import step
 from distaccum.accumulation.step import Outcome
-from distaccum.config.checks import require_count, require_seed, whole_number
+from distaccum.config.checks import (
+    NUMERICS,
+    REPRODUCIBLE,
+    require_choice,
+    require_count,
+    require_seed,
+    whole_number,
+)
 from distaccum.data.batches import to_device
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
+from distaccum.data.plan.units import VIRTUAL_RANKS
 from distaccum.data.window import Window
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
@@ -67,6 +75,8 @@ def plan_windows(
     tokens: int | None = None,
     seed: int = 0,
     prefetch_windows: int = 1,
+    numerics: str = "fast",
+    virtual_ranks: int = VIRTUAL_RANKS,
 ) -> Callable[[int], Iterator[Window]]:
     """A function from an epoch's number to its windows, each counted over all ranks by one small all-reduce.
 
@@ -81,17 +91,22 @@ def plan_windows(
             lengths.
         seed: for the order of samples, and for the random numbers of micro-steps.
         prefetch_windows: windows that the loading processes of a ``DataLoader`` have ahead; 0: as torch has it.
+        numerics: as the engine's; with ``reproducible`` micro-batches are units, the same on any number of ranks.
+        virtual_ranks: the blocks in which a reproducible window is summed; the most ranks.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
+    require_choice("numerics", numerics, NUMERICS)
     given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
     sizes: dict[str, Any] = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
     seed, prefetch_windows = whole_number("seed", seed), whole_number("prefetch_windows", prefetch_windows)
     require_seed("seed", seed)
     require_count("prefetch_windows", prefetch_windows)
+    exact = numerics == REPRODUCIBLE
+    sizes["virtual_ranks"] = virtual_ranks if exact else None
     loader = as_loader(data, world, **sizes, seed=seed, prefetch_windows=prefetch_windows)
-    counter = GlobalCounter(world, count)
+    counter = GlobalCounter(world, count, exact=exact)
 
     def windows(epoch: int) -> Iterator[Window]:
         for window in loader.windows(epoch, 0, counter):
@@ -107,7 +122,7 @@ def keyed_random(engine: Engine, window: Window, i: int) -> AbstractContextManag
     They depend on the seed, the epoch and the micro-batch, and not on the rank that computes it or on what was drawn
     before. Afterwards the generators go on as if nothing had been drawn. Without it each rank draws its own numbers.
     """
-    return KeyedRandom(engine.device).keyed(window.keys, i)
+    return KeyedRandom(engine.device, others=engine.reproducible).keyed(window.keys, i)
 
 
 def finish_step(engine: Engine, window: Window) -> StepOutput:

@@ -8,7 +8,8 @@ Without a program it takes Hydra overrides of ``conf/bench.yaml`` and measures o
 - ``engines=true``: what a rank holds and sends with each engine;
 - ``saves=true``: saves and verifications of checkpoints (``checkpoints.py``);
 - ``loading=true``: whether loading is hidden behind computing;
-- ``micro=true``: whether the micro-batch that a rehearsal finds is as fast as the best one.
+- ``micro=true``: whether the micro-batch that a rehearsal finds is as fast as the best one;
+- ``reproducible=true``: what ``numerics=reproducible`` costs.
 
 ``network`` measures two hosts with a slow link between them (``conf/link.yaml``), ``compare_engines`` trains the main
 job once on each engine, ``gpu`` measures what is right, fast and large on a GPU (``conf/gpu.yaml``).

@@ -15,7 +15,19 @@ from distaccum.config.command_line import register_aliases
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
-from launch.bench import checkpoints, engines, exactness, loading, micro_batches, optimizer_step, tables, throughput
+from launch.bench import (
+    checkpoints,
+    engines,
+    exactness,
+    loading,
+    micro_batches,
+    numerics,
+    optimizer_step,
+    tables,
+    throughput,
+)
+
+MEASURES = ("exactness", "boundary", "engines", "saves", "loading", "micro", "reproducible")
 
 
 def run(node: DictConfig) -> None:
@@ -23,8 +35,8 @@ def run(node: DictConfig) -> None:
     values, folder = plain(node), Path(HydraConfig.get().runtime.output_dir)
     options = values.pop("bench")
     sizes, saved_sizes, loads = options.pop("boundary_sizes"), options.pop("saved_sizes"), options.pop("loading")
-    micro = options.pop("micro")
-    wanted = {name for name in ("exactness", "boundary", "engines", "saves", "loading", "micro") if values.pop(name)}
+    micro, reproducible = options.pop("micro"), options.pop("reproducible")
+    wanted = {name for name in MEASURES if values.pop(name)}
     config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()
     with open_world(ranks, ranks.store(), ranks.device()) as world:
         if "exactness" in wanted:
@@ -41,6 +53,8 @@ def run(node: DictConfig) -> None:
             figures, show = loading.compare(world, **loads), loading.show
         elif "micro" in wanted:
             figures, show = micro_batches.compare(world, **micro), micro_batches.show
+        elif "reproducible" in wanted:
+            figures, show = numerics.compare(config, world, **reproducible), numerics.show
         else:
             figures = throughput.compare(config, world, folder, **options)
             show = partial(throughput.show, ranks=world.size)

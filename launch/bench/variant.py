@@ -47,7 +47,8 @@ def full_windows(components: TrainingComponents, world: World) -> Iterator[Windo
     """Windows of the training data, epoch after epoch without an end; the ragged last ones of epochs are left out."""
     loader, counter = loader_of(components, world), GlobalCounter(world, components.loss.count)
     windows = chain.from_iterable(loader.windows(epoch, 0, counter) for epoch in count())
-    return (window for window in windows if len(window.micro_batches) == components.plan.accumulation_steps)
+    full = components.plan.as_dict()["accumulation_steps"]
+    return (window for window in windows if len(window.micro_batches) == full)
 
 
 class WindowLoop:

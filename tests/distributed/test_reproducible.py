@@ -11,6 +11,12 @@ import pytest
 from tests.support.commands import QUIET, TINY, metrics, status, succeed
 from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
 
+FEW = [
+    Cell("ddp", "fp32", "drawing"),
+    Cell("zero1", "fp32", "two losses"),
+    Cell("fsdp2", "fp16", "micro tokens"),
+    Cell("fsdp2", "fp32", "units of one"),
+]
 SETTINGS = (
     *TINY,
     *QUIET,
@@ -30,6 +36,12 @@ def _expect_same(given: Sequence[Cell], worlds: Sequence[int], folder: Path) -> 
     return found
 
 
+def test_a_few_cells_are_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
+    _expect_same(FEW, (1, 3), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_covering_set_is_the_same_on_1_to_4_ranks(tmp_path: Path) -> None:
     found = _expect_same(COVERING, (1, 2, 3, 4), tmp_path)
     assert len({one["all"] for one in found[1]}) > len(COVERING) - 3  # the engines of one program may agree

@@ -27,6 +27,7 @@ MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 ANYWHERE = f"{MEMORY}a_window_stays_the_same_wherever_memory_runs_out_in_it"
 RECOVERY = "tests/unit/accumulation/test_recovery.py::test_"
 LESS = "tests/distributed/test_less_memory.py::test_"
+SAME = "tests/distributed/test_reproducible.py::test_a_few_cells_are_the_same_on_1_and_3_ranks"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 
@@ -394,6 +395,67 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "memory: windows that are cut draw numbers of their own",
             (("accumulation/recovery.py", "if window.parts and self.slices else None", "if False else None"),),
         ),
+    ),
+    *(
+        (SAME, Mutant(f"reproducible: {name}", (edit,)))
+        for name, edit in {
+            "dropout is keyed by the rank": (
+                "data/loader.py",
+                "keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),",
+                "keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch, self._world.rank),",
+            ),
+            "ranks are summed one after the other": (
+                "engines/tree_all_reduce.py",
+                "total = add_up(values, self._clock.expect_deal().blocks) if values else idle.pop()",
+                "total = sum(values.values(), torch.zeros(1)) if values else idle.pop()",
+            ),
+            "the ranks decide about the tree": (
+                "data/plan/units.py",
+                "Deal(units, min(units, self.virtual_ranks), self.world_size)",
+                "Deal(units, min(units, 2 * self.world_size), self.world_size)",
+            ),
+            "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if reproducible else None", "None"),
+            "losses are summed rank by rank": (
+                "accumulation/step.py",
+                "        if self._deal is None:\n            return Outcome",
+                "        if True:\n            return Outcome",
+            ),
+            "counts are rounded where they are summed": (
+                "accumulation/accumulator.py",
+                "exact=prepared.reproducible",
+                "exact=False",
+            ),
+            "evaluations are summed rank by rank": (
+                "train/evaluate.py",
+                "Sums(held_out.batches_of_all, held_out.numbers) if self._reproducible else Sums()",
+                "Sums()",
+            ),
+            "held-out batches are as large as the ranks allow": (
+                "data/held_out.py",
+                "(1 if reproducible else world.size)",
+                "world.size",
+            ),
+            "Python's random numbers are the rank's": (
+                "accumulation/step.py",
+                "others=engine.reproducible",
+                "others=False",
+            ),
+            "samples draw from the rank's generators": (
+                "data/loader.py",
+                "self._seeds_here = isinstance(plan, UnitPlan) and not self._workers",
+                "self._seeds_here = False",
+            ),
+            "losses are divided for the ranks": (
+                "engines/ddp.py",
+                "self.gradient_divide_factor = 1 if options.scaler or reproducible else world.size",
+                "self.gradient_divide_factor = 1 if options.scaler else world.size",
+            ),
+            "fsdp2 adds sums that are no neighbours in the tree": (
+                "engines/fsdp2/tree_scatter.py",
+                "for sums in reversed(self._sums[len(self._sums) - times :]):",
+                "for sums in reversed(self._sums):",
+            ),
+        }.items()
     ),
 )
 

@@ -1,0 +1,246 @@
+"""``numerics=reproducible``: what is refused by name, what a window's counts add up to, and that its sums are right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from distaccum import Accumulator, DataSpec
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
+from distaccum.config.precision import PrecisionConfig
+from distaccum.config.schema import BatchConfig, RunConfig
+from distaccum.data.counter import GlobalCounter
+from distaccum.data.window import MicroBatch
+from distaccum.distributed.world import World
+from distaccum.engines.factory import prepare
+from distaccum.engines.reproducible import check_optimizers
+from distaccum.errors import ConfigError, MisuseError
+from distaccum.functional import create_engine, plan_windows
+from distaccum.testing import single_process_world
+
+SIZES: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "count": len}
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with single_process_world() as opened:
+        yield opened
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def model_of(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 1))
+
+
+def prepared(model: nn.Module | None = None, engine: EngineConfig | None = None, **options: Any) -> Any:
+    given: dict[str, Any] = {
+        "engine": engine or DDPConfig(), "precision": "fp32", "clip_norm": None, "clip_value": None,
+        "global_batch_size": 8, "micro_batch_size": 2, "world_size": 1, "device": torch.device("cpu"), "seed": 0,
+    }
+    return prepare(model or model_of(), **(given | options), numerics="reproducible")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"engine": DeepSpeedConfig()}, "deepspeed sums gradients over ranks in an order of its own"),
+        ({"engine": FSDP2Config(sync="every")}, "engine.sync=every adds up gradients in an order"),
+        ({"engine": FSDP2Config(replicas=2), "world_size": 2}, "engine.replicas=2 adds up"),
+        ({"engine": FSDP2Config(offload=True)}, "engine.offload=True adds up"),
+        ({"compile": "blocks"}, "compile=blocks makes other code for shapes"),
+        ({"precision": PrecisionConfig(reduce_dtype="bf16")}, "gradients that travel in 16 bits"),
+        ({"model": model_of(nn.BatchNorm1d(4))}, "1 keeps statistics of the micro-batches that its rank has seen"),
+        ({"model": model_of(nn.InstanceNorm1d(4, track_running_stats=True))}, "1 keeps statistics"),
+        ({"model": model_of(nn.SyncBatchNorm(4))}, "1 keeps statistics"),
+    ],
+)
+def test_what_sums_by_the_rank_is_refused_before_there_is_a_group(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"numerics=reproducible: .*{problem}"):
+        prepared(**options)
+
+
+def test_a_norm_without_running_statistics_is_taken() -> None:
+    assert prepared(model_of(nn.BatchNorm1d(4, track_running_stats=False))).reproducible
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_kernel_of_one_pass_steps_a_shard_to_other_bits(kind: Any) -> None:
+    model, settings = model_of(), FSDP2Config()
+    momentum = {"momentum": 0.9} if kind is SGD else {}
+    check_optimizers([kind(model.parameters(), 0.1, foreach=True, **momentum)], settings)
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="steps a part of a matrix to other bits than the whole, and fsdp2 steps"):
+        check_optimizers([kind(model.parameters(), 0.1, fused=True, **momentum)], settings)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
+    with pytest.raises(ConfigError, match="Muon"):
+        check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batch": {"unit_size": 4}}, "batch.unit_size=4: and numerics=fast knows no units"),
+        ({"numerics": "exact"}, "numerics=exact: no such choice"),
+        ({"numerics": "reproducible", "batch": {"micro_size": "auto"}}, "batch.micro_size=auto: is found by rate"),
+        ({"numerics": "reproducible", "batch": {"micro_tokens": "auto"}}, "batch.micro_tokens=auto: is found by"),
+        ({"numerics": "reproducible", "batch": {"unit_size": 4, "micro_size": 8}}, "and batch.micro_size=8"),
+        ({"numerics": "reproducible", "batch": {"unit_size": 0}}, "batch.unit_size=0"),
+        ({"batch": {"virtual_ranks": 0}}, "batch.virtual_ranks=0"),
+        ({"trainer": {"threads": 0}}, "trainer.threads=0"),
+    ],
+)
+def test_bad_settings(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        RunConfig.from_dict(values)
+    assert message in str(raised.value)
+
+
+def test_a_unit_is_a_micro_batch() -> None:
+    assert BatchConfig(unit_size=4).first_micro_size == 4
+    assert BatchConfig(unit_size=4, micro_size="auto").rehearses is False
+
+
+def test_a_loop_of_your_own_needs_what_bits_depend_on(world: World) -> None:
+    model = model_of()
+    given: dict[str, Any] = {"numerics": "reproducible", "world": world}
+    with pytest.raises(ConfigError, match="torch may choose kernels that add in any order"):
+        Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, **given)
+    with pytest.raises(ConfigError, match="a window's count is known before it is run"):
+        Accumulator(model, SGD(model.parameters(), 0.1), **(SIZES | {"count": None}), **given)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_streams_have_no_units(world: World) -> None:
+    model = model_of()
+    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, numerics="reproducible", world=world)
+    with pytest.raises(ConfigError, match="the data is a stream, of which each rank has its own samples"):
+        next(acc.windows(iter([torch.ones(2, 3)])))
+
+
+class Counting(nn.Module):
+    """Has a buffer that every forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.layer(x)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_buffer_that_forwards_change_ends_the_window_before_its_step(world: World) -> None:
+    model = Counting()
+    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, numerics="reproducible", world=world)
+    before = model.layer.weight.detach().clone()
+    window = next(acc.windows(list(torch.randn(16, 3))))
+    with pytest.raises(MisuseError, match="a forward has changed the buffer seen"):
+        acc.step(window, Sum())
+    assert torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_window_that_nobody_has_dealt_is_refused(world: World) -> None:
+    model = model_of()
+    engine = create_engine(model, SGD(model.parameters(), 0.1), world, numerics="reproducible")
+    engine.begin_window(1)
+    with engine.micro_step(sync=True), pytest.raises(MisuseError, match="nobody says which these are"):
+        engine.backward(engine.model(torch.ones(2, 3)).sum())
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_helpers_and_an_accumulator_compute_the_same_bits(world: World) -> None:
+    data, found = DataSpec(train=list(torch.randn(20, 3))), []
+    for level in (1, 2):
+        torch.manual_seed(0)
+        model = model_of(nn.Dropout(0.2))
+        optimizer = SGD(model.parameters(), 0.1)
+        if level == 1:
+            engine = create_engine(model, optimizer, world, numerics="reproducible")
+            for window in plan_windows(data, world, **SIZES, numerics="reproducible")(0):
+                from distaccum.functional import run_window  # noqa: PLC0415
+
+                run_window(engine, window, Sum())
+            engine.close()
+        else:
+            acc = Accumulator(model, optimizer, **SIZES, numerics="reproducible", world=world)
+            for window in acc.windows(data):
+                for micro in window:
+                    with acc.accumulate():
+                        acc.backward(Sum()(acc.model, micro.batch))
+            acc.close()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
+class Sum:
+    """Of squares."""
+
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum()
+
+
+def test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order(world: World) -> None:
+    weights = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
+    counter = GlobalCounter(world, float, exact=True)
+    totals = set()
+    for order in (weights, weights[::-1], sorted(weights)):
+        counts, _ = counter.all_reduce([MicroBatch(None, {"loss": weight}) for weight in order])
+        totals.add(counts["loss"])
+    assert len(totals) == 1
+    assert totals.pop() == pytest.approx(math.fsum(weights), rel=1e-15)
+    plain = {sum(order) for order in (weights, weights[::-1], sorted(weights))}
+    assert len(plain) > 1
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("virtual_ranks", [1, 3, 24])
+def test_the_gradient_is_the_whole_batchs(world: World, virtual_ranks: int) -> None:
+    model = model_of(nn.Tanh())
+    data = list(torch.randn(30, 3))
+    weights = [p.detach().clone() for p in model.parameters()]
+    sizes = SIZES | {"global_batch_size": 30}
+    acc = Accumulator(
+        model, SGD(model.parameters(), 1.0), **sizes, numerics="reproducible", virtual_ranks=virtual_ranks, world=world
+    )
+    for window in acc.windows(data):
+        acc.step(window, Sum())
+    exact = replace_parameters(model_of(nn.Tanh()).double(), weights)
+    (exact(torch.stack(data).double()).square().sum() / 30).backward()
+    for before, after, truth in zip(weights, model.parameters(), exact.parameters(), strict=True):
+        assert truth.grad is not None
+        assert torch.allclose((before - after).double(), truth.grad, rtol=1e-4, atol=1e-6)
+
+
+def replace_parameters(model: nn.Module, values: list[Tensor]) -> nn.Module:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+    return model
+
+
+def test_the_settings_say_what_they_are() -> None:
+    config = RunConfig.from_dict({"numerics": "reproducible"})
+    assert config.reproducible
+    assert not replace(config, numerics="fast").reproducible
