@@ -97,6 +97,8 @@ class TrainingComponents:
         """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
         data = fingerprint(self.data, _loading(self.data, self.config))
         found = {"model": structure(self.model), "loss": structure(self.loss), "data": data}
+        if self.config.reproducible:
+            found["kernels"] = determinism.kernels(self.config, self.device)
         return found | {"adapters": adapters.facts(self.model)}
 
     def found(self, **changes: Any) -> TrainingComponents:

@@ -31,13 +31,27 @@ def check(device: torch.device) -> None:
         raise ConfigError("deterministic", True, problem, "Set it where the run is started, or use deterministic=false")
 
 
+def threads(config: RunConfig, device: torch.device) -> int:
+    """How many threads of a CPU each rank's kernels have."""
+    if config.trainer.threads is not None:
+        return config.trainer.threads
+    return 1 if config.reproducible and device.type == "cpu" else torch.get_num_threads()
+
+
+def kernels(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """What a micro-batch's bits depend on beside the settings, by name."""
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"a CPU ({torch.backends.cpu.get_cpu_capability()})"
+    )
+    return {"torch": torch.__version__, "device": name, "threads": str(threads(config, device))}
+
+
 @contextmanager
 def threads_of(config: RunConfig, device: torch.device) -> Iterator[None]:
     """Within it torch's kernels have as many threads of a CPU as the settings say."""
-    before = torch.get_num_threads()
-    wanted = config.trainer.threads
-    if wanted is None:
-        wanted = 1 if config.reproducible and device.type == "cpu" else before
+    before, wanted = torch.get_num_threads(), threads(config, device)
     if wanted == before:
         yield
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
 from distaccum.train.parameter_groups import SELECTS
 from distaccum.train.run_dir import RunDir
+
+_log = logging.getLogger(__name__)
 
 
 def find_checkpoint(
@@ -90,7 +93,15 @@ def find_checkpoint(
     check_base(saved.run.facts, facts or {}, path)
     weights.check(model, path, key="resume")
     _check_changes(saved.run, record, facts or {}, path, config.resume_allow)
+    _tell_of_kernels(saved.run.facts.get("kernels", {}), (facts or {}).get("kernels", {}))
     return replace(saved, folder=path.resolve())
+
+
+def _tell_of_kernels(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warns where a run whose bits are promised computes them with something else from here on."""
+    other = [f"{key}: {before[key]} -> {now[key]}" for key in before.keys() & now.keys() if before[key] != now[key]]
+    if other:
+        _log.warning("numerics=reproducible: from here on bits may be others than before: %s", "; ".join(sorted(other)))
 
 
 def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any] | None, path: Path) -> None:

@@ -69,6 +69,8 @@ def _of_engine(config: RunConfig, world: World, pairs: int) -> Figures:
     loops: dict[str, WindowLoop] = {}
     found: Figures = {}
     for numerics in NUMERICS:
+        gc.collect()
+        before = sum(live_storages().values())
         components = components_from_config(
             replace(config, numerics=numerics), world_size=world.size, device=world.device
         )
@@ -77,7 +79,7 @@ def _of_engine(config: RunConfig, world: World, pairs: int) -> Figures:
         del components
         for _ in range(WARM_UP):
             loops[numerics]()
-        found[numerics] = _counted(loops[numerics], world)
+        found[numerics] = _counted(loops[numerics], world, before)
     seconds: dict[str, list[float]] = {numerics: [] for numerics in NUMERICS}
     for _ in range(pairs):
         for numerics, loop in loops.items():
@@ -96,13 +98,16 @@ def _of_engine(config: RunConfig, world: World, pairs: int) -> Figures:
     return found
 
 
-def _counted(loop: WindowLoop, world: World) -> Figures:
-    """Calls and payload of a window, and the bytes of tensors at its boundary, on the rank with most."""
+def _counted(loop: WindowLoop, world: World, before: int) -> Figures:
+    """Calls and payload of a window, and the bytes of tensors at its boundary, on the rank with most.
+
+    Args:
+        loop: runs windows.
+        world: this rank.
+        before: bytes that were there before the loop was made.
+    """
     with CollectiveCounter() as counter:
         loop()
-    gc.collect()
-    sleep(SETTLE_S)
-    between = sum(live_storages().values())
     held: list[int] = []
 
     def look() -> None:
@@ -113,7 +118,7 @@ def _counted(loop: WindowLoop, world: World) -> Figures:
     return {
         "calls": {kind: n for kind, n in counter.calls.items() if kind != "control"},
         "payload": {kind: n for kind, n in counter.payload.items() if kind != "control"},
-        "held at the boundary": max(world.all_gather_object(held[0] - between)),
+        "held at the boundary": max(world.all_gather_object(held[0] - before)),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import QUIET, TINY, metrics, status, succeed
+from tests.support.commands import QUIET, TINY, metrics, run, status, succeed
 from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
 
 FEW = [
@@ -90,3 +90,26 @@ def test_stopped_and_resumed_on_other_ranks_it_is_the_undisturbed_run(tmp_path: 
 
 def _weights(run_dir: Path) -> bytes:
     return (run_dir / "checkpoints" / "step-24" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_resume_says_what_changes_its_bits(tmp_path: Path) -> None:
+    given = (*SETTINGS, f"hydra.run.dir={tmp_path}", "trainer.max_steps=2")
+    succeed(*given, world=1)
+    refused = run(*given, "batch.micro_size=5", world=1)
+    assert refused.returncode == 2
+    assert "counts its windows with batch.unit_size=2" in refused.stderr
+    refused = run(*given, "batch.virtual_ranks=8", world=1)
+    assert refused.returncode == 2
+    assert "with batch.virtual_ranks=24" in refused.stderr
+    told = succeed(*given, "trainer.threads=2", "trainer.max_steps=3", world=1)
+    assert "from here on bits may be others than before: threads: 1 -> 2" in told.stderr
+
+
+@pytest.mark.slow
+def test_a_fast_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    fast = [one for one in SETTINGS if one != "numerics=reproducible"]
+    succeed(*fast, f"hydra.run.dir={tmp_path}", "trainer.max_steps=2", world=1)
+    refused = run(*SETTINGS, f"hydra.run.dir={tmp_path}", "trainer.max_steps=3", world=1)
+    assert refused.returncode == 2
+    assert "counts its windows with batch.unit_size=None" in refused.stderr

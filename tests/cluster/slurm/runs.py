@@ -53,11 +53,6 @@ def exact(run_dir: Path) -> list[list[Any]]:
     return [[record.get(key) for key in _EXACT] for record in metrics(run_dir)]
 
 
-def losses(run_dir: Path) -> list[float]:
-    """Of every update."""
-    return [record["loss"] for record in metrics(run_dir)]
-
-
 def logs(run_dir: Path) -> dict[str, str]:
     """The nodes' logs by file name."""
     return {file.name: file.read_text() for file in (run_dir / "slurm").glob("*.log")}

@@ -47,8 +47,15 @@ def model_of(*layers: nn.Module) -> nn.Sequential:
 
 def prepared(model: nn.Module | None = None, engine: EngineConfig | None = None, **options: Any) -> Any:
     given: dict[str, Any] = {
-        "engine": engine or DDPConfig(), "precision": "fp32", "clip_norm": None, "clip_value": None,
-        "global_batch_size": 8, "micro_batch_size": 2, "world_size": 1, "device": torch.device("cpu"), "seed": 0,
+        "engine": engine or DDPConfig(),
+        "precision": "fp32",
+        "clip_norm": None,
+        "clip_value": None,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "world_size": 1,
+        "device": torch.device("cpu"),
+        "seed": 0,
     }
     return prepare(model or model_of(), **(given | options), numerics="reproducible")
 
