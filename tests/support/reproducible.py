@@ -127,7 +127,7 @@ class Program:
 PROGRAMS = {
     "plain": Program({"batch": {"global_size": 10, "micro_size": 2}}),
     "units of one": Program({"batch": {"global_size": 10, "unit_size": 1}, "optim": {"clip_norm": None}}),
-    "five blocks": Program({"batch": {"global_size": 30, "micro_size": 3, "virtual_ranks": 8}}),
+    "few blocks": Program({"batch": {"global_size": 30, "micro_size": 3, "virtual_ranks": 8}}),
     "tokens": Program({"batch": {"global_size": None, "tokens": 60, "micro_size": 2}}),
     "micro tokens": Program({"batch": {"global_size": 18, "micro_tokens": 20, "group_by_length": True}}),
     "grouped": Program({"batch": {"global_size": 18, "micro_size": 2, "group_by_length": True}}),
@@ -159,7 +159,7 @@ def cells() -> list[Cell]:
 
 COVERING = [
     *(Cell(engine, "fp32", "plain") for engine in ENGINES),
-    Cell("ddp", "fp16", "five blocks"),
+    Cell("ddp", "fp16", "few blocks"),
     Cell("zero1", "bf16", "tokens"),
     Cell("fsdp2", "fp16", "micro tokens"),
     Cell("ddp", "bf16-weights", "grouped"),
