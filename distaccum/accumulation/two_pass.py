@@ -180,6 +180,7 @@ def _represent(
     engine: Engine, window: Window, loss: WindowLoss, prefetch: int, parts: list[Any], states: list[RNGState]
 ) -> None:
     random, activity = KeyedRandom(engine.device), engine.activity
+    idle = _idle_steps(engine, window) if engine.forward_communicates else ()
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):
         activity.phase, activity.done = Phase.FORWARD, i
@@ -187,25 +188,22 @@ def _represent(
             states.append(RNGState.capture(engine.device))
             with engine.autocast():
                 parts.append(loss.represent(engine.model, batch))
-    if engine.forward_communicates:
-        _keep_step(engine, window, loss)
+    state = RNGState.capture(engine.device)
+    for batch in idle:
+        with engine.autocast():
+            loss.represent(engine.model, to_device(batch, engine.device))
+    state.restore()
 
 
-def _keep_step(engine: Engine, window: Window, loss: WindowLoss) -> None:
-    """Runs as many forwards as the rank with most micro-batches: a collective. What they give and draw is dropped."""
+def _idle_steps(engine: Engine, window: Window) -> Sequence[Any]:
+    """What a rank runs for nothing while others, with more micro-batches, are in a forward; a collective."""
     world, own = engine.world, window.micro_batches
     most, fewest = world.all_reduce_max_host([len(own), -len(own)])
-    if most == -fewest:
-        return
     batch = own[0].batch if own else None
     if not fewest:  # who has none runs another rank's
         given = world.all_gather_object(None if batch is None else map_tensors(batch, Tensor.cpu))
         batch = batch if own else next(one for one in given if one is not None)
-    state = RNGState.capture(engine.device)
-    for _ in range(most - len(own)):
-        with engine.autocast():
-            loss.represent(engine.model, to_device(batch, engine.device))
-    state.restore()
+    return [batch] * (most - len(own))
 
 
 def _compare(

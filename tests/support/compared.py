@@ -23,13 +23,13 @@ Batch = Mapping[str, Tensor]
 
 
 class Towers(nn.Module):
-    """Two encoders and a learned scale: ``(B, FEATURES)`` twice to ``(B, WIDTH)`` twice, and 0-dim."""
+    """Two encoders and a learned scale: ``(B, FEATURES)`` twice to ``(B, WIDTH)`` twice, and the scale, ``(1,)``."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.image = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, WIDTH))
         self.text = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, WIDTH))
-        self.log_scale = nn.Parameter(torch.tensor(1.5))
+        self.log_scale = nn.Parameter(torch.tensor([1.5]))
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.image(image), self.text(text), self.log_scale.exp()
@@ -137,3 +137,17 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if len(found) != len(expected):
         return float("inf")
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+def gradient_at(name: str, weights: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The gradient of the mean loss of a whole batch at these weights, by name: in fp64."""
+    model = make_model(name)
+    model.load_state_dict({key: tensor.double() for key, tensor in weights.items()})
+    found = torch.autograd.grad(mean(LOSSES[name](), model, batch), list(model.parameters()))
+    return dict(zip((key for key, _ in model.named_parameters()), found, strict=True))
+
+
+def error_by_name(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The relative error of a gradient, in the 2-norm."""
+    off = sum(float((found[key].double() - gradient).square().sum()) for key, gradient in expected.items())
+    return (off / sum(float(gradient.square().sum()) for gradient in expected.values())) ** 0.5
