@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distaccum.accumulation.rehearsal import Rehearsal, rehearse
-from distaccum.accumulation.two_pass import StandIn
+from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.checks import AUTO
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import as_loader, make_plan
@@ -23,7 +23,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
-from distaccum.losses.base import AnyLoss, Loss, is_window_loss
+from distaccum.losses.base import AnyLoss, Loss
 
 
 class LoaderFactory:
@@ -117,4 +117,4 @@ def loss_to_rehearse(micro_batch_size: object, loss: AnyLoss | None) -> Loss | N
     if loss is None or not callable(getattr(loss, "count", None)):
         problem = "a rehearsal runs the loss, and there is none with count(batch)"
         raise ConfigError("micro_batch_size", AUTO, problem, "Give loss=, as to the Trainer, or state a number")
-    return StandIn(loss) if is_window_loss(loss) else loss
+    return of_micro_batch(loss)

@@ -11,7 +11,7 @@ Source: L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from distaccum.distributed.random import KeyedRandom, OtherGenerators, RNGState,
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
 from distaccum.errors import MisuseError, PeerError, ResourceError
-from distaccum.losses.base import WindowLoss
+from distaccum.losses.base import AnyLoss, Loss, WindowLoss, is_window_loss
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, normalize_loss
 from distaccum.verification.additivity import in_16_bits
 
@@ -140,7 +140,7 @@ def first_pass(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: in
     before = Buffers(engine)
     try:
         with torch.no_grad():
-            _represent(engine, window, loss, prefetch, parts, states)
+            parts, states = _represent(engine, window, loss, prefetch)
     except Exception as problem:
         error = out_of_memory(problem, world) if is_out_of_memory(problem) else problem.with_traceback(None)
         if engine.forward_communicates:  # the others wait in it
@@ -176,9 +176,10 @@ def _rows(tensors: Sequence[Tensor | None], spans: Sequence[tuple[int, int]]) ->
     return [None if t is None else t[start:stop].clone() for t, (start, stop) in zip(tensors, spans, strict=True)]
 
 
-def _represent(
-    engine: Engine, window: Window, loss: WindowLoss, prefetch: int, parts: list[Any], states: list[RNGState]
-) -> None:
+def _represent(engine: Engine, window: Window, loss: WindowLoss, prefetch: int) -> tuple[list[Any], list[RNGState]]:
+    """This rank's micro-batches, and the random numbers that each began with."""
+    parts: list[Any] = []
+    states: list[RNGState] = []
     random, activity = KeyedRandom(engine.device), engine.activity
     idle = _idle_steps(engine, window) if engine.forward_communicates else ()
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
@@ -193,6 +194,7 @@ def _represent(
         with engine.autocast():
             loss.represent(engine.model, to_device(batch, engine.device))
     state.restore()
+    return parts, states
 
 
 def _idle_steps(engine: Engine, window: Window) -> Sequence[Any]:
@@ -264,7 +266,7 @@ class WholeSteps:
         """Whether a backward may reduce as it goes: any may."""
         return True
 
-    def run(self, i: int, batch: Any, *, synced: bool) -> Sequence[LossSum]:  # noqa: ARG002  as WindowRecovery's
+    def run(self, i: int, batch: Any, *, synced: bool) -> Sequence[LossSum]:
         """Runs micro-batch ``i``, which is on the device. Gives no losses: the first pass has those of the window.
 
         Raises:
@@ -287,11 +289,11 @@ class StandIn:
 
     Args:
         loss: of a window.
+        names: of its counts, until one is counted.
     """
 
-    def __init__(self, loss: WindowLoss) -> None:
-        self._loss = loss
-        self._names: list[str] = [SINGLE]
+    def __init__(self, loss: WindowLoss, names: Iterable[str] = (SINGLE,)) -> None:
+        self._loss, self._names = loss, list(names)
 
     def count(self, batch: Any) -> float | Counts:
         """The loss's own."""
@@ -304,3 +306,8 @@ class StandIn:
         found = tensors_of(self._loss.represent(model, batch))
         total = torch.stack([wide(tensor).sum() for tensor in found if tensor.is_floating_point()]).sum()
         return {name: total if name == self._names[0] else torch.zeros_like(total) for name in self._names}
+
+
+def of_micro_batch(loss: AnyLoss, names: Iterable[str] = (SINGLE,)) -> Loss:
+    """What a micro-step runs, to measure it: the loss itself, or its stand-in."""
+    return StandIn(loss, names) if is_window_loss(loss) else loss

@@ -60,8 +60,12 @@ class InfoNCE:
         given = list(output) if isinstance(output, tuple | list) else [output]
         if len(given) not in (2, 3) or not all(isinstance(one, Tensor) for one in given) or _shape(given[0]) is None:
             shapes = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in given]
-            remedy = "return two tensors (B, D) of one shape, and the scale of their cosines as a third if it is learned"
-            raise MisuseError(f"InfoNCE wants a model that returns two embeddings, and this one returns {shapes}: {remedy}")
+            remedy = (
+                "return two tensors (B, D) of one shape, and the scale of their cosines as a third if it is learned"
+            )
+            raise MisuseError(
+                f"InfoNCE wants a model that returns two embeddings, and this one returns {shapes}: {remedy}"
+            )
         first, second, *scale = given
         if first.shape != second.shape:
             problem = f"InfoNCE wants two embeddings of one shape, and these have {list(first.shape)}"

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from distaccum.accumulation.representations import gather
 from distaccum.data.batches import to_device
 from distaccum.data.cutting import cut
 from distaccum.data.held_out import HeldOut
@@ -22,11 +23,11 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError, ResourceError, shorten
-from distaccum.losses.base import Loss, Predictor, Scorer, scores
+from distaccum.losses.base import AnyLoss, Loss, Predictor, Scorer, WindowLoss, is_window_loss, scores, window_scores
 from distaccum.losses.normalize import SINGLE, as_counts
 
 _log = logging.getLogger(__name__)
-_Found = tuple[Mapping[str, Tensor], Sequence[Any]]
+_Found = tuple[Mapping[str, Tensor], Sequence[Any], Sequence[Any]]  # scores, predictions, representations
 _MEAN_TOLERANCE = 0.01  # of the halves' sum: far below the half by which a mean misses it
 
 
@@ -49,6 +50,9 @@ class Evaluation:
     The samples are loaded as those to train on: by workers, pinned and copied to a GPU ahead. The training's random
     numbers are left as they were.
 
+    A loss that compares samples is called once with a whole set's representations, in the dataset's order: its result
+    does not depend on the ranks or on the batches, but on how many samples there are.
+
     Args:
         engine: has the model.
         data: has held-out sets, one or several by name.
@@ -66,7 +70,7 @@ class Evaluation:
         self,
         engine: Engine,
         data: DataSpec,
-        loss: Loss,
+        loss: AnyLoss,
         world: World,
         *,
         micro_batch_size: int,
@@ -91,7 +95,8 @@ class Evaluation:
             for name, dataset in data.held_out.items()
         }
         self._adds_up = False  # whether the scores are known to be those of parts, added up
-        self._checked = not isinstance(loss, Scorer) or type(loss).__module__.startswith("distaccum.losses.")
+        known = is_window_loss(loss) or type(loss).__module__.startswith("distaccum.losses.")
+        self._checked = known or not isinstance(loss, Scorer)
 
     @property
     def samples(self) -> dict[str, int]:
@@ -127,7 +132,7 @@ class Evaluation:
     def _of_all(self) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, held_out in self._sets.items():
-            if not self._checked:
+            if not (self._checked or is_window_loss(self._loss)):
                 _check_sums(self._engine, held_out, self._loss, self._world)
                 self._checked = True
             found = self._of_set(_prefix(name), held_out)
@@ -143,15 +148,19 @@ class Evaluation:
         _reset(metrics, loss, engine.device)
         sums: dict[str, Tensor] = {}
         counted: dict[str, float] = {}
+        compared: list[Any] = []
         for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
             self._world.activity.done += 1
             for part in self._parts_that_fit(batch, held_out, partial(self._forward, model)):
-                found, predictions = part
+                found, predictions, representations = part
+                compared += representations if is_own else ()
                 for metric in metrics.values() if is_own else ():
                     metric.update(*predictions)
                 for name, value in found.items() if is_own else ():
                     # fp64: a held-out set may hold more tokens than fp32 can count
                     sums[name] = sums.get(name, 0.0) + value.double()
+        if is_window_loss(loss):
+            sums = self._compare(loss, compared)
         result = _means(prefix, sums, counted, engine.device, self._world)
         if self._data.bytes_per_token is not None:
             bits = result[f"{prefix}loss"] / math.log(2) / self._data.bytes_per_token
@@ -161,11 +170,29 @@ class Evaluation:
         return result
 
     def _forward(self, model: nn.Module, batch: Any) -> _Found:
-        """The scores of a batch, and the predictions that metrics need."""
+        """The scores of a batch, and the predictions that metrics need; or its representations, which are compared."""
+        loss = self._loss
         with self._engine.autocast():
-            found = scores(self._loss, model, batch)
-            predictions = cast(Predictor, self._loss).predictions(model, batch) if self._metrics else ()
-        return found, predictions
+            predictions = cast(Predictor, loss).predictions(model, batch) if self._metrics else ()
+            if is_window_loss(loss):
+                return {}, predictions, [loss.represent(model, batch)]
+            return scores(loss, model, batch), predictions, ()
+
+    def _compare(self, loss: WindowLoss, representations: Sequence[Any]) -> dict[str, Tensor]:
+        """The scores of all representations of a set, as rank 0's; a collective.
+
+        Raises:
+            ResourceError: memory is over for so many.
+        """
+        together = gather(self._world, representations, dealt=True)
+        try:
+            found = window_scores(loss, together.like(together.tensors))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = f"out of memory in the comparison of a held-out set's representations: {error}"
+            raise ResourceError(f"{problem}. Lower trainer.eval_samples") from error
+        return {name: value.double() for name, value in found.items()} if self._world.is_main else {}
 
     def _parts_that_fit(self, batch: Any, held_out: HeldOut, forward: Callable[[Any], _Found]) -> Iterator[_Found]:
         """What ``forward`` gives for a batch; for its halves, and those of them, where memory runs out.
@@ -175,7 +202,8 @@ class Evaluation:
         try:
             found = forward(batch)
         except Exception as error:
-            rows = 0 if self._engine.forward_communicates or not is_out_of_memory(error) else held_out.rows_of(batch)
+            whole = self._engine.forward_communicates or is_window_loss(self._loss)
+            rows = 0 if whole or not is_out_of_memory(error) else held_out.rows_of(batch)
             if rows <= 1:
                 raise
             failed = error.with_traceback(None)
@@ -219,7 +247,7 @@ def _prefix(name: str) -> str:
     return f"eval_{name}_" if name else "eval_"
 
 
-def _reset(metrics: Mapping[str, EvaluationMetric], loss: Loss, device: torch.device) -> None:
+def _reset(metrics: Mapping[str, EvaluationMetric], loss: AnyLoss, device: torch.device) -> None:
     if metrics and not isinstance(loss, Predictor):
         raise MisuseError(f"metrics need predictions(model, batch) -> (predictions, targets) of {type(loss).__name__}")
     for metric in metrics.values():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
