@@ -50,19 +50,19 @@ class MixtureOfExperts(nn.Module):
 
 
 class Balanced:
-    """Squared errors, and how evenly the window's tokens are dealt to the experts: E * sum(f_e * P_e).
+    """Squared errors of targets above 0, and how evenly the window's tokens are dealt to the experts: E * sum(f_e * P_e).
 
     Source: W. Fedus, B. Zoph, N. Shazeer, "Switch Transformers" (2021), equations 4 to 6.
     """
 
     def count(self, batch: Batch) -> dict[str, float]:
-        return {"task": len(batch["x"]), "balance": len(batch["x"])}
+        return {"task": int((batch["y"] > 0).sum()), "balance": len(batch["x"])}
 
     def represent(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         found, likely = model(batch["x"])
         dealt = F.one_hot(likely.argmax(-1), EXPERTS).sum(0)
         return {
-            "task": (found - batch["y"]).square().sum().reshape(1),
+            "task": (found - batch["y"]).square()[batch["y"] > 0].sum().reshape(1),
             "likely": likely.sum(0, keepdim=True),
             "dealt": dealt.reshape(1, EXPERTS),
         }
@@ -81,6 +81,15 @@ class Contrast(InfoNCE):
         return super().represent(model, (batch["x"], batch["twin"]))
 
 
+class Sampled(Contrast):
+    """Leaves every other negative out by chance, the same ones on every rank."""
+
+    def _logits(self, representations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits, right = super()._logits(representations)
+        left_out = (torch.rand(logits.shape) < 0.5) & ~torch.eye(len(logits), dtype=torch.bool)
+        return logits.masked_fill(left_out, -torch.inf), right
+
+
 class ByMicroBatch:
     """What plain accumulation makes of such a loss: each micro-batch is compared with itself."""
 
@@ -92,12 +101,13 @@ class ByMicroBatch:
 
 
 LOSSES: dict[str, Any] = {"contrast": Contrast, "balanced": Balanced}
+RANDOM: dict[str, Any] = {"sampled": Sampled}  # without a truth of their own
 
 
 def make_model(loss: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Module:
     """The same weights at every call."""
     torch.manual_seed(1)
-    return (Towers(dropout) if loss == "contrast" else MixtureOfExperts()).to(dtype)
+    return (MixtureOfExperts() if loss == "balanced" else Towers(dropout)).to(dtype)
 
 
 def samples(size: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
@@ -139,12 +149,13 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
-def gradient_at(name: str, weights: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The gradient of the mean loss of a whole batch at these weights, by name: in fp64."""
+def gradient_at(name: str, weights: Mapping[str, Tensor], batch: Batch) -> tuple[dict[str, Tensor], float]:
+    """The gradient of the mean loss of a whole batch at these weights, by name, and that loss: in fp64."""
     model = make_model(name)
     model.load_state_dict({key: tensor.double() for key, tensor in weights.items()})
-    found = torch.autograd.grad(mean(LOSSES[name](), model, batch), list(model.parameters()))
-    return dict(zip((key for key, _ in model.named_parameters()), found, strict=True))
+    total = mean((LOSSES | RANDOM)[name](), model, batch)
+    found = torch.autograd.grad(total, list(model.parameters()))
+    return dict(zip((key for key, _ in model.named_parameters()), found, strict=True)), total.item()
 
 
 def error_by_name(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -1,12 +1,14 @@
 """Run by torchrun: losses that compare the samples of a window, on one engine after the other.
 
-``two_pass.py RESULT CELLS``: a JSON file to write, and one with the cells. Of each cell are written the largest error
-of a window's gradient beside fp64 on whole batches, the windows' mean losses, and the weights after an epoch.
+``two_pass.py RESULT CELLS``: a JSON file to write, and one with the cells. Of each is written the largest error of a
+window's gradient or loss beside fp64 on whole batches, infinite where it is refused; and to ``RESULT.details`` what it
+has found: the windows' mean losses, and the weights after an epoch.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,7 +51,7 @@ def _engine(name: str) -> EngineConfig:
 
 def run(cell: Cell, world: World) -> dict[str, Any]:
     """The cell's results; a collective."""
-    dtype, own = getattr(torch, cell.dtype), compared.LOSSES[cell.loss]()
+    dtype, own = getattr(torch, cell.dtype), (compared.LOSSES | compared.RANDOM)[cell.loss]()
     model = compared.make_model(cell.loss, dtype, cell.dropout)
     acc = Accumulator(
         model,
@@ -63,6 +65,7 @@ def run(cell: Cell, world: World) -> dict[str, Any]:
         precision=PrecisionConfig(name=cell.precision, scaler=ScalerConfig(initial_scale_power=10)),
         verify=cell.verify,
     )
+    model.train()
     torch.manual_seed(world.rank)  # of the rank's own generators, which nothing may depend on
     whole, errors, losses = compared.windows(cell.size, cell.global_size), [], []
     before = weights_of(acc.engine, world)
@@ -73,13 +76,15 @@ def run(cell: Cell, world: World) -> dict[str, Any]:
         after = weights_of(acc.engine, world)
         found = {name: (before[name].double() - after[name].double()) / cell.lr for name in before}
         batch = whole[len(errors)]
-        errors.append(compared.error_by_name(found, compared.gradient_at(cell.loss, before, batch)))
+        gradient, loss = compared.gradient_at(cell.loss, before, batch)
         losses.append(acc.mean_loss())
+        errors.append(max(compared.error_by_name(found, gradient), abs(losses[-1] - loss) / abs(loss)))
         before = after
     assert len(errors) == len(whole)
+    worst = max(errors) if not (cell.dropout or cell.loss == "sampled") else 0.0  # the truth draws no numbers
     flat = torch.cat([before[name].flatten() for name in sorted(before)]).tolist()
     acc.close()
-    return {"error": max(errors), "losses": losses, "weights": flat, "verified": acc.verified}
+    return {"error": worst, "losses": losses, "weights": flat, "verified": acc.verified}
 
 
 def main() -> None:
@@ -91,9 +96,10 @@ def main() -> None:
         try:
             found.append(run(Cell(**cell), world))
         except DistaccumError as error:
-            found.append({"refused": f"{type(error).__name__}: {error}"})
+            found.append({"error": math.inf, "refused": f"{type(error).__name__}: {error}"})
     if world.is_main:
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps([each["error"] for each in found]))
+        path.with_name(f"{path.name}.details").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
