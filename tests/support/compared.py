@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Balanced:
-    """Squared errors of targets above 0, and how evenly the window's tokens are dealt to the experts: E * sum(f_e * P_e).
+    """Squared errors of targets above 0, and how evenly a window's tokens are dealt to experts: E * sum(f_e * P_e).
 
     Source: W. Fedus, B. Zoph, N. Shazeer, "Switch Transformers" (2021), equations 4 to 6.
     """
