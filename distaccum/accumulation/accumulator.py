@@ -462,8 +462,11 @@ class Accumulator:
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        if not is_window_loss(loss):
-            self._check_loss(window, loss)
+        by_micro_batch = None if is_window_loss(loss) else loss
+        if by_micro_batch is not None:
+            self._verifier.check_loss(window.plain, by_micro_batch)
+            if self.engine.memory_marks.any_failed:
+                check_cut(self.engine, window.plain, by_micro_batch, self.world)
         with self._verifier.stepping() as report:
             outcome = run_window(
                 self.engine,
@@ -475,18 +478,13 @@ class Accumulator:
                 records=None if window.proof is None else window.proof.records,
             )
             report(outcome.grad_norm)
-        self.tracker.end_step(window.plain, outcome, None if is_window_loss(loss) else loss)
+        self.tracker.end_step(window.plain, outcome, by_micro_batch)
         self._lockstep.window_ended()
         self._strangers.window_ended()
         self.replicas.window_ended(window.plain)
         self._open = None
         window.mark_done()
         return outcome
-
-    def _check_loss(self, window: OpenWindow, loss: Loss) -> None:
-        self._verifier.check_loss(window.plain, loss)
-        if self.engine.memory_marks.any_failed:
-            check_cut(self.engine, window.plain, loss, self.world)
 
     def verify(self, window: OpenWindow, loss: Loss) -> None:
         """Has a window prove its gradient before its step, whatever ``verify`` says, by running it again with ``loss``.

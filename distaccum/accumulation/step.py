@@ -182,17 +182,17 @@ def run_window(
         ResourceError: memory is over, and the micro-step cannot be finished.
     """
     sums, boundary, activity = LossSums(engine.device), len(window.micro_batches) - 1, engine.activity
-    run: Any = loss
+    random, second = KeyedRandom(engine.device), None
     if is_window_loss(loss):
-        run = first_pass(engine, window, loss, prefetch=prefetch, compared=records is not None)
-        sums.add(run.sums)
-    random = KeyedRandom(engine.device)
+        second = first_pass(engine, window, loss, prefetch=prefetch, compared=records is not None)
+        sums.add(second.sums)
+    run: Any = second or loss
     micro_step = _MicroStep(engine, window, run if records is None else records.recording(run), backward)
-    steps: WindowRecovery | WholeSteps = (
-        WholeSteps(engine, window, micro_step)
-        if is_window_loss(loss)
-        else WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
-    )
+    steps: WindowRecovery | WholeSteps
+    if second is None:
+        steps = WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
+    else:
+        steps = WholeSteps(engine, window, micro_step)
     engine.begin_window(len(window.micro_batches))
     activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)

@@ -11,7 +11,8 @@ Source: L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +140,7 @@ def first_pass(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: in
         engine.begin_window(len(window.micro_batches))  # where a layer communicates: do all ranks have as many?
     before = Buffers(engine)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _together(engine):
             parts, states = _represent(engine, window, loss, prefetch)
     except Exception as problem:
         error = out_of_memory(problem, world) if is_out_of_memory(problem) else problem.with_traceback(None)
@@ -195,6 +196,16 @@ def _represent(engine: Engine, window: Window, loss: WindowLoss, prefetch: int) 
             loss.represent(engine.model, to_device(batch, engine.device))
     state.restore()
     return parts, states
+
+
+@contextmanager
+def _together(engine: Engine) -> Iterator[None]:
+    """Forwards in the block do not ask whether the other ranks are there: they are, with as many."""
+    meet, engine.meet = engine.meet, None
+    try:
+        yield
+    finally:
+        engine.meet = meet
 
 
 def _idle_steps(engine: Engine, window: Window) -> Sequence[Any]:

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, World
 from distaccum import functional as da
 from distaccum.accumulation.diagnose import diagnose
+from distaccum.config.compile import CompileConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.random import KeyedRandom
 from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError
@@ -234,6 +235,33 @@ def test_a_model_that_remembers_is_refused(gloo_world: World) -> None:
             acc.step(window, loss)
         break
     assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("name", ["blocks", "model"])
+def test_a_compiled_model(gloo_world: World, name: str) -> None:
+    loss, model = compared.Contrast(), make_model("contrast")
+    config = CompileConfig(name=name, backend="eager", blocks=["image", "text"] if name == "blocks" else [])
+    acc = accumulator(gloo_world, model, loss, compile=config)
+    found, _ = gradients(acc, model, loss, compared.samples(29))
+    assert compared.error(found, compared.truth("contrast", 29, GLOBAL)) <= EXACT
+    assert "agrees with plain autograd" in acc.verified
+    acc.close()
+
+
+@pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning")
+def test_running_statistics_move_once(gloo_world: World) -> None:
+    """As with a loss of each micro-batch: the first pass leaves no trace."""
+    found = []
+    for plain in (True, False):
+        loss, model = compared.Contrast(), make_model("contrast")
+        encoder: Any = model.image
+        encoder.insert(0, nn.BatchNorm1d(compared.FEATURES, dtype=torch.float64))
+        acc = accumulator(gloo_world, model, loss, verify="never", micro=4)
+        for window in acc.windows(compared.samples(24)[:GLOBAL]):
+            acc.step(window, compared.ByMicroBatch(loss) if plain else loss)
+        found.append(torch.cat([buffer.double().flatten() for buffer in model.buffers()]))
+    assert found[0][-1] == 3
+    assert torch.equal(*found)
 
 
 # ------------------------------------------------------------------------------------------ number formats
