@@ -11,6 +11,7 @@ Source: L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +30,14 @@ from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.random import KeyedRandom, OtherGenerators, RNGState, keys_of
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
-from distaccum.errors import MisuseError, PeerError, ResourceError
+from distaccum.errors import MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.losses.base import AnyLoss, Loss, WindowLoss, is_window_loss
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, normalize_loss
 from distaccum.verification.additivity import in_16_bits
 
+_log = logging.getLogger(__name__)
 _OTHER, _OTHER_16 = 1e-4, 3e-2  # of a representation: what a forward without gradients may round otherwise
+_SAME = 1e-3  # of a gradient
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,12 @@ def first_pass(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: in
         window: its counts must be known.
         loss: of the whole window.
         prefetch: micro-batches on the device at once, the one being computed included.
-        compared: whether the second pass is compared with this one, which reads the device.
+        compared: whether the second pass is compared with this one, and the loss looked at for being a sum; both read
+            the device.
 
     Raises:
         MisuseError: what the loss gives is no sum, or it depends on learned numbers past the representations.
+        VerificationError: it gives a mean.
         PeerError: another rank has an error.
         ResourceError: memory is over.
     """
@@ -154,6 +159,8 @@ def first_pass(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: in
     gradients: dict[str, list[Tensor | None]] = {}
     try:
         sums, gradients = _compare(engine, window, loss, together)
+        if compared:
+            _expect_sums(engine, window, loss, together, gradients)
     except Exception as problem:
         error = _too_large(problem, together) if is_out_of_memory(problem) else problem
     if world.all_reduce_max_host([error is not None])[0]:
@@ -223,30 +230,74 @@ def _compare(
     engine: Engine, window: Window, loss: WindowLoss, together: Representations
 ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
     """The window's losses by name, and of each the gradient with respect to every tensor; the same on every rank."""
-    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in together.tensors]
-    learned = [leaf for leaf in leaves if leaf.requires_grad]
-    # As for a micro-batch: what is drawn depends on the window alone, and is the same on every rank.
-    random, others = KeyedRandom(engine.device), OtherGenerators()
-    first = window.samples if together.key is None else together.key
-    with torch.enable_grad(), random.keyed(keys_of([0], "comparison", first, window.epoch), 0):
-        sums = as_loss_sums(loss(together.like(leaves)))
-        total = normalize_loss(sums, window.counts, 1)
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in together.tensors]
+    others = OtherGenerators()
+    sums = _called(engine, window, loss, together.like(leaves), together.key)
+    total = normalize_loss(sums, window.counts, 1)
     if others.have_drawn():
         problem = f"{type(loss).__name__} draws from NumPy's or Python's generators, which differ between ranks"
         raise MisuseError(f"{problem}: draw from torch's, which are the same on all of them")
-    known = set(map(id, learned))
+    known = set(map(id, leaves))
     if strangers := [leaf for leaf in leaves_of(total) if id(leaf) not in known]:
         problem = f"{type(loss).__name__} depends on a learned tensor of shape {list(strangers[0].shape)}"
         raise MisuseError(
             f"{problem} past its representations, which would get no gradient: make it a part of the model, and use it "
             "in represent(model, batch), as in a temperature that multiplies the representations"
         )
-    gradients: dict[str, list[Tensor | None]] = {}
-    for name, part in sums.items():
-        every = torch.autograd.grad(part, learned, retain_graph=True, allow_unused=True) if part.requires_grad else ()
-        found = iter(every)
-        gradients[name] = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+    gradients = {name: _gradients(part, leaves) for name, part in sums.items()}
     return {name: part.detach() for name, part in sums.items()}, gradients
+
+
+def _called(
+    engine: Engine, window: Window, loss: WindowLoss, representations: Any, key: int | None
+) -> Mapping[str, Tensor]:
+    """The losses by name. What is drawn depends on the window alone, as in a micro-step: the same on every rank."""
+    keys = keys_of([0], "comparison", window.samples if key is None else key, window.epoch)
+    with torch.enable_grad(), KeyedRandom(engine.device).keyed(keys, 0):
+        return as_loss_sums(loss(representations))
+
+
+def _gradients(part: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """With respect to each; None for those that it does not depend on."""
+    learned = [leaf for leaf in leaves if leaf.requires_grad]
+    wanted = part.requires_grad and learned
+    found = iter(torch.autograd.grad(part, learned, retain_graph=True, allow_unused=True) if wanted else ())
+    return [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _expect_sums(
+    engine: Engine,
+    window: Window,
+    loss: WindowLoss,
+    together: Representations,
+    gradients: Mapping[str, Sequence[Tensor | None]],
+) -> None:
+    """Gives the loss everything twice: the gradient of a sum is then twice as large, and that of a mean the same.
+
+    Raises:
+        VerificationError: it is the same, and would be divided by the count once more.
+    """
+    leaves = [torch.cat([t, t]).requires_grad_(t.is_floating_point()) for t in together.tensors]
+    try:
+        sums = _called(engine, window, loss, together.like(leaves), together.key)
+        doubled = {name: _gradients(part, leaves) for name, part in sums.items()}
+    except Exception as problem:  # the user's code, on twice as much as it was made for
+        _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
+        return
+    for name, once in gradients.items():
+        size = off = 0.0
+        for own, both in zip(once, doubled.get(name, ()), strict=False):
+            if own is not None and both is not None:
+                first, second = both.double().tensor_split(2)
+                size += float(own.double().square().sum())
+                off += float((first + second - own).square().sum())
+        if size and off <= _SAME**2 * size and window.counts[name] > 1:
+            of = "" if name == SINGLE else f" {name!r}"
+            raise VerificationError(
+                f"the loss{of} has the same gradient for a window and for all of it twice: it is a mean over the "
+                f"window, and would be divided by its count ({window.counts[name]:g}) a second time. Return the sum: "
+                'reduction="sum" in the loss function, or the mean times what it is over'
+            )
 
 
 def _too_large(problem: Exception, together: Representations) -> ResourceError:

@@ -19,7 +19,7 @@ from distaccum.accumulation.diagnose import diagnose
 from distaccum.config.compile import CompileConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.random import KeyedRandom
-from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError
+from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.testing.counters import OperationCounter
 from tests.support import compared
 from tests.support.threads import run_ranks
@@ -294,7 +294,9 @@ def test_representations_of_16_bits_are_compared_in_fp32(gloo_world: World, prec
     acc = accumulator(gloo_world, model, loss, precision=policy)
     found, _ = gradients(acc, model, loss, compared.samples(24, torch.float32))
     numbers = [*range(5), *range(5), *range(2)]
-    assert loss.seen == [(torch.float32, torch.float32, numbers, list, False)] * 2
+    first, twice, second = loss.seen  # the first window is looked at for being a sum
+    assert first == second == (torch.float32, torch.float32, numbers, list, False)
+    assert twice[2] == 2 * numbers
     assert "agrees with plain autograd" in acc.verified
     whole = make_model("contrast", torch.float64)
     wide = Seen()
@@ -401,6 +403,57 @@ def test_what_cannot_work_is_refused_before_a_weight_moves(case: str) -> None:
         return torch.equal(flat(model), before)
 
     assert on_ranks(2, rank) == [True, True]
+
+
+class Mean(compared.Contrast):
+    """As torch's cross entropy is by default."""
+
+    def __call__(self, representations: Any) -> Tensor:
+        return super().__call__(representations) / len(representations["first"])
+
+
+class OfMeans(compared.Balanced):
+    """One of the two is a mean over the window."""
+
+    def __call__(self, representations: Any) -> dict[str, Tensor]:
+        sums = super().__call__(representations)
+        return {**sums, "balance": sums["balance"] / representations["dealt"].sum()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (Mean(), r"the loss has the same .* a mean over the window, .* its count \(12\) a second"),
+        (OfMeans(), "the loss 'balance' has the same gradient for a window and for all of it twice"),
+    ],
+    ids=["one", "two"],
+)
+def test_a_mean_is_refused(loss: Any, words: str) -> None:
+    def rank(world: World) -> bool:
+        model = make_model("balanced" if isinstance(loss, OfMeans) else "contrast")
+        acc, before = accumulator(world, model, loss), flat(model).clone()
+        for window in acc.windows(compared.samples(24)):
+            with pytest.raises(VerificationError, match=words):
+                acc.step(window, loss)
+            break
+        return torch.equal(flat(model), before)
+
+    assert on_ranks(2, rank) == [True, True]
+
+
+class OfTwelve(compared.Contrast):
+    """Takes a window of 12 samples, and no other."""
+
+    def __call__(self, representations: Any) -> Tensor:
+        assert len(representations["first"]) == GLOBAL
+        return super().__call__(representations)
+
+
+def test_what_cannot_be_called_with_all_of_it_twice_trains(gloo_world: World) -> None:
+    loss, model = OfTwelve(), make_model("contrast")
+    acc = accumulator(gloo_world, model, loss)
+    found, _ = gradients(acc, model, loss, compared.samples(24))
+    assert compared.error(found, compared.truth("contrast", 24, GLOBAL)) <= EXACT
 
 
 class FailsOn(compared.Contrast):
