@@ -19,7 +19,7 @@ import torch
 from torch.optim import SGD
 
 from distaccum import Accumulator, World
-from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
+from distaccum.config.engine import DeepSpeedConfig, EngineConfig, FSDP2Config, engine_config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
@@ -46,7 +46,9 @@ class Cell:
 
 def _engine(name: str) -> EngineConfig:
     kind, _, stage = name.partition(" ")
-    return DeepSpeedConfig(stage=int(stage)) if kind == "deepspeed" else engine_config(kind)
+    if kind == "deepspeed":
+        return DeepSpeedConfig(stage=int(stage))
+    return FSDP2Config(sync=stage) if stage else engine_config(kind)
 
 
 def run(cell: Cell, world: World) -> dict[str, Any]:
