@@ -44,11 +44,14 @@ class Cell:
     verify: str = "first"
 
 
-def _engine(name: str) -> EngineConfig:
+def _engine(name: str, loss: str) -> EngineConfig:
     kind, _, stage = name.partition(" ")
     if kind == "deepspeed":
         return DeepSpeedConfig(stage=int(stage))
-    return FSDP2Config(sync=stage) if stage else engine_config(kind)
+    if kind == "fsdp2":  # in blocks, which are gathered in each forward
+        blocks = ["router", "experts"] if loss == "balanced" else ["image", "text"]
+        return FSDP2Config(sync=stage or "boundary", blocks=blocks)
+    return engine_config(kind)
 
 
 def run(cell: Cell, world: World) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def run(cell: Cell, world: World) -> dict[str, Any]:
         count=own.count,
         seed=compared.SEED,
         world=world,
-        engine=_engine(cell.engine),
+        engine=_engine(cell.engine, cell.loss),
         precision=PrecisionConfig(name=cell.precision, scaler=ScalerConfig(initial_scale_power=10)),
         verify=cell.verify,
     )

@@ -18,7 +18,9 @@ from distaccum import functional as da
 from distaccum.accumulation.diagnose import diagnose
 from distaccum.config.compile import CompileConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
+from distaccum.data.cutting import shape_of
 from distaccum.distributed.random import KeyedRandom
+from distaccum.engines.memory_marks import Shape
 from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.testing.counters import OperationCounter
 from tests.support import compared
@@ -262,6 +264,28 @@ def test_running_statistics_move_once(gloo_world: World) -> None:
         found.append(torch.cat([buffer.double().flatten() for buffer in model.buffers()]))
     assert found[0][-1] == 3
     assert torch.equal(*found)
+
+
+class Sizes(compared.Contrast):
+    """Notes the samples of each batch that it represents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def represent(self, model: nn.Module, batch: Any) -> Any:
+        self.seen.append(len(batch["x"]))
+        return super().represent(model, batch)
+
+
+def test_windows_that_are_run_in_parts(gloo_world: World) -> None:
+    """Since another loss has run out of memory with such micro-batches: parts are micro-batches like others."""
+    loss, model = Sizes(), make_model("contrast")
+    acc = accumulator(gloo_world, model, loss, verify="never")
+    acc.engine.memory_marks.fail(Shape(*shape_of(compared.windows(5, 5)[0])))
+    found, _ = gradients(acc, model, loss, compared.samples(12))
+    assert loss.seen == [2, 3, 2, 3, 2] * 2
+    assert compared.error(found, compared.truth("contrast", 12, GLOBAL)) <= EXACT
 
 
 # ------------------------------------------------------------------------------------------ number formats
