@@ -148,11 +148,12 @@ def first_pass(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: in
         with torch.no_grad(), _together(engine):
             parts, states = _represent(engine, window, loss, prefetch)
     except Exception as problem:
-        if is_out_of_memory(problem):
-            error = out_of_memory(problem, world)
-        if engine.forward_communicates:  # the others wait in it, and cannot be told
-            raise error or problem
-        error = error or problem.with_traceback(None)
+        over = is_out_of_memory(problem)
+        if engine.forward_communicates and not over:  # the others wait in it, and cannot be told
+            raise
+        error = out_of_memory(problem, world) if over else problem.with_traceback(None)
+        if engine.forward_communicates:
+            raise error from problem
     before.restore()
     key = window.keys[0] if window.keys else None
     together = gather(world, parts, error=error, key=key)
