@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from distaccum.errors import SpikeError as SpikeError
     from distaccum.errors import VerificationError as VerificationError
     from distaccum.losses.base import Loss as Loss
+    from distaccum.losses.base import WindowLoss as WindowLoss
+    from distaccum.losses.contrastive import InfoNCE as InfoNCE
     from distaccum.losses.cross_entropy import CrossEntropy as CrossEntropy
     from distaccum.losses.transformers import CausalLM as CausalLM
     from distaccum.losses.transformers import MaskedLM as MaskedLM
@@ -76,6 +78,7 @@ _HOMES = {
     "EMA": "distaccum.train.ema",
     "EarlyStopping": "distaccum.train.callbacks",
     "FSDP2Config": "distaccum.config.engine",
+    "InfoNCE": "distaccum.losses.contrastive",
     "Logger": "distaccum.train.metrics.loggers",
     "Loss": "distaccum.losses.base",
     "LossScaler": "distaccum.precision.scaler",
@@ -99,6 +102,7 @@ _HOMES = {
     "TrainerConfig": "distaccum.config.schema",
     "VerificationError": "distaccum.errors",
     "WandbConfig": "distaccum.config.schema",
+    "WindowLoss": "distaccum.losses.base",
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",
     "audit": "distaccum.auditing.session",

@@ -46,7 +46,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
 from distaccum.errors import MisuseError, UndividedLossWarning
-from distaccum.losses.base import Loss, from_mean
+from distaccum.losses.base import AnyLoss, from_mean
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
 from distaccum.losses.normalize import Count, WatchedCounts, normalize_loss
 
@@ -160,7 +160,7 @@ def _check_division(counts: WatchedCounts, factor: int) -> None:
 def run_window(
     engine: Engine,
     window: Window,
-    loss: Loss,
+    loss: AnyLoss,
     *,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
@@ -170,7 +170,7 @@ def run_window(
     Args:
         engine: owns the model, the gradients and the step.
         window: its counts must be known.
-        loss: gives a sum for each micro-batch.
+        loss: gives a sum for each micro-batch; or, as a ``WindowLoss``, for the window.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
 

@@ -429,6 +429,7 @@ def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
 INTERFACES = {
     "DataSpec": "data/spec.py",
     "Loss": "losses/base.py",
+    "WindowLoss": "losses/base.py",
     "Scorer": "losses/base.py",
     "Predictor": "losses/base.py",
     "Schedule": "accumulation/tracker.py",

@@ -61,7 +61,7 @@ from distaccum.engines.factory import create, prepare
 from distaccum.engines.kernels import check_kernels
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
-from distaccum.losses.base import Loss, from_mean
+from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
 from distaccum.verification.verifier import Verifier
@@ -95,7 +95,7 @@ class Accumulator:
         count: the count of a batch, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce per window.
         loss: what a rehearsal runs: ``loss(model, batch)`` gives the sum of a batch's losses, ``loss.count(batch)`` the
-            count, which is the windows' too where ``count`` is left out.
+            count, which is the windows' too where ``count`` is left out. Of a ``WindowLoss``, its ``represent``.
         scheduler: torch's, or several; stepped after every applied update, before the next window steps. A
             ``ReduceLROnPlateau`` is stepped by :meth:`scheduler_step`.
         schedule: instead, a function from the number of applied updates to a factor of the learning rate.
@@ -138,7 +138,7 @@ class Accumulator:
         micro_batch_size: int | str | None = None,
         tokens: int | None = None,
         count: Count | None = None,
-        loss: Loss | None = None,
+        loss: AnyLoss | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         schedule: Schedule | None = None,
         clip_norm: float | None = None,
@@ -467,8 +467,10 @@ class Accumulator:
             loss = from_mean(loss, window.count if num_items is None else num_items)
         window.backward(loss, num_items)
 
-    def step(self, window: OpenWindow, loss: Loss) -> Outcome:
+    def step(self, window: OpenWindow, loss: AnyLoss) -> Outcome:
         """Runs the whole window: every micro-batch's forward, loss and backward, and the step.
+
+        With a ``WindowLoss``, which compares the samples of the window, every forward is run twice.
 
         Raises:
             MisuseError: it is not the current window, one of its micro-batches was taken, or the accumulator has no
@@ -477,22 +479,23 @@ class Accumulator:
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        self._verifier.check_loss(window.plain, loss)
-        if self.engine.memory_marks.any_failed:
-            check_cut(self.engine, window.plain, loss, self.world)
-        run: Any = loss if window.proof is None else window.proof.recording(loss)
+        by_micro_batch = None if is_window_loss(loss) else loss
+        if by_micro_batch is not None:
+            self._verifier.check_loss(window.plain, by_micro_batch)
+            if self.engine.memory_marks.any_failed:
+                check_cut(self.engine, window.plain, by_micro_batch, self.world)
         with self._verifier.stepping() as report:
             outcome = run_window(
                 self.engine,
                 window.plain,
-                run,
+                loss,
                 prefetch=self._prefetch,
                 before_step=self._begin_step,
                 backward=self._strangers.backward,
                 records=None if window.proof is None else window.proof.records,
             )
             report(outcome.grad_norm)
-        self.tracker.end_step(window.plain, outcome, loss)
+        self.tracker.end_step(window.plain, outcome, by_micro_batch)
         self._lockstep.window_ended()
         self._strangers.window_ended()
         self.replicas.window_ended(window.plain)
@@ -517,6 +520,9 @@ class Accumulator:
         window.expect(Phase.OPEN, "verify()", "give it a window of which no micro-batch was taken")
         if window is not self._open:
             refuse("verify()", "with another window", "give it the current one")
+        if is_window_loss(loss):
+            remedy = "call acc.step(window, loss), which runs the window: its first one proves its gradient"
+            refuse("verify()", "with a loss that compares the samples of a window", remedy)
         window.proof = self._verifier.prove(window.plain, loss)
 
     def abandon(self) -> None:

@@ -23,8 +23,8 @@ from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.dtensor import to_local
 from distaccum.engines.modules import clean
-from distaccum.errors import shorten
-from distaccum.losses.base import Loss
+from distaccum.errors import MisuseError, shorten
+from distaccum.losses.base import AnyLoss, Loss, is_window_loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss
 
 _MOST_RANKS = 4  # in a message
@@ -58,7 +58,7 @@ class NonFinite:
     parameters: tuple[str, ...]
 
 
-def diagnose(engine: Engine, window: Window, loss: Loss, world: World) -> tuple[NonFinite, ...]:
+def diagnose(engine: Engine, window: Window, loss: AnyLoss, world: World) -> tuple[NonFinite, ...]:
     """Runs a window again whose gradient was not finite, and finds where that began.
 
     A collective, which reduces no gradient; ranks may have different numbers of micro-batches, or none. A compiled
@@ -70,8 +70,11 @@ def diagnose(engine: Engine, window: Window, loss: Loss, world: World) -> tuple[
         again: :func:`explain` names the possible causes.
 
     Raises:
-        MisuseError: the losses have other names than the counts.
+        MisuseError: the losses have other names than the counts; or the loss compares the samples of a window.
     """
+    if is_window_loss(loss):
+        problem = "diagnose() with a loss that compares the samples of a window, and no micro-batch has its loss"
+        raise MisuseError(f"{problem}: give one that sums the representations of a micro-batch")
     finding = _first_finding(engine, window, loss, world.rank)
     texts = world.all_gather_names(
         [] if finding is None else [json.dumps(asdict(finding) | {"stage": finding.stage.value})]

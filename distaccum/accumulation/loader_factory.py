@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distaccum.accumulation.rehearsal import Rehearsal, rehearse
+from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.checks import AUTO
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import as_loader, make_plan
@@ -22,7 +23,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
-from distaccum.losses.base import Loss
+from distaccum.losses.base import AnyLoss, Loss
 
 
 class LoaderFactory:
@@ -102,7 +103,7 @@ class LoaderFactory:
         return f"{self._world.size} x {name}"
 
 
-def loss_to_rehearse(micro_batch_size: object, loss: Loss | None) -> Loss | None:
+def loss_to_rehearse(micro_batch_size: object, loss: AnyLoss | None) -> Loss | None:
     """The loss, where the micro-batch is to be found in a rehearsal.
 
     Raises:
@@ -116,4 +117,4 @@ def loss_to_rehearse(micro_batch_size: object, loss: Loss | None) -> Loss | None
     if loss is None or not callable(getattr(loss, "count", None)):
         problem = "a rehearsal runs the loss, and there is none with count(batch)"
         raise ConfigError("micro_batch_size", AUTO, problem, "Give loss=, as to the Trainer, or state a number")
-    return loss
+    return of_micro_batch(loss)

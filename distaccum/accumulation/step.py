@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distaccum.accumulation.graph import leaves_of
 from distaccum.accumulation.recovery import Recovery
+from distaccum.accumulation.two_pass import WholeSteps, first_pass
 from distaccum.accumulation.window_recovery import Records, WindowRecovery
 from distaccum.data.plan.units import Deal
 from distaccum.data.prefetch import on_device
@@ -22,7 +23,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.ownership import is_owned
 from distaccum.errors import MisuseError, ResourceError
-from distaccum.losses.base import Loss
+from distaccum.losses.base import AnyLoss, Loss, is_window_loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 
 
@@ -187,7 +188,7 @@ def _expect_no_strangers(loss: Tensor) -> None:
 def run_window(
     engine: Engine,
     window: Window,
-    loss: Loss,
+    loss: AnyLoss,
     *,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
@@ -207,7 +208,7 @@ def run_window(
     Args:
         engine: owns the model, the gradients and the step.
         window: its counts must be known.
-        loss: gives a sum for each micro-batch.
+        loss: gives a sum for each micro-batch; or one for the window, of all representations (see ``two_pass``).
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
         backward: runs each micro-batch's, given what it goes back from.
@@ -217,10 +218,19 @@ def run_window(
         ResourceError: memory is over, and the micro-step cannot be finished.
     """
     boundary, activity = len(window.micro_batches) - 1, engine.activity
-    sums = LossSums(engine.device, window.deal)
+    sums, second = LossSums(engine.device, window.deal), None
     random = KeyedRandom(engine.device, others=engine.reproducible)
-    micro_step = _MicroStep(engine, window, loss, backward)
-    steps = WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
+    if is_window_loss(loss):
+        second = first_pass(engine, window, loss, prefetch=prefetch, compared=records is not None)
+        sums = LossSums(engine.device)  # of no unit: rank 0 has the window's
+        sums.add(second.sums)
+    run: Any = second or loss
+    micro_step = _MicroStep(engine, window, run if records is None else records.recording(run), backward)
+    steps: WindowRecovery | WholeSteps
+    if second is None:
+        steps = WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
+    else:
+        steps = WholeSteps(engine, window, micro_step)
     engine.begin_window(len(window.micro_batches), window.deal)
     activity.phase = Phase.COPYING
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)

@@ -70,6 +70,9 @@ class MicroStep(Protocol):
 class Records(Protocol):
     """Notes of how a window is run, to run it once more."""
 
+    def recording(self, loss: Loss) -> Loss:
+        """``loss``, noting what it takes to run it again."""
+
     def mark(self) -> Any:
         """What was noted so far."""
 

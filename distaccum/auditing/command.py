@@ -14,6 +14,7 @@ from distaccum import program
 from distaccum.auditing.report import Report
 from distaccum.auditing.session import audit
 from distaccum.errors import ConfigError, DistaccumError
+from distaccum.losses.base import is_window_loss
 
 _EPILOG = """\
 examples:
@@ -108,4 +109,7 @@ def _loss(name: str) -> Any:
         raise ConfigError("--loss", name, f"{type(error).__name__}: {error}", remedy) from error
     if not callable(loss) or not callable(getattr(loss, "count", None)):
         raise ConfigError("--loss", name, "not callable with (model, batch), or without count(batch)", remedy)
+    if is_window_loss(loss):
+        problem = "compares the samples of a whole window, and the micro-batches of a loop are run again one by one"
+        raise ConfigError("--loss", name, problem, "Audit the loop with another loss")
     return loss

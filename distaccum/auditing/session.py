@@ -16,6 +16,7 @@ from distaccum.auditing.report import Finding, Report
 from distaccum.auditing.watch import Watch
 from distaccum.distributed.world import World
 from distaccum.errors import DistaccumError, MisuseError, shorten
+from distaccum.losses.base import is_window_loss
 from distaccum.losses.normalize import Count
 
 
@@ -67,6 +68,11 @@ class audit:  # noqa: N801  a context manager is called like a function
     ) -> None:
         if (loss_sum is None) != (count is None):
             raise MisuseError("give both loss_sum and count, or neither: one is divided by the other")
+        if is_window_loss(loss_sum):
+            problem = f"{type(loss_sum).__name__} compares the samples of a whole window"
+            raise MisuseError(
+                f"{problem}, and the micro-batches of a loop are run again one by one: audit another loss"
+            )
         if windows < 1:
             raise MisuseError(f"windows={windows}: audit at least 1")
         self._own = OwnLoss() if loss_sum is None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from time import perf_counter
@@ -141,13 +141,7 @@ class GlobalCounter:
                     error = error or MisuseError(f"a batch counts {name!r}, {known}")
         counts = list(own.values())
         if self._exact:
-            of_each = [[micro.counts.get(name, 0.0) for micro in micro_batches] for name in own]
-            coarse = [[_multiple_of(_COARSE, count) for count in counts] for counts in of_each]
-            fine = [
-                sum(_multiple_of(_FINE, count - whole) for count, whole in zip(*pair, strict=True))
-                for pair in zip(of_each, coarse, strict=True)
-            ]
-            counts = [*map(sum, coarse), *fine]
+            counts = exact_sums([micro.counts.get(name, 0.0) for micro in micro_batches] for name in own)
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
         riding = [rider.outgoing(len(micro_batches), len(own)) for rider in self.riders]
         numbers = [signal, *counts, *more, *chain.from_iterable(riding)]
@@ -166,8 +160,27 @@ class GlobalCounter:
             rider.incoming(list(islice(rest, len(sent))))
         totals = sums[: len(counts)]
         if self._exact:
-            totals = [whole + rest for whole, rest in zip(totals[: len(own)], totals[len(own) :], strict=True)]
+            totals = joined(totals)
         return dict(zip(own, totals, strict=True)), sums[len(counts) : len(counts) + len(more)]
+
+
+def exact_sums(numbers: Iterable[Sequence[float]]) -> list[float]:
+    """Of each of several lists of numbers two sums without rounding: :func:`joined` makes one of them.
+
+    Sums of several ranks' may be added in any order. They are exact to multiples of 2**-52, of 1,000 numbers at least.
+    """
+    coarse, fine = list[float](), list[float]()
+    for each in numbers:
+        whole = [_multiple_of(_COARSE, number) for number in each]
+        coarse.append(sum(whole))
+        fine.append(sum(_multiple_of(_FINE, number - one) for number, one in zip(each, whole, strict=True)))
+    return [*coarse, *fine]
+
+
+def joined(sums: Sequence[float]) -> list[float]:
+    """The sums that :func:`exact_sums` gave, or several ranks' added up."""
+    half = len(sums) // 2
+    return [coarse + fine for coarse, fine in zip(sums[:half], sums[half:], strict=True)]
 
 
 def _multiple_of(step: float, number: float) -> float:

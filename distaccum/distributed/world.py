@@ -111,6 +111,22 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
+    def all_gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        """Every rank's ``tensor``, in the order of ranks, over the device's own backend.
+
+        Args:
+            tensor: of any type; ranks differ in the leading dimension alone.
+            rows: that dimension on each rank, which may be 0.
+        """
+        most, row = max(rows), tensor.shape[1:]
+        padded = tensor.new_zeros(most, *row)  # not every backend gathers different sizes
+        padded[: len(tensor)] = tensor
+        content = padded if tensor.dtype in _SENT else padded.reshape(-1).view(torch.uint8)
+        gathered = [torch.empty_like(content) for _ in rows]
+        if content.numel():
+            dist.all_gather(gathered, content)
+        return [each.view(tensor.dtype).reshape(most, *row)[:own] for each, own in zip(gathered, rows, strict=True)]
+
     def broadcast_(self, tensor: torch.Tensor) -> None:
         """Overwrites a tensor of any shape and type with rank 0's, in place, on its device."""
         if tensor.dtype in _SENT and tensor.is_contiguous():

@@ -184,6 +184,11 @@ class Engine(ABC):
         """What is known of its micro-steps by ``accumulation.recovery``, which runs them."""
 
     @property
+    def world(self) -> World:
+        """This rank, among those that share the window."""
+        return self._world
+
+    @property
     def window_open(self) -> bool:
         """Whether gradients of a window may lie there, which nobody but the engine may change."""
         return self._window_open

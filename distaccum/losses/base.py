@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, refuse_loss
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 class Loss(Protocol):
@@ -31,6 +34,53 @@ class Loss(Protocol):
         """The loss of ``batch``, summed (not averaged) over its count: a 0-dim fp32 tensor."""
 
 
+class WindowLoss(Protocol):
+    """A loss that compares samples with each other, as a contrastive one: over all samples of a window, on all ranks.
+
+    It is told by its ``represent``, and called once per window::
+
+        def count(self, batch): return len(batch["image"])
+        def represent(self, model, batch): return model(batch)  # (B, D), normalised
+        def __call__(self, representations): return ...  # of (samples of the window, D)
+
+    The gradient is that of one forward of the whole window: every micro-batch is represented twice, first without
+    gradients for all representations, then with its own part of the gradient. Source: L. Gao et al., "Scaling Deep
+    Contrastive Learning Batch Size under Memory Limited Setup" (2021).
+
+    What it learns besides, such as a temperature, belongs to the model and into ``represent``, which multiplies the
+    representations by it: ``__call__`` may depend on learned numbers by way of the representations alone.
+
+    In an evaluation it is called once with all of a held-out set. With ``scores(representations)`` beside, that gives
+    0-dim sums by name, the loss or losses among them.
+    """
+
+    def count(self, batch: Any) -> float | Counts:
+        """The count that ``batch`` adds to the window's: samples, tokens, or the sum of their weights."""
+
+    def represent(self, model: nn.Module, batch: Any) -> Any:
+        """A tensor, or tensors in dicts, lists and tuples, each with a leading dimension of any length.
+
+        The same again where it is called a second time with the same random numbers of torch, NumPy and Python.
+        """
+
+    def __call__(self, representations: Any) -> LossSum:
+        """The loss of the window, summed over its count: a 0-dim fp32 tensor, or several by name.
+
+        Args:
+            representations: as ``represent`` gives them, those of the window's micro-batches one after the other along
+                the leading dimension, in the plan's order: rank after rank, in fp32 where they are in 16 bits. The same
+                on every rank, which all compute the same. What is drawn from torch's generators is the same as well.
+        """
+
+
+AnyLoss = Loss | WindowLoss
+
+
+def is_window_loss(loss: object) -> TypeIs[WindowLoss]:
+    """Whether a loss is called once per window, with representations."""
+    return hasattr(loss, "represent")
+
+
 @runtime_checkable
 class Scorer(Protocol):
     """A loss that reports further sums in an evaluation, such as the accuracy.
@@ -42,7 +92,7 @@ class Scorer(Protocol):
         """0-dim sums over the batch's count, by name, the loss or losses among them."""
 
 
-def score_names(loss: Loss) -> tuple[str, ...] | None:
+def score_names(loss: AnyLoss) -> tuple[str, ...] | None:
     """The names that ``loss`` says it scores by; None where it says nothing, or has other ``scores`` than their class.
 
     Without ``scores`` they are those of its counts.
@@ -60,7 +110,17 @@ def scores(loss: Loss, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
     Raises:
         MisuseError: one of them is no 0-dim tensor.
     """
-    found = as_loss_sums(loss.scores(model, batch) if isinstance(loss, Scorer) else loss(model, batch))
+    return _expect_sums(loss.scores(model, batch) if isinstance(loss, Scorer) else loss(model, batch))
+
+
+def window_scores(loss: WindowLoss, representations: Any) -> Mapping[str, Tensor]:
+    """As :func:`scores`, of all representations of a held-out set."""
+    own: Any = getattr(loss, "scores", loss)
+    return _expect_sums(own(representations))
+
+
+def _expect_sums(given: Any) -> Mapping[str, Tensor]:
+    found = as_loss_sums(given)
     for name, part in found.items():
         if part.ndim:
             problem = f"the score {name!r} has shape {list(part.shape)}, one number for each item"

@@ -120,6 +120,9 @@ def _not_a_loss(loss: object) -> str:
     if isinstance(loss, Mapping):
         others = [f"{name!r}: {type(part).__name__}" for name, part in loss.items() if not isinstance(part, Tensor)]
         return f"the losses by name are {{{', '.join(others)}}}: return a 0-dim tensor for each"
+    if hasattr(loss, "represent"):
+        what = f"{type(loss).__name__} compares the samples of a whole window, and no micro-batch has its loss"
+        return f"{what}: call acc.step(window, loss), which runs the window"
     remedy = "return the sum as a 0-dim tensor that was computed from the model's output, without .item() or float()"
     return f"the loss is {loss!r:.80}, a {type(loss).__name__}, which has no gradient: {remedy}"
 

@@ -39,7 +39,7 @@ from distaccum.engines import compiled
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
-from distaccum.losses.base import Loss, Predictor
+from distaccum.losses.base import AnyLoss, Predictor, is_window_loss
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback
@@ -78,7 +78,7 @@ class TrainingComponents:
     plan: Plan | StreamPlan
     model: nn.Module
     parameters: int
-    loss: Loss
+    loss: AnyLoss
     optimizers: Sequence[Optimizer]
     groups: Sequence[GroupSize]
     schedule: Schedule
@@ -152,7 +152,7 @@ def build_components(
     config: RunConfig,
     data: DataSpec,
     model: nn.Module,
-    loss: Loss,
+    loss: AnyLoss,
     *,
     world_size: int,
     device: torch.device,
@@ -341,7 +341,8 @@ def check_loss(loss: Any) -> None:
     """Refuses what is no loss by its interface; what it returns is looked at in the first micro-batch.
 
     Raises:
-        ConfigError: it is a class, or lacks ``count(batch)`` or ``__call__(model, batch)``.
+        ConfigError: it is a class, or lacks ``count(batch)`` or ``__call__(model, batch)``; or, where it has
+            ``represent(model, batch)``, ``__call__(representations)``.
     """
     shown = getattr(loss, "__name__", type(loss).__name__)
     if inspect.isclass(loss):
@@ -350,9 +351,16 @@ def check_loss(loss: Any) -> None:
         problem = "has no count(batch), the number of labels or samples that the loss of a batch sums over"
         remedy = "Use distaccum.CrossEntropy, or write a class with count(self, batch) and __call__(self, model, batch)"
         raise ConfigError("loss", shown, problem, remedy)
-    for name, function, arguments in (("count", loss.count, "batch"), ("__call__", loss, "model, batch")):
+    called, methods = "model, batch", [("count", loss.count, "batch")]
+    if is_window_loss(loss):
+        called = "representations"
+        methods.append(("represent", loss.represent, "model, batch"))
+        if callable(own := getattr(loss, "scores", None)):
+            methods.append(("scores", own, "representations"))
+    for name, function, arguments in (*methods, ("__call__", loss, called)):
         if not callable(function):
-            raise ConfigError("loss", shown, "cannot be called", "Write __call__(self, model, batch) -> its sum")
+            what = "cannot be called" if name == "__call__" else f"has a {name} that cannot be called"
+            raise ConfigError("loss", shown, what, f"Write {name}(self, {arguments}) -> its sum")
         try:
             inspect.signature(function).bind(*arguments.split(", "))
         except ValueError:  # a function without a signature
@@ -385,7 +393,7 @@ def _check_loss_parameters(loss: Any, model: nn.Module) -> None:
         raise ConfigError("loss", type(loss).__name__, problem, remedy)
 
 
-def _check_metrics(metrics: Mapping[str, Any], loss: Loss, *, evaluated: bool) -> None:
+def _check_metrics(metrics: Mapping[str, Any], loss: AnyLoss, *, evaluated: bool) -> None:
     for name, metric in metrics.items():
         missing = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
         if missing or inspect.isclass(metric):

@@ -11,7 +11,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from distaccum.accumulation.representations import gather
 from distaccum.data.batches import to_device
+from distaccum.data.counter import exact_sums, joined
 from distaccum.data.cutting import cut
 from distaccum.data.held_out import HeldOut
 from distaccum.data.prefetch import FEWEST, on_device
@@ -22,11 +24,11 @@ from distaccum.distributed.random import KeyedRandom, RNGState, keys_of
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError, ResourceError, shorten
-from distaccum.losses.base import Loss, Predictor, Scorer, scores
+from distaccum.losses.base import AnyLoss, Loss, Predictor, Scorer, WindowLoss, is_window_loss, scores, window_scores
 from distaccum.losses.normalize import SINGLE, as_counts
 
 _log = logging.getLogger(__name__)
-_Found = tuple[Mapping[str, Tensor], Sequence[Any]]
+_Found = tuple[Mapping[str, Tensor], Sequence[Any], Sequence[Any]]  # scores, predictions, representations
 _MEAN_TOLERANCE = 0.01  # of the halves' sum: far below the half by which a mean misses it
 
 
@@ -49,6 +51,9 @@ class Evaluation:
     The samples are loaded as those to train on: by workers, pinned and copied to a GPU ahead. The training's random
     numbers are left as they were.
 
+    A loss that compares samples is called once with a whole set's representations, in the dataset's order: its result
+    does not depend on the ranks or on the batches, but on how many samples there are.
+
     Args:
         engine: has the model.
         data: has held-out sets, one or several by name.
@@ -67,7 +72,7 @@ class Evaluation:
         self,
         engine: Engine,
         data: DataSpec,
-        loss: Loss,
+        loss: AnyLoss,
         world: World,
         *,
         micro_batch_size: int,
@@ -96,7 +101,8 @@ class Evaluation:
             for name, dataset in data.held_out.items()
         }
         self._adds_up = False  # whether the scores are known to be those of parts, added up
-        self._checked = not isinstance(loss, Scorer) or type(loss).__module__.startswith("distaccum.losses.")
+        known = is_window_loss(loss) or type(loss).__module__.startswith("distaccum.losses.")
+        self._checked = known or not isinstance(loss, Scorer)
 
     @property
     def samples(self) -> dict[str, int]:
@@ -132,7 +138,7 @@ class Evaluation:
     def _of_all(self) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, held_out in self._sets.items():
-            if not self._checked:
+            if not (self._checked or is_window_loss(self._loss)):
                 _check_sums(self._engine, held_out, self._loss, self._world)
                 self._checked = True
             found = self._of_set(_prefix(name), held_out)
@@ -147,18 +153,24 @@ class Evaluation:
         model = engine.unwrapped_model
         _reset(metrics, loss, engine.device)
         sums = Sums(held_out.batches_of_all, held_out.numbers) if self._reproducible else Sums()
-        counted: dict[str, float] = {}
+        counted: dict[str, list[float]] = {}
+        compared: list[Any] = []
         for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
             if self._reproducible:  # else what a forward draws is the rank's
                 number = held_out.numbers[sums.added] if is_own else 0
                 self._keys = keys_of([number], "evaluation", self._seed)
             self._world.activity.done += 1
             for part in self._parts_that_fit(batch, held_out, partial(self._forward, model)):
-                found, predictions = part
+                found, predictions, representations = part
+                compared += representations if is_own else ()
                 for metric in metrics.values() if is_own else ():
                     metric.update(*predictions)
                 if is_own:
                     sums.add(found)
+        if is_window_loss(loss):
+            sums = Sums()
+            if (found := self._compare(loss, compared)) and self._world.is_main:
+                sums.add(found)
         result = _means(prefix, sums, counted, engine.device, self._world)
         if self._data.bytes_per_token is not None:
             bits = result[f"{prefix}loss"] / math.log(2) / self._data.bytes_per_token
@@ -168,11 +180,29 @@ class Evaluation:
         return result
 
     def _forward(self, model: nn.Module, batch: Any) -> _Found:
-        """The scores of a batch, and the predictions that metrics need."""
+        """The scores of a batch, and the predictions that metrics need; or its representations, which are compared."""
+        loss = self._loss
         with self._random.keyed(self._keys, 0), self._engine.autocast():
-            found = scores(self._loss, model, batch)
-            predictions = cast(Predictor, self._loss).predictions(model, batch) if self._metrics else ()
-        return found, predictions
+            predictions = cast(Predictor, loss).predictions(model, batch) if self._metrics else ()
+            if is_window_loss(loss):
+                return {}, predictions, [loss.represent(model, batch)]
+            return scores(loss, model, batch), predictions, ()
+
+    def _compare(self, loss: WindowLoss, representations: Sequence[Any]) -> dict[str, Tensor]:
+        """The scores of all representations of a set, as rank 0's; a collective.
+
+        Raises:
+            ResourceError: memory is over for so many.
+        """
+        together = gather(self._world, representations, dealt=True)
+        try:
+            found = window_scores(loss, together.like(together.tensors))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = f"out of memory in the comparison of a held-out set's representations: {error}"
+            raise ResourceError(f"{problem}. Lower trainer.eval_samples") from error
+        return {name: value.double() for name, value in found.items()}
 
     def _parts_that_fit(self, batch: Any, held_out: HeldOut, forward: Callable[[Any], _Found]) -> Iterator[_Found]:
         """What ``forward`` gives for a batch; for its halves, and those of them, where memory runs out.
@@ -182,7 +212,8 @@ class Evaluation:
         try:
             found = forward(batch)
         except Exception as error:
-            whole = self._engine.forward_communicates or self._reproducible  # parts have other bits
+            whole = self._engine.forward_communicates or is_window_loss(self._loss)
+            whole = whole or self._reproducible  # parts have other bits
             rows = 0 if whole or not is_out_of_memory(error) else held_out.rows_of(batch)
             if rows <= 1:
                 raise
@@ -206,11 +237,11 @@ class Evaluation:
         for start, stop in ((0, rows // 2), (rows // 2, rows)):
             yield from self._parts_that_fit(cut(batch, start, stop, rows), held_out, forward)
 
-    def _counted(self, held_out: HeldOut, counted: dict[str, float]) -> Iterator[tuple[Any, bool]]:
+    def _counted(self, held_out: HeldOut, counted: dict[str, list[float]]) -> Iterator[tuple[Any, bool]]:
         """The batches on the host, and whether they count; those that do are counted into ``counted``."""
         for batch, is_own in held_out.batches(in_lockstep=self._engine.forward_communicates):
             for name, count in as_counts(self._loss.count(batch)).items() if is_own else ():
-                counted[name] = counted.get(name, 0.0) + count
+                counted.setdefault(name, []).append(count)
             yield batch, is_own
 
 
@@ -227,7 +258,7 @@ def _prefix(name: str) -> str:
     return f"eval_{name}_" if name else "eval_"
 
 
-def _reset(metrics: Mapping[str, EvaluationMetric], loss: Loss, device: torch.device) -> None:
+def _reset(metrics: Mapping[str, EvaluationMetric], loss: AnyLoss, device: torch.device) -> None:
     if metrics and not isinstance(loss, Predictor):
         raise MisuseError(f"metrics need predictions(model, batch) -> (predictions, targets) of {type(loss).__name__}")
     for metric in metrics.values():
@@ -303,7 +334,7 @@ class Sums:
 
 
 def _means(
-    prefix: str, sums: Sums, counted: Mapping[str, float], device: torch.device, world: World
+    prefix: str, sums: Sums, counted: Mapping[str, Sequence[float]], device: torch.device, world: World
 ) -> dict[str, float]:
     """Each sum over all ranks, divided by the count of its name, or else by the single loss's count."""
     names, counts = (
@@ -311,7 +342,8 @@ def _means(
         world.all_gather_names(list(counted)),
     )  # a rank with no sample knows neither
     totals = sums.over_ranks(names, device, world)
-    over = dict(zip(counts, world.all_reduce_host([counted.get(name, 0.0) for name in counts]), strict=True))
+    own = exact_sums(counted.get(name, ()) for name in counts)
+    over = dict(zip(counts, joined(world.all_reduce_host(own)), strict=True))
     unknown = [name for name in names if name not in over and SINGLE not in over]
     missing = [name for name in counts if name not in names]
     if unknown or missing:

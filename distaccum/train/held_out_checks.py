@@ -18,7 +18,7 @@ from distaccum.data.reading import reading
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError, shorten
-from distaccum.losses.base import Loss, Scorer, score_names
+from distaccum.losses.base import AnyLoss, Scorer, score_names
 from distaccum.losses.normalize import SINGLE
 from distaccum.train.callbacks import Callback
 from distaccum.train.objective import check_of_records, names_of
@@ -80,7 +80,7 @@ def evaluates(data: DataSpec, config: RunConfig) -> bool:
 
 
 def check_results(
-    data: DataSpec, config: RunConfig, callbacks: Sequence[Callback], *, loss: Loss, metrics: Mapping[str, Any]
+    data: DataSpec, config: RunConfig, callbacks: Sequence[Callback], *, loss: AnyLoss, metrics: Mapping[str, Any]
 ) -> None:
     """Refuses results that no evaluation gives, as far as the names of held-out sets, scores and metrics tell.
 
@@ -134,7 +134,7 @@ def _check_result(key: str, value: str, name: str, data: DataSpec, names: Callab
         raise ConfigError(key, value, "is no result of the evaluation", remedy)
 
 
-def _names(data: DataSpec, loss: Loss, metrics: Mapping[str, Any], workers: WorkerOptions) -> list[str] | None:
+def _names(data: DataSpec, loss: AnyLoss, metrics: Mapping[str, Any], workers: WorkerOptions) -> list[str] | None:
     """What the results of a held-out set are called, or patterns of it; None where nobody knows before they are there.
 
     A metric may give numbers by name.
@@ -146,7 +146,7 @@ def _names(data: DataSpec, loss: Loss, metrics: Mapping[str, Any], workers: Work
     return list(dict.fromkeys((SINGLE, *scored, *of_data, *of_metrics)))
 
 
-def _scored(data: DataSpec, loss: Loss, workers: WorkerOptions) -> Sequence[str] | None:
+def _scored(data: DataSpec, loss: AnyLoss, workers: WorkerOptions) -> Sequence[str] | None:
     """The names that the loss scores by; None where nobody knows before an evaluation.
 
     One without ``scores`` is asked for the count of a sample: several losses may differ from batch to batch.
@@ -167,7 +167,7 @@ def _scored(data: DataSpec, loss: Loss, workers: WorkerOptions) -> Sequence[str]
 class _CountsOne:
     """Whether the batch of some samples counts for a single loss."""
 
-    def __init__(self, loss: Loss, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, loss: AnyLoss, collate: Callable[[list[Any]], Any]) -> None:
         self._loss, self._collate = loss, collate
 
     def __call__(self, samples: list[Any]) -> bool:

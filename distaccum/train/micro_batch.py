@@ -13,6 +13,7 @@ import torch
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.rehearsal import rehearse
+from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.data.longest import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.micro_tokens import MicroTokenPlan
@@ -55,13 +56,13 @@ def find_micro_batch(
         found = {name: saved[name] for name in saved if name != MARKS}
         found[REASON], _, _ = found[REASON].partition(_SO)
     else:
-        most = largest_share(plan)
+        most, rehearsed = largest_share(plan), of_micro_batch(components.loss)
         found = rehearse(
             accumulator.engine,
             world,
-            components.loss,
+            rehearsed,
             partial(longest_micro_batch, components.data),
-            count=components.loss.count,
+            count=rehearsed.count,
             most=min(most, batch.micro_size) if isinstance(batch.micro_size, int) else most,
             sharing=max(1, LaunchEnvironment.from_environment().local_size),
         ).as_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
 from distaccum.config.sharding import FULL, HALF, PARAMETER_STAGE
@@ -57,7 +58,7 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     last: Exception | None = None
     for device in _devices():
         try:
-            found = measure(model, loss, batch, device=device, **settings)
+            found = measure(model, of_micro_batch(loss), batch, device=device, **settings)
         except Exception as error:  # of the model, or of operators that torch has no shapes for on this device
             last = error
         else:

@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.losses.normalize import normalize_loss
@@ -27,11 +28,11 @@ class LocalTimer:
 
     def run(self, window: Window) -> None:
         """Forward and backward of each micro-batch, then clipping and the optimizers' step."""
-        began = self._now()
+        began, loss = self._now(), of_micro_batch(self._components.loss, window.counts)
         for micro in window.micro_batches:
             batch = to_device(micro.batch, self._device)
             with self._components.policy.autocast(self._device):
-                total = self._components.loss(self._model, batch)
+                total = loss(self._model, batch)
             normalize_loss(total, window.counts, gradient_divide_factor=1).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._micro_steps.append((self._now() - began) / len(window.micro_batches))
         began = self._now()

@@ -21,7 +21,7 @@ from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import die_with_parent
 from distaccum.errors import ConfigError
-from distaccum.losses.base import Loss
+from distaccum.losses.base import AnyLoss
 from distaccum.train.callbacks import Callback, named
 from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
@@ -42,7 +42,8 @@ class Trainer:
 
     Args:
         model: trained in place.
-        loss: a sum and what it sums over; see ``distaccum.Loss``.
+        loss: a sum and what it sums over; see ``distaccum.Loss``, and ``distaccum.WindowLoss`` for one that compares
+            samples.
         data: a ``DataSpec``, a map-style dataset, or a stream of this rank's samples.
         global_batch_size: samples of one optimizer step, over all ranks.
         micro_batch_size: the most samples of one forward and backward on one rank.
@@ -71,7 +72,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: AnyLoss,
         data: Any,
         *,
         global_batch_size: int | None = None,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
@@ -21,7 +20,7 @@ from distaccum.verification.comparison import Comparison, compare, shares_of_ran
 from distaccum.verification.expected import Expected
 from distaccum.verification.optimizer_watch import OptimizerWatch
 from distaccum.verification.plain_autograd import PlainGradient
-from distaccum.verification.recorded import RecordedWindow
+from distaccum.verification.recorded import InOrder, RecordedWindow
 from distaccum.verification.sharded import compare_with_slope
 from distaccum.verification.tensors import whole_numel
 from distaccum.verification.words import CLOSING, NAMED, first_line, words
@@ -85,10 +84,6 @@ class GradientProof:
         """The forward is to be run again with ``loss``."""
         self._recorded.rerun_with(loss)
 
-    def recording(self, loss: Loss) -> Callable[[nn.Module, Any], LossSum]:
-        """``loss``, noting what it takes to run it again."""
-        return self._recorded.recording(loss)
-
     @property
     def records(self) -> RecordedWindow:
         """What is noted of the window."""
@@ -130,6 +125,10 @@ class GradientProof:
         infinite, too_large, empty = self._world.all_reduce_host([not self._is_finite(held), not whole, not held])
         if infinite:
             return  # the step is skipped, and the next window verified
+        if isinstance(self._recorded.loss, InOrder):
+            fault = self._recorded.loss.fault
+            if faults := self._world.all_gather_names([fault] if fault else []):
+                raise MisuseError(faults[0])
         if sharded and empty == self._world.size:
             self._nothing = True  # the engine says so
             return

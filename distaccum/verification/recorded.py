@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -15,6 +15,18 @@ from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
+
+
+@runtime_checkable
+class InOrder(Protocol):
+    """A loss that has to know which of the window's micro-batches it is called for, as that of a second pass."""
+
+    @property
+    def fault(self) -> str:
+        """In words, why the window's gradient is not what it was to be; empty as far as this rank knows."""
+
+    def begin(self, i: int) -> None:
+        """The next call is for the ``i``-th micro-batch."""
 
 
 class RecordedWindow:
@@ -51,7 +63,7 @@ class RecordedWindow:
         self.loss = loss
         self.buffers = Buffers(self._engine)
 
-    def recording(self, loss: Loss) -> Callable[[nn.Module, Any], LossSum]:
+    def recording(self, loss: Loss) -> Any:
         """``loss``, noting the random numbers that it begins with and what it gives."""
         self.rerun_with(loss)
 
@@ -71,6 +83,8 @@ class RecordedWindow:
     def drawing(self, i: int) -> AbstractContextManager[object]:
         """Within the block the random numbers of the ``i``-th forward are drawn once more."""
         self.states[i].restore()
+        if isinstance(self.loss, InOrder):
+            self.loss.begin(i)
         cut = self.cuts[i]
         return nullcontext() if cut is None else cut.anew()
 

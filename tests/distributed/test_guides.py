@@ -203,7 +203,9 @@ def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text(content)
-    module, in_python, by_name, batches, stream, shards, tokens = (text for _, text in _walk(page, tmp_path))
+    module, in_python, by_name, batches, stream, shards, tokens, pairs, experts = (
+        text for _, text in _walk(page, tmp_path)
+    )
     assert module == shards == ""
     assert float(in_python.splitlines()[-1]) < 0.2
     assert "points of a line" in by_name
@@ -211,5 +213,8 @@ def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
     assert "6 updates, 24 samples" in batches  # a sample is a batch here: 12 of them in an epoch
     assert "6 updates, " in stream
     assert "10 updates, " in tokens
+    assert float(pairs.splitlines()[-1]) > 0.5  # of 60 held-out pairs, by chance 0.02
+    first, *_, last = map(float, experts.splitlines())
+    assert last < first
     held = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.bin"))
     assert held > 100_000

@@ -8,11 +8,12 @@ from tests.mutants import engines as engine_mutants
 from tests.mutants import gradient as mutants
 from tests.mutants import modes as mode_mutants
 from tests.mutants import scaling as scaling_mutants
+from tests.mutants import two_pass as two_pass_mutants
 from tests.mutants.gradient import Mutant
 from tests.support.commands import ROOT
 
 EVERY = [
-    *(*mutants.MUTANTS, *scaling_mutants.MUTANTS),
+    *(*mutants.MUTANTS, *scaling_mutants.MUTANTS, *two_pass_mutants.MUTANTS),
     *(mutant for _, _, mutant in engine_mutants.MUTANTS),
     *(mutant for _, mutant in mode_mutants.MUTANTS),
 ]

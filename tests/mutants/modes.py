@@ -27,6 +27,10 @@ MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 ANYWHERE = f"{MEMORY}a_window_stays_the_same_wherever_memory_runs_out_in_it"
 RECOVERY = "tests/unit/accumulation/test_recovery.py::test_"
 LESS = "tests/distributed/test_less_memory.py::test_"
+COUNTS = (
+    "tests/unit/engines/test_reproducible.py::test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order"
+)
+EVALUATED = "tests/unit/train/test_evaluation_sums.py::test_scores_are_added_in_the_order_of_batches"
 SAME = "tests/distributed/test_reproducible.py::test_a_few_cells_are_the_same_on_1_and_3_ranks"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
@@ -420,16 +424,6 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "        if self._deal is None:\n            return Outcome",
                 "        if True:\n            return Outcome",
             ),
-            "counts are rounded where they are summed": (
-                "accumulation/accumulator.py",
-                "exact=prepared.reproducible",
-                "exact=False",
-            ),
-            "evaluations are summed rank by rank": (
-                "train/evaluate.py",
-                "Sums(held_out.batches_of_all, held_out.numbers) if self._reproducible else Sums()",
-                "Sums()",
-            ),
             "held-out batches are as large as the ranks allow": (
                 "data/held_out.py",
                 "(1 if reproducible else world.size)",
@@ -456,6 +450,26 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "for sums in reversed(self._sums):",
             ),
         }.items()
+    ),
+    (
+        COUNTS,
+        Mutant(
+            "reproducible: counts are rounded where they are summed",
+            (
+                (
+                    "data/counter.py",
+                    "return round(number / step) * step if math.isfinite(number) else number",
+                    "return number",
+                ),
+            ),
+        ),
+    ),
+    (
+        EVALUATED,
+        Mutant(
+            "reproducible: scores are added rank by rank",
+            (("train/evaluate.py", "            if self._batches:\n", "            if False:\n"),),
+        ),
     ),
 )
 

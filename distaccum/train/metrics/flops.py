@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.data.batches import map_tensors, moved_object
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState
-from distaccum.losses.base import Loss
+from distaccum.losses.base import AnyLoss, Loss
 from distaccum.losses.normalize import as_loss_sums
 
 _log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ class ModelFlops:
         device: of this rank.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, model: nn.Module, loss: AnyLoss, device: torch.device) -> None:
+        self._device, loss = device, of_micro_batch(loss)
         self._copies: tuple[nn.Module, Loss] | None = None
         try:
             memo = _without_memory([*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else [loss])])

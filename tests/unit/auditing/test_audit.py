@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from distaccum import Accumulator, audit
+from distaccum import Accumulator, InfoNCE, audit
 from distaccum.auditing import command
 from distaccum.auditing.report import Report
-from distaccum.errors import DataError, MisuseError
+from distaccum.errors import ConfigError, DataError, MisuseError
 from distaccum.testing import single_process_world
 
 WIDTH, STEPS, WINDOWS = 6, 3, 2
@@ -366,3 +366,11 @@ def test_misuse_is_said_and_everything_restored() -> None:
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert command._main(["absent.py"]) == 2
     assert "script=absent.py: no such file" in capsys.readouterr().err
+
+
+def test_a_loss_that_compares_samples_is_not_audited() -> None:
+    loss: Any = InfoNCE()
+    with pytest.raises(MisuseError, match="InfoNCE compares the samples of a whole window"):
+        audit(loss_sum=loss, count=loss.count)
+    with pytest.raises(ConfigError, match="--loss=distaccum:InfoNCE: compares the samples of a whole window"):
+        command._loss("distaccum:InfoNCE")

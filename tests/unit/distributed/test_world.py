@@ -12,6 +12,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.testing import single_process_world
+from tests.support.threads import run_ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
@@ -44,6 +45,17 @@ def test_collectives_of_one(gloo_world: World) -> None:
     assert gloo_world.broadcast_str("a") == "a"
     assert gloo_world.is_main
     gloo_world.barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.uint8])
+@pytest.mark.parametrize("row", [(), (3,), (2, 0)])
+@pytest.mark.parametrize("rows", [(2, 0, 3), (0, 0, 0)])
+def test_rows_of_all_ranks(dtype: torch.dtype, row: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    given = [torch.randn(number, *row).mul(9).to(dtype) for number in rows]
+    for found in run_ranks(3, lambda world: world.all_gather_rows(given[world.rank], rows)):
+        assert not isinstance(found, BaseException)
+        assert [one.dtype for one in found] == [dtype] * 3
+        assert all(torch.equal(*pair) for pair in zip(found, given, strict=True))
 
 
 def test_the_group_is_closed_on_failure_and_can_be_opened_again() -> None:
