@@ -195,8 +195,10 @@ class Evaluation:
             ResourceError: memory is over for so many.
         """
         together = gather(self._world, representations, dealt=True)
+        keys = keys_of([0], "comparison", self._seed) if self._reproducible else ()
         try:
-            found = window_scores(loss, together.like(together.tensors))
+            with self._random.keyed(keys, 0):
+                found = window_scores(loss, together.like(together.tensors))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distaccum import DataSpec, PadCollator
+from tests.support import compared
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 ENGINES = ("ddp", "zero1", "fsdp2")
@@ -122,6 +123,8 @@ class Program:
     drawing: bool = False
     noisy: bool = False
     two: bool = False
+    compares: str = ""
+    """The loss of ``tests.support.compared``."""
 
 
 PROGRAMS = {
@@ -136,6 +139,9 @@ PROGRAMS = {
     ),
     "two losses": Program({"batch": {"global_size": 10, "micro_size": 2}}, two=True),
     "drawing": Program({"batch": {"global_size": 10, "micro_size": 2}}, drawing=True, noisy=True),
+    "contrast": Program({"batch": {"global_size": 10, "micro_size": 2}}, compares="contrast"),
+    "sampled": Program({"batch": {"global_size": 10, "micro_size": 3}}, compares="sampled"),
+    "experts": Program({"batch": {"global_size": 10, "micro_size": 2}}, compares="balanced"),
     "loaders": Program({"batch": {"global_size": 10, "micro_size": 2}, "trainer": {"num_workers": 1}}, noisy=True),
 }
 
@@ -168,6 +174,8 @@ COVERING = [
     Cell("ddp", "fp32", "drawing"),
     Cell("fsdp2", "fp32", "drawing"),
     Cell("fsdp2", "bf16-weights", "units of one"),
+    Cell("ddp", "fp32", "contrast"),
+    Cell("fsdp2", "bf16", "experts"),
 ]
 
 
@@ -197,6 +205,9 @@ def settings(cell: Cell) -> dict[str, Any]:
 
 def data_of(cell: Cell) -> DataSpec:
     """With a held-out set."""
+    if PROGRAMS[cell.program].compares:
+        pairs = compared.samples(SAMPLES + HELD_OUT, torch.float32)
+        return DataSpec(train=pairs[:SAMPLES], eval_dataset=pairs[SAMPLES:], description="pairs")
     noisy = PROGRAMS[cell.program].noisy
     train = Samples(SAMPLES, 0, noisy=noisy)
     return DataSpec(
@@ -210,16 +221,33 @@ def data_of(cell: Cell) -> DataSpec:
 
 def model_of(cell: Cell) -> nn.Module:
     """From a seed."""
+    if compares := PROGRAMS[cell.program].compares:
+        return compared.make_model(compares, torch.float32, dropout=0.1)
     torch.manual_seed(3)
     return Drawing() if PROGRAMS[cell.program].drawing else Transformer()
 
 
 def loss_of(cell: Cell) -> Any:
     """Of the program."""
+    if compares := PROGRAMS[cell.program].compares:
+        return {**compared.LOSSES, **compared.RANDOM}[compares]()
     return Weighted() if PROGRAMS[cell.program].two else Labels()
 
 
-SAME = ("step", "window", "epoch", "loss", "loss_labels", "loss_size", "grad_norm", "lr", "loss_scale", "applied")
+SAME = (
+    "step",
+    "window",
+    "epoch",
+    "loss",
+    "loss_labels",
+    "loss_size",
+    "loss_task",
+    "loss_balance",
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "applied",
+)
 
 
 def records_of(run_dir: Path) -> list[dict[str, Any]]:
