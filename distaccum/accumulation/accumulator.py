@@ -21,6 +21,7 @@ from distaccum.accumulation.cut_check import check_cut
 from distaccum.accumulation.divided import divided
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.global_batch import GlobalBatch
+from distaccum.accumulation.kernels import check_kernels
 from distaccum.accumulation.loader_factory import LoaderFactory, loss_to_rehearse
 from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
@@ -58,7 +59,6 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
-from distaccum.engines.kernels import check_kernels
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from distaccum.data.plan.summation_tree import Node, halves, nodes_within, sums_after
 from distaccum.data.plan.units import Deal
-from distaccum.distributed.summation_tree import Node, nodes_within, sums_after
 from distaccum.errors import MisuseError
 
 
@@ -107,3 +107,15 @@ class PartialSums:
         """Forgets the window's sums; their memory is used again."""
         self._free += self.sums
         self.sums = []
+
+
+def add_up(values: Mapping[Node, Tensor], blocks: int) -> Tensor:
+    """The sum at the root, given nodes that cover all ``blocks``; in place, in the first of them."""
+    return _value(values, (0, blocks))
+
+
+def _value(values: Mapping[Node, Tensor], node: Node) -> Tensor:
+    if node in values:
+        return values[node]
+    left, right = halves(node)
+    return _value(values, left).add_(_value(values, right))

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distaccum.data.plan.summation_tree import Node
 from distaccum.data.plan.units import Deal
-from distaccum.distributed.summation_tree import Node, add_up
 from distaccum.distributed.world import World
-from distaccum.engines.partial_sums import BlockClock, PartialSums
+from distaccum.engines.partial_sums import BlockClock, PartialSums, add_up
 from distaccum.errors import ConfigError
 
 _IN_FLIGHT = 2  # buckets; what a rank receives of one is as large as the bucket

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from distaccum.config.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.data.plan.batch import micro_steps_of
+from distaccum.data.plan.summation_tree import sums_after
 from distaccum.data.plan.units import Deal
-from distaccum.distributed.summation_tree import sums_after
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.collectives import seconds
 from distaccum.forecast.overlap import buckets, run_pass, shares

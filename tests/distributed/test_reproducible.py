@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import QUIET, TINY, metrics, run, status, succeed
+from tests.support.commands import QUIET, TINY, environment, metrics, run, status, succeed
 from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
 
 FEW = [
@@ -25,6 +27,7 @@ SETTINGS = (
     "batch.micro_size=2",
     "model.dropout=0.1",
     "schedule=constant",
+    "metrics.windows=true",
     "resume=auto",
     "checkpoint.every=100",
 )
@@ -64,7 +67,7 @@ def test_every_cell_is_the_same_on_every_world(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_it_a_run_is_another_on_other_ranks(tmp_path: Path) -> None:
-    losses = []
+    losses, run_dirs = [], [tmp_path / str(world) for world in (1, 2)]
     for world in (1, 2):
         settings = [one for one in SETTINGS if one != "numerics=reproducible"]
         settings += ["model.dropout=0.0"]  # else a micro-batch of another size draws other numbers
@@ -72,6 +75,9 @@ def test_without_it_a_run_is_another_on_other_ranks(tmp_path: Path) -> None:
         losses.append([record["grad_norm"] for record in metrics(tmp_path / str(world))])
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    code, said = _compare(*run_dirs)
+    assert code == 1
+    assert "window" in said
 
 
 @pytest.mark.slow
@@ -86,6 +92,14 @@ def test_stopped_and_resumed_on_other_ranks_it_is_the_undisturbed_run(tmp_path: 
     )
     assert found == expected
     assert _weights(tmp_path / "elastic") == _weights(whole)
+    assert _compare(whole, tmp_path / "elastic") == (0, "")
+
+
+def _compare(*run_dirs: Path) -> tuple[int, str]:
+    """What ``distaccum compare`` says."""
+    command = [sys.executable, "-m", "distaccum", "compare", *map(str, run_dirs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    return done.returncode, done.stdout + done.stderr
 
 
 def _weights(run_dir: Path) -> bytes:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distaccum.data.plan.summation_tree import Node
 from distaccum.data.plan.units import Deal
-from distaccum.distributed.summation_tree import Node, add_up
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2.internals import ShardedModel
-from distaccum.engines.partial_sums import BlockClock
+from distaccum.engines.partial_sums import BlockClock, add_up
 from distaccum.errors import MisuseError
 
 Sums = list[Tensor | None]

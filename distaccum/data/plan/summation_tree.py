@@ -1,5 +1,7 @@
 """A binary tree over the blocks of a window: in which order their gradients are added, whoever has computed them.
 
+Pure arithmetic, no torch, no state.
+
 A node covers the blocks from its begin to before its end. It is the sum of two nodes, of which the left one covers the
 largest power of two below its number of blocks; so on any number of ranks the same numbers are added in the same order.
 Source of the form: the binary counter of pairwise summation, N. J. Higham, "The Accuracy of Floating Point Summation"
@@ -8,10 +10,8 @@ Source of the form: the binary counter of pairwise summation, N. J. Higham, "The
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-
-from torch import Tensor
 
 Node = tuple[int, int]
 
@@ -26,7 +26,7 @@ def _within(node: Node, begin: int, end: int) -> Iterator[Node]:
     if begin <= node[0] and node[1] <= end:
         yield node
     elif node[0] < end and begin < node[1]:
-        for half in _halves(node):
+        for half in halves(node):
             yield from _within(half, begin, end)
 
 
@@ -46,24 +46,13 @@ def sums_after(blocks: int, begin: int, end: int) -> Sequence[int]:
 def _inner(node: Node) -> Iterator[Node]:
     """The node and those below it that are sums."""
     if node[1] - node[0] > 1:
-        for half in _halves(node):
+        for half in halves(node):
             yield from _inner(half)
         yield node
 
 
-def _halves(node: Node) -> tuple[Node, Node]:
+def halves(node: Node) -> tuple[Node, Node]:
+    """The two nodes that a node of several blocks is the sum of."""
     begin, end = node
     middle = begin + (1 << ((end - begin - 1).bit_length() - 1))
     return (begin, middle), (middle, end)
-
-
-def add_up(values: Mapping[Node, Tensor], blocks: int) -> Tensor:
-    """The sum at the root, given nodes that cover all ``blocks``; in place, in the first of them."""
-    return _value(values, (0, blocks))
-
-
-def _value(values: Mapping[Node, Tensor], node: Node) -> Tensor:
-    if node in values:
-        return values[node]
-    left, right = _halves(node)
-    return _value(values, left).add_(_value(values, right))

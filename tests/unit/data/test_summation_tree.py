@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from distaccum.data.plan.summation_tree import nodes_within, sums_after
 from distaccum.data.plan.units import Deal
-from distaccum.distributed.summation_tree import add_up, nodes_within, sums_after
+from distaccum.engines.partial_sums import add_up
 
 
 def counter(leaves: Sequence[Tensor]) -> Tensor:
