@@ -87,8 +87,9 @@ def deterministic(wanted: bool, *, named: str = "deterministic=true") -> Iterato
     except RuntimeError as error:
         if not (found := _MESSAGE.search(str(error))):
             raise
+        remedy = "deterministic=false" if named.startswith("deterministic") else "numerics=fast"
         problem = f"{named}: {found[1]} has no deterministic implementation on this device"
-        raise MisuseError(f"{problem}. Replace it in the model or the loss, or leave the setting out") from error
+        raise MisuseError(f"{problem}. Replace it in the model or the loss, or use {remedy}") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
