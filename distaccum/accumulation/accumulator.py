@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import warn_of_batch_statistics
-from distaccum.accumulation.constant_buffers import ConstantBuffers
 from distaccum.accumulation.cut_check import check_cut
 from distaccum.accumulation.divided import divided
 from distaccum.accumulation.evaluation_weights import EvaluationWeights
@@ -241,7 +240,7 @@ class Accumulator:
             count=count,
             steps=lambda: self.tracker.progress.step,
         )
-        self._strangers, self._buffers = Strangers(exact=self._is_alone()), ConstantBuffers(self.engine)
+        self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
         self.stragglers = Stragglers(self.world, forward_communicates=self.engine.forward_communicates)
@@ -386,7 +385,6 @@ class Accumulator:
                     continue
                 counted = True
                 self._evaluation_weights.train()
-                self._buffers.begin()
                 self._verifier.begin(window)
                 self._open = OpenWindow(
                     window,
@@ -693,7 +691,6 @@ class Accumulator:
 
     def _begin_step(self, divisor: float = 1.0) -> None:
         try:
-            self._buffers.check()
             self.tracker.begin_step()
         except (
             NonFiniteError,

@@ -22,7 +22,7 @@ from distaccum.losses.normalize import Count, Counts, as_counts
 # beginning, but in a collective of the user's loop.
 _FAILED = 2.0**32
 _ELSEWHERE = 2.0**42
-_COARSE, _FINE = 2.0**-8, 2.0**-52  # of which fp64 adds up multiples exactly
+_SCALE, _BITS, _PARTS = 160, 32, 8  # of a number in parts of so many bits, of which the first one counts 2**-160
 _PLACES = 2**19  # by which those in different collectives are told apart
 
 
@@ -48,7 +48,7 @@ class GlobalCounter:
         world: this rank.
         count: the count of a batch, by loss; None where it is known only after the forward.
         exact: whether counts that are no whole numbers are summed without rounding, so that the sum does not depend on
-            which rank has which micro-batch; to multiples of 2**-52, of 1,000 micro-batches at least.
+            which rank has which micro-batch.
     """
 
     def __init__(self, world: World, count: Count | None, *, exact: bool = False) -> None:
@@ -165,24 +165,27 @@ class GlobalCounter:
 
 
 def exact_sums(numbers: Iterable[Sequence[float]]) -> list[float]:
-    """Of each of several lists of numbers two sums without rounding: :func:`joined` makes one of them.
+    """The sum of each of several lists in parts, which are summed over ranks in any order without rounding.
 
-    Sums of several ranks' may be added in any order. They are exact to multiples of 2**-52, of 1,000 numbers at least.
+    :func:`joined` makes numbers of them. A number is taken to a multiple of 2**-160; sums of 2**21 ranks are exact.
     """
-    coarse, fine = list[float](), list[float]()
+    parts = list[float]()
     for each in numbers:
-        whole = [_multiple_of(_COARSE, number) for number in each]
-        coarse.append(sum(whole))
-        fine.append(sum(_multiple_of(_FINE, number - one) for number, one in zip(each, whole, strict=True)))
-    return [*coarse, *fine]
+        if not all(map(math.isfinite, each)):
+            parts += [*[0.0] * (_PARTS - 1), sum(each)]
+            continue
+        whole = sum(round(math.ldexp(number, _SCALE)) for number in each)
+        parts += [float((whole >> (_BITS * i)) & (2**_BITS - 1)) for i in range(_PARTS - 1)]
+        parts.append(float(whole >> (_BITS * (_PARTS - 1))))
+    return parts
 
 
-def joined(sums: Sequence[float]) -> list[float]:
-    """The sums that :func:`exact_sums` gave, or several ranks' added up."""
-    half = len(sums) // 2
-    return [coarse + fine for coarse, fine in zip(sums[:half], sums[half:], strict=True)]
-
-
-def _multiple_of(step: float, number: float) -> float:
-    """The nearest one; sums of few of them are exact."""
-    return round(number / step) * step if math.isfinite(number) else number
+def joined(parts: Sequence[float]) -> list[float]:
+    """The sums that :func:`exact_sums` gave, or several ranks' added up; each is rounded once."""
+    found = []
+    for begin in range(0, len(parts), _PARTS):
+        own = parts[begin : begin + _PARTS]
+        finite = all(map(math.isfinite, own))
+        whole = sum(int(part) << (_BITS * i) for i, part in enumerate(own)) if finite else 0
+        found.append(whole / 2**_SCALE if finite else sum(own))
+    return found

@@ -20,6 +20,7 @@ from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.compiled import Compiled
+from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
@@ -180,6 +181,8 @@ class Engine(ABC):
         self._settings = GroupSettings(optimizers)
         self.memory_marks = MemoryMarks()
         """Which shapes of micro-batches fit on this rank, as far as is known."""
+        self.constant_buffers: ConstantBuffers | None = None
+        """Where the engine is :attr:`reproducible`: what looks at the model's buffers."""
         self.recovery: object = None
         """What is known of its micro-steps by ``accumulation.recovery``, which runs them."""
 
@@ -211,6 +214,18 @@ class Engine(ABC):
     def known_fault(self) -> str:
         """In words, what this rank knows to be wrong with the open window, and :meth:`step` would say; a collective."""
         return CHANGED_BY_HAND if self.gradients_changed else ""
+
+    def _take_deal(self, deal: Deal | None) -> None:
+        """Where a window begins.
+
+        Raises:
+            MisuseError: its units are dealt, and this engine adds up as it likes.
+        """
+        if self.constant_buffers is not None:
+            self.constant_buffers.begin()
+        elif deal is not None:
+            problem = "the window's units are dealt for numerics=reproducible, and this engine is not"
+            raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
 
     def _open_window(self) -> None:
         """Opens a window unless one is open: what was accumulated before is none of it, and is dropped.
@@ -350,6 +365,7 @@ class Engine(ABC):
         window, as the first micro-step would.
         """
         self._open_window()
+        self._take_deal(deal)
 
     @abstractmethod
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:

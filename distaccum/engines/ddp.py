@@ -24,6 +24,7 @@ from distaccum.distributed.world import World
 from distaccum.engines import masters
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.comm_hooks import average_in_dtype
+from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp_internals import Collectives, Reduction, dense_gradients, ignoring, set_gradient, uncounted
 from distaccum.engines.ddp_model import DDPModel
@@ -87,6 +88,7 @@ class DDPEngine(Engine):
         self._sums_to = world.size if options.scaler and not reproducible else 1
         self.reproducible = reproducible
         self._tree = TreeAllReduce(world) if reproducible else None
+        self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
         self._shards = shards
         self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
@@ -211,6 +213,7 @@ class DDPEngine(Engine):
         """
         self._open_window()
         self._micro_steps = micro_steps
+        self._take_deal(deal)
         if self._tree is not None:
             self._tree.begin(deal)
         if communicating := self._communicating():
@@ -422,6 +425,8 @@ class DDPEngine(Engine):
         if not self._reduced:
             raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
         self._watch.check()
+        if self.constant_buffers is not None:
+            self.constant_buffers.check()
         among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
         if self._shards is not None:
             self._groups.check()
@@ -445,7 +450,8 @@ class DDPEngine(Engine):
     @property
     def gives_up_alone(self) -> bool:
         """See :class:`Engine`; not where the other ranks may wait in a forward."""
-        return self._world.size > 1 and not self._communicating()
+        # One rank, too, so that a loss scale does not depend on their number.
+        return (self._world.size > 1 or self.reproducible) and not self._communicating()
 
     def give_up(self) -> bool:
         """See :class:`Engine`. What was sent before becomes NaN here alone."""
@@ -480,6 +486,8 @@ class DDPEngine(Engine):
         self._ran = self._reduced = self._began = False
         self._ddp.forward_past_wrapper(False)
         self._fault, self._micro_steps = "", None
+        if self._tree is not None:
+            self._tree.begin(None)
         self._close_window()
 
     def finishing(self) -> AbstractContextManager[None]:

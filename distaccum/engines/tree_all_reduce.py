@@ -101,6 +101,8 @@ class TreeAllReduce:
 
     def _send(self, number: int, whole: Tensor) -> None:
         sums = self._partial.sums
+        if not (self._given_up or self._clock.nodes_of(self._rank)):
+            whole.zero_()  # a rank without units adds nothing, whatever hooks have made of its zeros
         if self._given_up:
             own = [whole] * max(1, len(self._clock.nodes_of(self._rank)))
         else:

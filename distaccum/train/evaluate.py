@@ -126,10 +126,15 @@ class Evaluation:
         activity.total = sum(one.rounds for one in self._sets.values())
         generators = RNGState.capture(engine.device)
         engine.sync_buffers()
+        if engine.constant_buffers is not None:
+            engine.constant_buffers.begin()
         modes = [(module, module.training) for module in engine.unwrapped_model.modules()]  # some may be frozen
         engine.unwrapped_model.eval()
         try:
-            return self._of_all()
+            found = self._of_all()
+            if engine.constant_buffers is not None:
+                engine.constant_buffers.check()
+            return found
         finally:
             for module, training in modes:
                 module.training = training

@@ -458,8 +458,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 (
                     "data/counter.py",
-                    "return round(number / step) * step if math.isfinite(number) else number",
-                    "return number",
+                    "whole = sum(round(math.ldexp(number, _SCALE)) for number in each)",
+                    "whole = round(math.ldexp(sum(each), _SCALE))",
                 ),
             ),
         ),

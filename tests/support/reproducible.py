@@ -75,7 +75,8 @@ class Weighted:
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Sums, by loss."""
-        logits = model(batch["tokens"]).float()
+        logits = model(batch["tokens"])
+        logits = logits if logits.dtype is torch.float64 else logits.float()
         each = F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100, reduction="none")
         return {"labels": (each * batch["weight"][:, None]).sum(), "size": 0.01 * logits.square().mean((1, 2)).sum()}
 
@@ -111,7 +112,8 @@ class Labels:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Their sum."""
-        logits = model(batch["tokens"]).float()
+        logits = model(batch["tokens"])
+        logits = logits if logits.dtype is torch.float64 else logits.float()
         return F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100, reduction="sum")
 
 
@@ -123,6 +125,7 @@ class Program:
     drawing: bool = False
     noisy: bool = False
     two: bool = False
+    dtype: torch.dtype = torch.float32
     compares: str = ""
     """The loss of ``tests.support.compared``."""
 
@@ -139,6 +142,7 @@ PROGRAMS = {
     ),
     "two losses": Program({"batch": {"global_size": 10, "micro_size": 2}}, two=True),
     "drawing": Program({"batch": {"global_size": 10, "micro_size": 2}}, drawing=True, noisy=True),
+    "fp64": Program({"batch": {"global_size": 10, "unit_size": 1}}, two=True, dtype=torch.float64),
     "contrast": Program({"batch": {"global_size": 10, "micro_size": 2}}, compares="contrast"),
     "sampled": Program({"batch": {"global_size": 10, "micro_size": 3}}, compares="sampled"),
     "experts": Program({"batch": {"global_size": 10, "micro_size": 2}}, compares="balanced"),
@@ -160,7 +164,8 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of them."""
-    return [Cell(*values) for values in product(ENGINES, PRECISIONS, PROGRAMS)]
+    every = (Cell(*values) for values in product(ENGINES, PRECISIONS, PROGRAMS))
+    return [cell for cell in every if PROGRAMS[cell.program].dtype is torch.float32 or cell.precision == "fp32"]
 
 
 COVERING = [
@@ -175,6 +180,7 @@ COVERING = [
     Cell("fsdp2", "fp32", "drawing"),
     Cell("fsdp2", "bf16-weights", "units of one"),
     Cell("ddp", "fp32", "contrast"),
+    Cell("fsdp2", "fp32", "fp64"),
     Cell("fsdp2", "bf16", "experts"),
 ]
 
@@ -224,7 +230,8 @@ def model_of(cell: Cell) -> nn.Module:
     if compares := PROGRAMS[cell.program].compares:
         return compared.make_model(compares, torch.float32, dropout=0.1)
     torch.manual_seed(3)
-    return Drawing() if PROGRAMS[cell.program].drawing else Transformer()
+    model: nn.Module = Drawing() if PROGRAMS[cell.program].drawing else Transformer()
+    return model.to(PROGRAMS[cell.program].dtype)
 
 
 def loss_of(cell: Cell) -> Any:

@@ -175,6 +175,7 @@ class DeepSpeedEngine(Engine):
     def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """At stage 3 replays an earlier micro-step for each that another rank has more."""
         self._open_window()
+        self._take_deal(deal)
         if self._uneven_inputs is not None:
             for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
                 self._replay()

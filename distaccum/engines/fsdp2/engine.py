@@ -30,6 +30,7 @@ from distaccum.engines.base import (
 )
 from distaccum.engines.blocks import blocks_of
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
+from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.context import EngineContext
 from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like, to_local
 from distaccum.engines.fsdp2 import hooks, internals, wrap
@@ -104,6 +105,7 @@ class FSDP2Engine(Engine):
         self.gradient_divide_factor = 1
         self.reproducible = reproducible
         self._tree = TreeSums(world) if reproducible else None
+        self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
         self._every = config.sync == "every"
         self._reshards, self._offloads = config.reshard_after_forward, config.offload
         self._zero_contribution: list[bool] = []  # not empty while a replay runs
@@ -288,6 +290,7 @@ class FSDP2Engine(Engine):
         A rank without any leaves the last of them to :meth:`shadow_micro_step`.
         """
         self._open_window()
+        self._take_deal(deal)
         self._window_begun = True
         missing = self._uneven_inputs.missing_steps(micro_steps, like=self._skipped.proposal)
         self._skipped.begin_window(agreed=self._uneven_inputs.alike)
@@ -563,6 +566,8 @@ class FSDP2Engine(Engine):
         self._free_gathered()
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise _no_gradient(self._parameters)
+        if self.constant_buffers is not None:
+            self.constant_buffers.check()
         self._late_faults = self._shard_watch.spoil()
         self._compares_order = True
         output = self._optimizer_step.step(divisor, self.norm_bound)
@@ -571,6 +576,8 @@ class FSDP2Engine(Engine):
             parameter.grad = None
         self._shard_watch.forget()
         self._used.forget()
+        if self._tree is not None:
+            self._tree.begin(None)
         self._close_window()
         return output
 

@@ -76,7 +76,7 @@ class TreeSums:
         if times is None:
             return ()
         # Zeros without a sign, as sums of them are: it would tell whether nothing or zeros were added.
-        sums: Sums = [None if one is None else one.float() + 0.0 for one in model.whole_gradients()]
+        sums: Sums = [None if one is None else _wide(one) + 0.0 for one in model.whole_gradients()]
         used = [one is not None for one in sums]
         for _ in range(times):
             sums = [_both(*pair) for pair in zip(self._sums.pop(), sums, strict=True)]
@@ -109,6 +109,11 @@ class TreeSums:
                 packed[:, begin : begin + width] = whole.view(self.ranks, width)
             begin += width
         return packed.view(-1)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    """In fp32 where it is in 16 bits, as those that are accumulated are."""
+    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
 def _both(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -94,6 +94,18 @@ def test_a_kernel_of_one_pass_steps_a_shard_to_other_bits(kind: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_each_group_is_tried() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(4, 4))]}, {"params": [nn.Parameter(torch.ones(4, 4))], "fused": True}]
+    with pytest.raises(ConfigError, match="AdamW steps a part of a matrix to other bits"):
+        check_optimizers([AdamW(groups, 0.1, foreach=False)], FSDP2Config())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_a_model_that_is_compiled_already_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the model is given to torch\.compile"):
+        prepared(nn.Sequential(torch.compile(nn.Linear(3, 1))))
+
+
 def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
     with pytest.raises(ConfigError, match="Muon"):
         check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
@@ -153,15 +165,68 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+class Assigning(Counting):
+    """Has a buffer in place of which every forward puts another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + len(x)
+        return self.layer(x)
+
+
+class Hiding(Counting):
+    """Changes its buffer by a way that moves no version."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.data += len(x)
+        return self.layer(x)
+
+
 @pytest.mark.usefixtures("_deterministic")
-def test_a_buffer_that_forwards_change_ends_the_window_before_its_step(world: World) -> None:
-    model = Counting()
-    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, numerics="reproducible", world=world)
+@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize("kind", [Counting, Assigning, Hiding])
+def test_a_buffer_that_forwards_change_ends_the_window_before_its_step(world: World, kind: Any, verify: str) -> None:
+    model = kind()
+    given: dict[str, Any] = {"numerics": "reproducible", "world": world, "verify": verify}
+    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, **given)
     before = model.layer.weight.detach().clone()
     window = next(acc.windows(list(torch.randn(16, 3))))
     with pytest.raises(MisuseError, match="a forward has changed the buffer seen"):
         acc.step(window, Sum())
     assert torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_buffer_may_be_set_before_a_windows_first_micro_step(world: World) -> None:
+    model = nn.Sequential(nn.Linear(3, 1))
+    model.register_buffer("temperature", torch.ones(()))
+    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, numerics="reproducible", world=world)
+    for number, window in enumerate(acc.windows(list(torch.randn(16, 3)))):
+        model.temperature = torch.tensor(float(number))
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(acc.model(micro.batch).sum())
+    assert acc.progress.step == 2
+
+
+@pytest.mark.filterwarnings("ignore:precision=fp16")
+@pytest.mark.usefixtures("_deterministic")
+def test_a_loss_scale_falls_for_a_window_that_is_abandoned_on_one_rank_alone(world: World) -> None:
+    model = nn.Sequential(nn.Linear(3, 1))
+    given: dict[str, Any] = {"numerics": "reproducible", "world": world, "precision": "fp16"}
+    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, **given)
+    before = float(acc.engine.loss_scale)
+    for _ in acc.windows(list(torch.randn(8, 3))):
+        acc.abandon()
+    assert float(acc.engine.loss_scale) == before / 2
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_plan_and_an_engine_agree(world: World) -> None:
+    model = model_of()
+    engine = create_engine(model, SGD(model.parameters(), 0.1), world)
+    window = next(plan_windows(list(torch.randn(8, 3)), world, **SIZES, numerics="reproducible")(0))
+    with pytest.raises(MisuseError, match="this engine is not"):
+        engine.begin_window(4, window.deal)
 
 
 @pytest.mark.usefixtures("_deterministic")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,4 +48,11 @@ def test_counts_of_batches_are_added_without_rounding() -> None:
         (total,) = joined([sum(numbers) for numbers in zip(*of_ranks, strict=True)])
         found.add(total)
     assert len(found) == 1
-    assert exact_sums([[3.0, 4.0]]) == [7.0, 0.0]
+
+
+def test_sums_are_exact_for_small_and_large_numbers() -> None:
+    for numbers in ([3.0, 4.0], [1e-18, 3e-13, 1e-3], [1e14 + 0.5, 1e-9, 7.0], [0.1] * 1000, [0.0], []):
+        (total,) = joined(exact_sums([numbers]))
+        assert total == math.fsum(numbers)
+    assert math.isnan(joined(exact_sums([[1.0, math.nan]]))[0])
+    assert joined(exact_sums([[1.0], [math.inf]])) == [1.0, math.inf]
