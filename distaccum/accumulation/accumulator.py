@@ -671,6 +671,8 @@ class Accumulator:
 
     def _give_up(self, window: OpenWindow) -> None:
         """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it."""
+        if self.engine.reproducible and not self.engine.window_open:  # the others get NaN for each of its blocks
+            self.engine.begin_window(len(window), window.plain.deal)
         sends = self.engine.give_up()
         if not sends and window.counts:  # they step, unless they call abandon() too
             self._begin_step()
