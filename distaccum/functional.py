@@ -136,6 +136,9 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
         MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
             another factor than the engine's.
     """
+    if window.deal is not None and not engine.reproducible:
+        problem = "the window was planned with numerics=reproducible, and the engine is not"
+        raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
     if not window.micro_batches:
         engine.shadow_micro_step()
     elif isinstance(window.counts, WatchedCounts):

@@ -26,6 +26,7 @@ from distaccum.accumulation.lockstep import Lockstep
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.rehearsal import Rehearsal
+from distaccum.accumulation.repeats import expect_repeats
 from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
 from distaccum.accumulation.settings_agreement import SettingsAgreement
 from distaccum.accumulation.spikes import Spikes
@@ -252,7 +253,8 @@ class Accumulator:
         )
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
-        self._abandoned, self._closed, self._loop = False, False, object()  # the latest loop over windows()
+        # The last one: the latest loop over windows().
+        self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
 
     def _is_alone(self) -> bool:
         """Whether what a loss reaches beside the model gets its whole gradient, too."""
@@ -479,6 +481,7 @@ class Accumulator:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
         by_micro_batch = None if is_window_loss(loss) else loss
         if by_micro_batch is not None:
+            self._expect_repeats(window.plain, by_micro_batch)
             self._verifier.check_loss(window.plain, by_micro_batch)
             if self.engine.memory_marks.any_failed:
                 check_cut(self.engine, window.plain, by_micro_batch, self.world)
@@ -500,6 +503,11 @@ class Accumulator:
         self._open = None
         window.mark_done()
         return outcome
+
+    def _expect_repeats(self, window: Window, loss: Loss) -> None:
+        if self.engine.reproducible and not self._repeats:
+            self._repeats = True
+            expect_repeats(self.engine, window, loss, self.world)
 
     def verify(self, window: OpenWindow, loss: Loss) -> None:
         """Has a window prove its gradient before its step, whatever ``verify`` says, by running it again with ``loss``.

@@ -108,7 +108,7 @@ class BatchConfig:
     row_tokens: Optional[int] = None  # noqa: UP045
     schedule: list[Node] = field(default_factory=list)
     unit_size: Optional[int] = None  # noqa: UP045
-    virtual_ranks: int = 24
+    virtual_ranks: int = 32
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, list | tuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,18 @@ class SeededIds(list[int]):
     def here(cls, ids: list[int], key: int) -> list[int]:
         """The ids, with which this process seeds its own generators: it loads the samples next."""
         return _seeded(key, ids)
+
+
+class Seeded:
+    """Micro-batches of which each seeds whoever loads it: this process, or the loading process that gets it."""
+
+    def __init__(self, batches: Sequence[list[int]], *, key: int) -> None:
+        self._batches, self._key = batches, key
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for ids in self._batches:
+            _seeded(self._key, ids)
+            yield SeededIds(ids, self._key)
 
 
 def _seeded(key: int, ids: list[int]) -> list[int]:

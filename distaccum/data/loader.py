@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
-from distaccum.data.ahead import SeededIds, items_of_window, note_memory, prefetch_factor
+from distaccum.data.ahead import Seeded, SeededIds, items_of_window, note_memory, prefetch_factor
+from distaccum.data.batches import map_tensors
 from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.packing import PackCollator
@@ -110,7 +111,7 @@ class MapWindowLoader(WindowLoader):
         self._lengths = group_by if group_by is not None else getattr(plan, "lengths", None)
         self._options, self._collate, self._filled_with = workers or WorkerOptions(), collate, filled_with
         self._workers = self._options.num_workers
-        self._filling_checked, self._clock = False, WaitClock(world.device)
+        self._filling_checked, self._repeats, self._clock = False, False, WaitClock(world.device)
         self._processes: list[BaseProcess] = []
         self._iteration = loading_processes.Iteration()
         seed_of_workers = plan.seed if self._options.seed is None else self._options.seed
@@ -203,6 +204,7 @@ class MapWindowLoader(WindowLoader):
                 if k == start:
                     self._check_length()
                     self._check_filling(k, cut, epoch, counter)
+                    self._check_repeats(k, cut, epoch)
                 if batches is None:
                     self._ids.seek(epoch, start)
                     batches = self._start()
@@ -328,6 +330,30 @@ class MapWindowLoader(WindowLoader):
             said = " and ".join(str(one.get(SINGLE, one)) for one in counts)
             problem = f"a sample counts {said} without and with the rows that fill its micro-batch"
             raise DataError(f"{problem}: count the labels that are not ignored, or leave pad_rows out")
+
+    def _check_repeats(self, k: int, cut: Epoch, epoch: int) -> None:
+        """Loads this rank's first unit of a window twice, with the same random numbers; once.
+
+        Raises:
+            DataError: it is another one the second time.
+        """
+        if self._repeats or not isinstance(self._plan, UnitPlan):
+            return
+        ids = next(self._ids.of_window(cut, epoch, k), [])
+        if not ids:
+            return
+        self._repeats = True
+        generators = RNGState.capture()
+        twice: Any = Seeded([ids, ids], key=0)
+        collate = self._loader.collate_fn
+        assert collate is not None
+        found = list(reading(self._dataset, twice, lambda samples: _tensors(collate(samples)), self._options))
+        generators.restore()
+        first, second = found
+        if len(first) != len(second) or not all(map(torch.equal, first, second)):
+            problem = "a sample is another one when it is loaded a second time, with the same random numbers"
+            remedy = "draw from the global generators of torch, NumPy or Python, and keep none in the dataset"
+            raise DataError(f"{problem}, so that it would depend on what its rank has loaded before: {remedy}")
 
     def _check_length(self) -> None:
         if len(self._dataset) != self._plan.samples:
@@ -478,6 +504,13 @@ def rows_of(plan: Plan) -> int:
         largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
         return min(plan.micro_batch_size, -(-largest // plan.world_size))
     return plan.rows if isinstance(plan, MicroTokenPlan | UnitPlan) else plan.micro_batch_size
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    """Those of a batch, with NaN as numbers."""
+    found: list[torch.Tensor] = []
+    map_tensors(batch, lambda tensor: found.append(tensor.nan_to_num() if tensor.is_floating_point() else tensor))
+    return found
 
 
 def _with_windows_of(plan: Plan, windows: BatchPlan) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import torch
 from torch import Tensor, nn
 
@@ -21,30 +23,46 @@ class ConstantBuffers:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world
+        self._names = {name for name, _ in model.named_buffers()}
         self._kept: dict[str, Tensor] = {}
+        self._digest: int | None = None  # of them
 
     def begin(self) -> None:
         """Before forwards: what somebody has set by now is as good as what was there."""
         for name, buffer in self._model.named_buffers():
             known = self._kept.get(name)
             if known is None or not _same(buffer, known):
-                self._kept[name] = buffer.detach().clone()
+                self._kept[name], self._digest = buffer.detach().clone(), None
 
     def check(self) -> None:
         """After forwards; a collective.
 
         Raises:
-            MisuseError: a buffer has another value, or was not there, on any rank; on all of them.
+            MisuseError: a buffer has another value, or was not there when the model was wrapped, on any rank, or ranks
+                had others; on all of them.
         """
+        if self._digest is None:
+            self._digest = crc32(b"".join(_bytes_of(kept) for _, kept in sorted(self._kept.items())))
         now = dict(self._model.named_buffers())
         changed = [
-            name for name, buffer in now.items() if name not in self._kept or not _same(buffer, self._kept[name])
+            name
+            for name, buffer in now.items()
+            if name not in self._names or name not in self._kept or not _same(buffer, self._kept[name])
         ]
-        if not self._world.all_reduce_max_host([bool(changed)])[0]:
+        anywhere, most, least = self._world.all_reduce_max_host([bool(changed), self._digest, -self._digest])
+        if most != -least:
+            problem = "ranks have other values in the model's buffers, as if each had made them of its own samples"
+            raise MisuseError(f"{problem}: numerics=reproducible needs the same ones on all of them")
+        if not anywhere:
             return
         names = shorten(self._world.all_gather_names(changed))
         problem = f"a forward has changed the buffer {names}, which each rank changes by its own units"
         raise MisuseError(f"{problem}: numerics=reproducible needs a model without such, or use numerics=fast")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    content: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return content
 
 
 def _same(buffer: Tensor, known: Tensor) -> bool:

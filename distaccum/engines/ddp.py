@@ -118,6 +118,7 @@ class DDPEngine(Engine):
         self._parameters = list(self._named.values())
         self._reduction = Reduction(self._ddp, self._parameters)
         self._reduction.place_gradients(in_fp32=self._masters is not None)
+        zero_in_place(self._parameters)  # users' hooks may have made something of the zeros
         self._views = [p.grad for p in self._parameters]
         if self._tree is not None:
             self._tree.placed(self._views)

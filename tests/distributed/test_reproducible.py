@@ -115,7 +115,7 @@ def test_a_resume_says_what_changes_its_bits(tmp_path: Path) -> None:
     assert "counts its windows with batch.unit_size=2" in refused.stderr
     refused = run(*given, "batch.virtual_ranks=8", world=1)
     assert refused.returncode == 2
-    assert "with batch.virtual_ranks=24" in refused.stderr
+    assert "with batch.virtual_ranks=32" in refused.stderr
     told = succeed(*given, "trainer.threads=2", "trainer.max_steps=3", world=1)
     assert "from here on bits may be others than before: threads: 1 -> 2" in told.stderr
 

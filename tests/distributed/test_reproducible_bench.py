@@ -43,7 +43,7 @@ def job(engine: str, parameters: int, virtual_ranks: int | None) -> Job:
 def test_it_sends_and_holds_what_the_forecast_says(figures: dict[str, Any], engine: str) -> None:
     row = figures[engine]
     fast, exact, size = row["fast"]["payload"], row["reproducible"]["payload"], 4 * row["parameters"]
-    blocks = job(engine, row["parameters"], 24)
+    blocks = job(engine, row["parameters"], 32)
     assert blocks.sums(2) == (1, 2)  # of eight blocks a rank has four neighbours, and keeps two sums beside the third
     expected = payloads(blocks.sharding, row["parameters"], 0, UNITS, sums=1)
     norms = size / 2 if engine == "fsdp2" else 0  # each shard goes to the rank that takes the whole's norm

@@ -19,7 +19,7 @@ from distaccum.data.plan.resized import ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.errors import ConfigError
 
-VIRTUAL_RANKS = 24  # of 1, 2, 3, 4, 6, 8, 12 or 24 ranks all have as many
+VIRTUAL_RANKS = 32  # of 1, 2, 4, 8, 16 or 32 ranks each has one node of the tree, and all have as many blocks
 _LOOKED_AT = 100  # windows after which micro-steps are reckoned
 
 

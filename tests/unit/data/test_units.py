@@ -111,11 +111,11 @@ def test_what_a_runs_numbers_depend_on_is_in_its_position() -> None:
     assert PLANS["samples"].position == {
         **PLANS["samples"].plan.position,
         "batch.unit_size": 3,
-        "batch.virtual_ranks": 24,
+        "batch.virtual_ranks": 32,
     }
     assert PLANS["micro tokens"].position["batch.micro_tokens"] == 40
 
 
 def test_more_ranks_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"virtual_ranks=24: is less than the 25 ranks"):
-        UnitPlan(plan=BatchPlan(samples=50, global_batch_size=50, micro_batch_size=1, world_size=25))
+    with pytest.raises(ConfigError, match=r"virtual_ranks=32: is less than the 33 ranks"):
+        UnitPlan(plan=BatchPlan(samples=50, global_batch_size=50, micro_batch_size=1, world_size=33))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, DataSpec
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
@@ -21,7 +25,7 @@ from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
 from distaccum.engines.factory import prepare
 from distaccum.engines.reproducible import check_optimizers
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import ConfigError, DataError, MisuseError
 from distaccum.functional import create_engine, plan_windows
 from distaccum.testing import single_process_world
 
@@ -195,6 +199,75 @@ def test_a_buffer_that_forwards_change_ends_the_window_before_its_step(world: Wo
     assert torch.equal(model.layer.weight, before)
 
 
+class Remembering(nn.Module):
+    """Adds to its output what it has seen before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.before = nn.Linear(3, 1), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x) + self.before
+        self.before = float(x.mean())
+        return found
+
+
+class Generating(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(3, 1), torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.randn(1, generator=self.generator)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("kind", [Remembering, Generating])
+def test_what_a_model_keeps_between_two_calls_is_found_before_a_weight_moves(world: World, kind: Any) -> None:
+    model = kind()
+    given: dict[str, Any] = {"numerics": "reproducible", "world": world, "verify": "never"}
+    acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, **given)
+    before = model.layer.weight.detach().clone()
+    window = next(acc.windows(list(torch.randn(16, 3))))
+    with pytest.raises(MisuseError, match="the loss of a micro-batch is another one a second time"):
+        acc.step(window, Sum())
+    assert torch.equal(model.layer.weight, before)
+
+
+class OwnNoise:
+    """Samples with noise of a generator that the dataset keeps."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.full((3,), float(i)) + torch.randn(3, generator=self.generator)
+
+
+class GlobalNoise(OwnNoise):
+    """Of the global generators."""
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.full((3,), i + random.random()) + torch.randn(3) + float(np.random.standard_normal())  # noqa: NPY002, S311
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_noise_that_a_dataset_keeps_is_found(world: World, workers: int) -> None:
+    model = model_of()
+    for data, fails in ((GlobalNoise(), False), (OwnNoise(), True)):
+        acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, numerics="reproducible", world=world)
+        loader = DataLoader(data, batch_size=2, num_workers=workers)
+        with pytest.raises(DataError, match="another one when it is loaded a second") if fails else nullcontext():
+            next(acc.windows(loader))
+        acc.close()
+
+
 @pytest.mark.usefixtures("_deterministic")
 def test_a_buffer_may_be_set_before_a_windows_first_micro_step(world: World) -> None:
     model = nn.Sequential(nn.Linear(3, 1))
@@ -287,7 +360,7 @@ def test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order(worl
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("virtual_ranks", [1, 3, 24])
+@pytest.mark.parametrize("virtual_ranks", [1, 3, 32])
 def test_the_gradient_is_the_whole_batchs(world: World, virtual_ranks: int) -> None:
     model = model_of(nn.Tanh())
     data = list(torch.randn(30, 3))
