@@ -168,6 +168,9 @@ ELSEWHERE = {
     "python launch/bench loading=true": (
         "distributed/test_bench.py::test_loading_is_measured_next_to_a_hand_written_loop"
     ),
+    "torchrun --standalone --nproc-per-node=2 launch/bench reproducible=true": (
+        "distributed/test_reproducible_bench.py::test_it_sends_and_holds_what_the_forecast_says"
+    ),
     "torchrun --standalone --nproc-per-node=2 launch/bench exactness=true": (
         "distributed/test_bench.py::test_gradients_of_other_frameworks"
     ),

@@ -26,6 +26,9 @@ def report(job: Job, cluster: Cluster, worlds: Iterable[int] = ()) -> Values:
     check_sizes(job.global_batch_size, job.micro_batch_size, CONFIG_KEYS)
     require(job.sizes.elements > 0, "model", None, "has no parameter to train", "Unfreeze some of it")
     job.sharding.check(cluster.ranks)
+    enough = job.virtual_ranks is None or cluster.ranks <= job.virtual_ranks
+    problem = f"is less than the {cluster.ranks} ranks, of which some would have nothing to compute"
+    require(enough, "batch.virtual_ranks", job.virtual_ranks, problem, "Give at least as many")
     step = Window(job, cluster, cluster.ranks).step()
     worlds = sorted({*worlds} or {*powers_of_two(MOST_RANKS), cluster.ranks})
     return {

@@ -418,3 +418,19 @@ def test_a_report_has_the_planned_world_among_the_others() -> None:
     assert json.loads(json.dumps(found)) == found
     odd = report(_job(FSDP2Config(replicas=3)), replace(CLUSTER, nodes=3), [1, 3, 6, 8])
     assert [row["ranks"] for row in odd["scaling"]] == [3, 6]
+
+
+def test_a_reproducible_run_keeps_sums_of_blocks_and_sends_as_many_as_a_rank_has_nodes() -> None:
+    fast, same = _job(DDPConfig()), _job(DDPConfig(), virtual_ranks=32)
+    gradient = 4 * SIZES.elements
+    # 32 units: on 8 ranks 4 blocks, one node; on 3 ranks up to 11, of which the middle ones are four nodes.
+    for ranks, sums, kept in ((1, 1, 5), (8, 1, 2), (32, 1, 0), (3, 4, 5), (6, 3, 3)):
+        assert same.sums(ranks) == (sums, kept)
+        more = state(same, ranks)["total"] - state(fast, ranks)["total"]
+        assert more == pytest.approx(kept * gradient)
+        moved = Window(same, CLUSTER, ranks).step().sent
+        assert sum(moved.values()) == pytest.approx((sums + 1) * gradient * (ranks - 1) / ranks)
+    assert same.accumulation(3) == 11
+    assert [step.ranks for step, _ in scale(same, CLUSTER, (16, 32, 64))] == [16, 32]
+    with pytest.raises(ConfigError, match=r"batch\.virtual_ranks=32: is less than the 64 ranks"):
+        report(same, replace(CLUSTER, nodes=32))
