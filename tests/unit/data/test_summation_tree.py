@@ -76,3 +76,19 @@ def test_live_sums_are_as_few_as_a_counter_has() -> None:
             live -= times
         assert live == 1
         assert most <= blocks.bit_length()
+
+
+def test_the_sum_is_as_near_to_that_of_whole_numbers_as_a_trees_depth_says() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for blocks in (8, 24, 32):
+        leaves = [torch.randn(4000, generator=generator) for _ in range(blocks)]
+        # A second opinion: fixed point in int64, which any order adds up to the same numbers.
+        whole = [(leaf.double() * 2**40).round().long() for leaf in leaves]
+        total = sum(whole[1:], whole[0])
+        assert torch.equal(sum(reversed(whole[:-1]), whole[-1]), total)
+        exact, sizes = total.double() / 2**40, torch.stack(leaves).double().abs().sum(0)
+        depth, unit = (blocks - 1).bit_length(), torch.finfo(torch.float32).eps / 2
+        error = (by_ranks(leaves, 3).double() - exact).abs()
+        assert bool((error <= depth * unit * sizes * 1.01).all())
+        one_by_one = (sum(leaves[1:], leaves[0]).double() - exact).abs()
+        assert error.square().mean() < one_by_one.square().mean()
