@@ -503,7 +503,9 @@ def rows_of(plan: Plan) -> int:
     if isinstance(plan, BatchPlan | ScheduledPlan):
         largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
         return min(plan.micro_batch_size, -(-largest // plan.world_size))
-    return plan.rows if isinstance(plan, MicroTokenPlan | UnitPlan) else plan.micro_batch_size
+    if isinstance(plan, UnitPlan):
+        return rows_of(plan.of_one_rank)
+    return plan.rows if isinstance(plan, MicroTokenPlan) else plan.micro_batch_size
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distaccum.config.engine import DDPConfig, Zero1Config
+from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.sizes import size_of
 from distaccum.data.plan.units import Deal
@@ -589,31 +589,26 @@ def check(model: nn.Module, context: EngineContext) -> None:
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=ddp``; see ``factory.EngineSpec``."""
-    assert isinstance(context.engine, DDPConfig)
-    options = context.step_options(world.device)
-    return DDPEngine(
-        model,
-        optimizers,
-        world,
-        config=context.engine,
-        policy=context.policy,
-        options=options,
-        reproducible=context.reproducible,
-    )
+    return _create(model, optimizers, world, context, None)
 
 
 def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=zero1``."""
-    assert isinstance(context.engine, Zero1Config)
-    options = context.step_options(world.device)
+    return _create(model, optimizers, world, context, ZeRO1(world))
+
+
+def _create(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext, shards: ZeRO1 | None
+) -> DDPEngine:
+    assert isinstance(context.engine, DDPConfig)  # zero1's settings are some, too
     return DDPEngine(
         model,
         optimizers,
         world,
         config=context.engine,
         policy=context.policy,
-        options=options,
-        shards=ZeRO1(world),
+        options=context.step_options(world.device),
+        shards=shards,
         reproducible=context.reproducible,
     )
 

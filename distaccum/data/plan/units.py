@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan, describe_ranks
+from distaccum.data.plan.batch import Epoch, Ids, Plan, describe_ranks
 from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.resized import ResizedPlan
-from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.errors import ConfigError
 
 VIRTUAL_RANKS = 32  # of 1, 2, 4, 8, 16 or 32 ranks each has one node of the tree, and all have as many blocks
@@ -115,10 +114,11 @@ class UnitPlan:
 
     def epoch(self, epoch: int) -> UnitEpoch:
         """The epoch's windows."""
-        return UnitEpoch(plan=self, epoch=epoch, windows=self._of_one_rank.epoch(epoch))
+        return UnitEpoch(plan=self, epoch=epoch, windows=self.of_one_rank.epoch(epoch))
 
     @cached_property
-    def _of_one_rank(self) -> Plan:
+    def of_one_rank(self) -> Plan:
+        """The plan of windows as one rank alone would have it: its micro-batches are the units."""
         return _of_one_rank(self.plan)
 
     def updates(self, epochs: int) -> int:
@@ -146,17 +146,6 @@ class UnitPlan:
         largest = getattr(self.plan, "largest", 0)  # of stages that come later
         deals.append(self.deal(-(-largest // self.micro_batch_size)))
         return max(len(deal.units_of(rank)) for deal in deals for rank in range(self.world_size))
-
-    @property
-    def rows(self) -> int:
-        """The most samples of a unit in any window."""
-        plan = self.plan
-        if isinstance(plan, MicroTokenPlan):
-            return plan.rows
-        if isinstance(plan, BatchPlan | ScheduledPlan):
-            largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
-            return min(plan.micro_batch_size, largest)
-        return plan.micro_batch_size
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``: its micro-steps are :attr:`micro_steps`."""

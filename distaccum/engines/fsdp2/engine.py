@@ -104,7 +104,7 @@ class FSDP2Engine(Engine):
         super().__init__(optimizers, world, policy, options.scaler)
         self.gradient_divide_factor = 1
         self.reproducible = reproducible
-        self._tree = TreeSums(world) if reproducible else None
+        self._tree = TreeSums(world, lambda: bool(self._zero_contribution)) if reproducible else None
         self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
         self._every = config.sync == "every"
         self._reshards, self._offloads = config.reshard_after_forward, config.offload

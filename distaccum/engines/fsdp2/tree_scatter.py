@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from distaccum.data.plan.summation_tree import Node
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
+from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.fsdp2.internals import ShardedModel
 from distaccum.engines.partial_sums import BlockClock, add_up
 from distaccum.errors import MisuseError
@@ -25,9 +26,11 @@ class TreeSums:
 
     Args:
         world: this rank; its process group is the one over which parameters are sharded.
+        for_nothing: whether a micro-step is run with gradients of zero, for the sake of other ranks.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, for_nothing: Callable[[], bool]) -> None:
+        self._for_nothing = for_nothing
         self.rank, self.ranks = world.rank, world.size
         self.clock = BlockClock(world.rank)
         self.shapes: Sequence[torch.Size] = ()
@@ -52,7 +55,7 @@ class TreeSums:
             MisuseError: one of them is reduced for the second time.
         """
         self._next = numbers
-        if not self.clock.nodes_of(self.rank):
+        if not self.clock.nodes_of(self.rank) or self._for_nothing():
             return
         if not self._reduced.isdisjoint(numbers):
             problem = "a block is run more than once in a micro-step, and FSDP2 reduces its gradients as often"
@@ -90,8 +93,9 @@ class TreeSums:
         Args:
             last: the sum of the rank's last block, and of what :meth:`end_last_block` has added.
         """
-        if not self.clock.nodes_of(self.rank):
-            return []
+        given = len(self.clock.nodes_of(self.rank))
+        if not given or self._for_nothing():  # the others wait for as many, though this rank has dropped its window
+            return [last.zero_()] * given
         kept = self._sums[: len(self._sums) - self.clock.last_sums]
         return [*(self._packed([sums[number] for number in self._next], last) for sums in kept), last]
 
@@ -122,7 +126,7 @@ def _both(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left.add_(right)
 
 
-class TreeReduceScatter:
+class TreeReduceScatter(ReduceScatterInDtype):
     """A reduce-scatter for FSDP2, of the parameters of one block.
 
     Args:
@@ -131,11 +135,8 @@ class TreeReduceScatter:
     """
 
     def __init__(self, sums: TreeSums, zero_contribution: Sequence[object]) -> None:
-        self._sums, self._zero_contribution = sums, zero_contribution
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates FSDP2's input and output buffers."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        super().__init__(None, zero_contribution=zero_contribution)
+        self._sums = sums
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -145,7 +146,7 @@ class TreeReduceScatter:
         sums = self._sums
         deal = sums.clock.expect_deal()
         of_ranks = [sums.clock.nodes_of(rank) for rank in range(sums.ranks)]
-        own = [] if self._zero_contribution else sums.nodes(input_tensor)
+        own = sums.nodes(input_tensor)
         assert len(own) == len(of_ranks[sums.rank])
         values = dict(self._received(own, of_ranks, input_tensor, group))
         output_tensor.copy_(add_up(values, deal.blocks).view_as(output_tensor))
