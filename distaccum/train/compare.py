@@ -121,6 +121,9 @@ class Finding:
         if windows.logged_only:
             kept = f", and the checkpoints of step {self._step}" if self.tensors is not None else ""
             yield f"{_counted(windows)}{kept} are the same; the others are not recorded ({self._without()})"
+        elif windows.alone:
+            many = "1 window" if windows.alone == 1 else f"{windows.alone} windows"
+            yield f"{many} not compared: in windows.jsonl of one of them there is no line of it that can be read"
         if a != b:
             shorter, last, further = ("A", a, b) if a < b else ("B", b, a)
             yield f"the same as far as {shorter} goes: it ends with window {last}, the other with window {further}"

@@ -80,6 +80,7 @@ class Windows:
         same_until: the last window before the difference that was compared; None where there was none.
         last: the last window that each run has a record of; 0 where it has none.
         difference: the first one; None where there is none.
+        alone: how many windows before the last common one that only one of them has a readable record of.
     """
 
     logged_only: bool
@@ -87,6 +88,7 @@ class Windows:
     same_until: int | None
     last: tuple[int, int]
     difference: WindowDifference | None
+    alone: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +145,15 @@ def _losses(records: Iterable[Record]) -> Iterator[Record]:
 
 def _first(a: Iterable[Record], b: Iterable[Record], *, logged_only: bool) -> Windows:
     compared, same_until, difference, last = 0, None, None, [0, 0]
+    alone = later = 0
     for one, other in _aligned(a, b):
         for i, record in enumerate((one, other)):
             last[i] = last[i] if record is None else int(record["window"])
-        if one is None or other is None or difference is not None:
+        if one is None or other is None:
+            later += 1
+            continue
+        alone, later = alone + later, 0
+        if difference is not None:
             continue
         compared += 1
         difference = _difference(one, other, _OF_METRICS if logged_only else _OF_WINDOWS)
@@ -158,6 +165,7 @@ def _first(a: Iterable[Record], b: Iterable[Record], *, logged_only: bool) -> Wi
         same_until=same_until,
         last=(last[0], last[1]),
         difference=difference,
+        alone=alone,
     )
 
 

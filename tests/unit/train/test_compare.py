@@ -182,6 +182,18 @@ def test_a_run_that_ends_earlier_is_the_same_as_far_as_it_goes(tmp_path: Path, s
     assert "as far as A goes" in found["notes"][0]
 
 
+def test_a_line_that_is_damaged_or_gone_is_told(tmp_path: Path, said: Compare) -> None:
+    a = _made(tmp_path / "a", [_window(n) for n in range(1, 6)])
+    b = _made(tmp_path / "b", [_window(n) for n in range(1, 6)])
+    lines = (b / "windows.jsonl").read_text().splitlines()
+    for damaged in ([*lines[:2], lines[2][:20], *lines[3:]], [*lines[:2], *lines[3:]]):
+        (b / "windows.jsonl").write_text("\n".join(damaged) + "\n")
+        code, out, err = said(a, b)
+        assert (code, out) == (0, "")
+        assert "1 window not compared: in windows.jsonl of one of them there is no line of it that can be read\n" in err
+    assert json.loads(said(a, b, "--json")[1])["windows"]["alone"] == 1
+
+
 def test_windows_that_one_run_has_no_record_of_are_passed_over(tmp_path: Path) -> None:
     a = _made(tmp_path / "a", [_window(n) for n in (1, 2, 3, 5, 6, 7)])
     b = _made(tmp_path / "b", [_window(n, **({"loss": 0.0} if n == 6 else {})) for n in (3, 4, 5, 6, 7, 8)])
