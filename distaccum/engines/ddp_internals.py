@@ -100,8 +100,7 @@ class Reduction:
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if _OF_GLOO in str(error):  # the only backend that says so in a backward, at once
-                raise PeerError(GONE, "while this one waited for its gradient") from error
+            _expect_peers(error)
             if _TWICE not in str(error):
                 raise
             problem = "a backward reached a parameter twice, as of one that several reentrant checkpoints share"
@@ -120,7 +119,11 @@ class Reduction:
                 raise _other_torch("does not say which parameters its reduction waits for") from error
             return [int(number) for number in found[1].split()]
         self.running = False
-        self.ended()
+        try:
+            self.ended()
+        except RuntimeError as error:
+            _expect_peers(error)
+            raise
         return []
 
     def has_begun(self, reached: int) -> bool:
@@ -152,6 +155,12 @@ class Reduction:
     def close(self) -> None:
         """Removes DDP's hooks from the parameters."""
         self._reducer._remove_autograd_hooks()
+
+
+def _expect_peers(error: RuntimeError) -> None:
+    """Raises PeerError where another rank is gone: gloo is the only backend that says so at once."""
+    if _OF_GLOO in str(error):
+        raise PeerError(GONE, "while this one waited for its gradient") from error
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import QUIET, TINY, environment, metrics, run, status, succeed
+from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, run, status, succeed
 from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
 
+GONE = Path(__file__).parent / "workers" / "gone.py"
 FEW = [
     Cell("ddp", "fp32", "drawing"),
     Cell("zero1", "fp32", "two losses"),
@@ -127,3 +129,24 @@ def test_a_fast_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     refused = run(*SETTINGS, f"hydra.run.dir={tmp_path}", "trainer.max_steps=3", world=1)
     assert refused.returncode == 2
     assert "counts its windows with batch.unit_size=None" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+def test_a_rank_that_is_gone_in_the_reduction_is_named_as_such(numerics: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(GONE), numerics],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **place),
+        )
+        for rank in range(2)
+    ]
+    said, _ = ranks[0].communicate(timeout=60)
+    assert [rank.wait(60) for rank in ranks] == [3, 9]
+    assert said.decode().split() == ["PeerError"]
