@@ -22,6 +22,7 @@ if __name__ == "__main__":
     world_module.GROUP_TIMEOUT = timedelta(seconds=30)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     world, calls = World.join(), 0
     model = nn.Linear(3, 1)
 
