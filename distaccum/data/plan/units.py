@@ -160,7 +160,7 @@ class UnitPlan:
         size = f"{self.micro_batch_size} samples"
         if isinstance(self.plan, MicroTokenPlan):
             size = f"{self.plan.micro_tokens:,} padded tokens"
-        blocks = f"summed in a fixed order in {self.virtual_ranks} blocks"
+        blocks = f"summed in a fixed order in at most {self.virtual_ranks} blocks"
         return [f"{batch} = {describe_ranks(self.world_size)} x {steps} of at most {size}, {blocks}", *others]
 
 
