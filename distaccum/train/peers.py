@@ -29,7 +29,7 @@ from distaccum.train.run_dir import RunDir
 _log = logging.getLogger(__name__)
 
 _BYTES = 512  # of a rank's file, whose blocks are taken when it is made: a full disk does not hide what a rank does
-_LOOK_AGAIN_MS = 500
+_LOOK_AGAIN_MS = 100
 _JOINS_WITHIN_S = 120.0
 _GRACE_S = 2.0
 _ENDED = "ended"
