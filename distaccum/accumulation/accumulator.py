@@ -490,6 +490,7 @@ class Accumulator:
                 self.engine,
                 window.plain,
                 loss,
+                rank=self.world.rank,
                 prefetch=self._prefetch,
                 before_step=self._begin_step,
                 backward=self._strangers.backward,

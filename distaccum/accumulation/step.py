@@ -35,6 +35,8 @@ class Outcome:
     unscaled and before clipping) are the same on every rank. ``step`` is what the engine's step returned, None where
     the window counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait until the device has computed the step.
     Where the window's units are dealt, ``by_unit`` has the losses of this rank's units, shape ``(losses, units)``.
+    ``of_all``: all ranks' losses, by unit where these are dealt, where they travel with the gradient; each rank has
+    them then.
     """
 
     loss_sums: Mapping[str, Tensor]
@@ -43,6 +45,7 @@ class Outcome:
     step: StepOutput | None
     deal: Deal | None = None
     by_unit: Tensor | None = None
+    of_all: Tensor | None = None
 
     @property
     def applied(self) -> bool:
@@ -54,10 +57,12 @@ class Outcome:
 
         Added over the ranks these are the losses of all units, exactly.
         """
+        if self.of_all is not None:
+            return self.of_all if rank == 0 else torch.zeros_like(self.of_all)
         assert self.deal is not None
         assert self.by_unit is not None
         mine, every = self.deal.units_of(rank), self.by_unit.new_zeros((len(self.by_unit), self.deal.units))
-        every[:, mine.start : mine.stop] = self.by_unit
+        every[:, list(mine)] = self.by_unit
         return every
 
     @property
@@ -80,7 +85,7 @@ def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float]
     # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
     sums = torch.stack(list(outcome.loss_sums.values())).double()
     losses, deal = len(sums), outcome.deal
-    if deal is not None:
+    if deal is not None or outcome.of_all is not None:
         sums = outcome.placed(world.rank).flatten()
     if own:
         others = world.size - world.rank - 1
@@ -115,16 +120,34 @@ class LossSums:
         if self._deal is not None:
             self._by_unit.append({name: part.detach().double() for name, part in as_loss_sums(loss).items()})
 
-    def outcome(self, counts: Counts, step: StepOutput | None) -> Outcome:
-        """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped."""
+    def outcome(self, counts: Counts, step: StepOutput | None, of_all: Tensor | None = None) -> Outcome:
+        """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped.
+
+        ``of_all`` is what all ranks' :meth:`placed` add up to, where that is known.
+        """
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
-        norm = step.grad_norm if step else zero
+        return Outcome(
+            loss_sums=sums,
+            counts=counts,
+            grad_norm=step.grad_norm if step else zero,
+            step=step,
+            deal=self._deal,
+            by_unit=None if self._deal is None else self._units(counts),
+            of_all=of_all,
+        )
+
+    def _units(self, counts: Counts) -> Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        each = [torch.stack([unit.get(name, zero) for name in counts]) for unit in self._by_unit]
+        return torch.stack(each, 1) if each else zero.new_zeros((len(counts), 0))
+
+    def placed(self, counts: Counts, rank: int) -> Tensor:
+        """This rank's losses, fp64: of units each in its place among all, else one for each of ``counts``."""
         if self._deal is None:
-            return Outcome(loss_sums=sums, counts=counts, grad_norm=norm, step=step)
-        each = [torch.stack([unit.get(name, zero.double()) for name in counts]) for unit in self._by_unit]
-        by_unit = torch.stack(each, 1) if each else zero.double().new_zeros((len(counts), 0))
-        return Outcome(loss_sums=sums, counts=counts, grad_norm=norm, step=step, deal=self._deal, by_unit=by_unit)
+            zero = torch.zeros((), device=self._device)
+            return torch.stack([self._sums.get(name, zero).double() for name in counts])
+        return self.outcome(counts, None).placed(rank)
 
 
 def backward(engine: Engine, loss: Tensor) -> None:
@@ -190,6 +213,7 @@ def run_window(
     window: Window,
     loss: AnyLoss,
     *,
+    rank: int = 0,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
     backward: Callable[[Engine, Tensor], None] = backward,
@@ -209,6 +233,7 @@ def run_window(
         engine: owns the model, the gradients and the step.
         window: its counts must be known.
         loss: gives a sum for each micro-batch; or one for the window, of all representations (see ``two_pass``).
+        rank: this one's number, which its losses are placed by.
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
         backward: runs each micro-batch's, given what it goes back from.
@@ -237,7 +262,7 @@ def run_window(
     reduced = False
     for i, batch in enumerate(batches):
         activity.done = i
-        micro_step.reduces = i == boundary and steps.may_reduce_in(i)
+        micro_step.reduces = i == boundary and not engine.reduces_after and steps.may_reduce_in(i)
         with random.keyed(window.keys, i), engine.micro_step(sync=micro_step.reduces):
             for total in steps.run(i, batch, synced=micro_step.reduces):
                 sums.add(total)
@@ -245,6 +270,8 @@ def run_window(
         activity.phase = Phase.COPYING if i < boundary else Phase.STEP
     if not reduced:  # the other ranks' reduction needs this rank's part of it
         activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+        if engine.reduces_after:
+            engine.send_along(sums.placed(window.counts, rank))
         if window.micro_batches:
             engine.reduce()
         else:
@@ -253,4 +280,5 @@ def run_window(
     steps.end()
     if before_step is not None:
         before_step()
-    return sums.outcome(window.counts, engine.step())
+    of_all = engine.received if engine.reduces_after else None
+    return sums.outcome(window.counts, engine.step(), of_all)

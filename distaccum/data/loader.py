@@ -220,6 +220,7 @@ class MapWindowLoader(WindowLoader):
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
                 generators.restore()
                 return
+            begun = cut.begun(k) if isinstance(cut, UnitEpoch) else None
             if self._workers and micro_batches and not self._noted:
                 self._noted = True
                 held = [micro.batch for micro in micro_batches]
@@ -229,7 +230,7 @@ class MapWindowLoader(WindowLoader):
             yield Window(
                 epoch=epoch,
                 samples=len(cut.window(k)),
-                counts=counts,
+                counts=counts if begun is None else begun.counts,
                 micro_batches=micro_batches,
                 data_wait_s=waited,
                 device_wait_s=device_waited,

@@ -27,6 +27,7 @@ from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
+from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -138,6 +139,8 @@ class Engine(ABC):
     """The loss scale below which it never falls; None without a dynamic scale."""
     reproducible: bool = False
     """Whether a window's gradients are summed in an order that does not depend on the ranks."""
+    reduces_after: bool = False
+    """Whether the reduction comes after the last backward, in :meth:`reduce`, and may fail: see :attr:`kept`."""
     forward_communicates: bool = False
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
     watches_backward: bool = False
@@ -434,8 +437,26 @@ class Engine(ABC):
         """The window's reduction, where its last micro-step was told not to reduce, or was interrupted.
 
         As in a backward that reduces, the last micro-step has to have reached every parameter, unless unused ones are
-        looked for. Only where :attr:`repairs`.
+        looked for. Only where :attr:`repairs` or :attr:`reduces_after`.
         """
+        raise NotImplementedError
+
+    def send_along(self, numbers: Tensor) -> None:
+        """Has fp64 ``numbers``, of one shape on all ranks, travel with :meth:`reduce`; where :attr:`reduces_after`."""
+        raise NotImplementedError
+
+    @property
+    def received(self) -> Tensor:
+        """The sum over the ranks of what :meth:`send_along` was given, after :meth:`reduce`."""
+        raise NotImplementedError
+
+    @property
+    def kept(self) -> PartialWindow:
+        """What this rank has of the open window, also after a reduction that failed; where :attr:`reduces_after`."""
+        raise NotImplementedError
+
+    def take_up(self, kept: PartialWindow) -> None:
+        """Gives the window that begins next what another engine has :attr:`kept` of it on this rank."""
         raise NotImplementedError
 
     def copy_gradients(self) -> Sequence[Tensor]:

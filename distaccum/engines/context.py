@@ -35,6 +35,7 @@ class EngineContext:
         planned: True where the processes are not launched yet.
         compile: what of the model is compiled.
         reproducible: whether gradients are summed in an order that does not depend on the ranks.
+        elastic: whether a window goes on where ranks are lost.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
 
@@ -51,6 +52,7 @@ class EngineContext:
     planned: bool
     compile: CompileConfig = field(default_factory=CompileConfig)
     reproducible: bool = False
+    elastic: bool = False
     generated: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -34,6 +34,7 @@ from distaccum.engines.masters import Masters
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.partial_sums import PartialWindow
 from distaccum.engines.reached_leaves import ReachedLeaves
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
@@ -66,6 +67,7 @@ class DDPEngine(Engine):
         options: clipping and the loss scale.
         shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
         reproducible: whether gradients are summed in an order that does not depend on the ranks.
+        elastic: whether a window goes on where ranks are lost: what a rank has sent is kept until the step.
     """
 
     def __init__(
@@ -79,15 +81,17 @@ class DDPEngine(Engine):
         options: StepOptions,
         shards: ZeRO1 | None = None,
         reproducible: bool = False,
+        elastic: bool = False,
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
+        sums = reproducible or elastic  # and averages nothing
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
-        self.gradient_divide_factor = 1 if options.scaler or reproducible else world.size
+        self.gradient_divide_factor = 1 if options.scaler or sums else world.size
         # A factor that the reduced gradient is still to get.
-        self._sums_to = world.size if options.scaler and not reproducible else 1
-        self.reproducible = reproducible
-        self._tree = TreeAllReduce(world) if reproducible else None
+        self._sums_to = world.size if options.scaler and not sums else 1
+        self.reproducible, self.reduces_after = reproducible, elastic
+        self._tree = TreeAllReduce(world, by_units=reproducible, keeps=elastic) if sums else None
         self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
         self._shards = shards
         self._model = model
@@ -388,6 +392,28 @@ class DDPEngine(Engine):
         self._ddp.forward_past_wrapper(False)
         self._watch.note()
 
+    def send_along(self, numbers: Tensor) -> None:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        self._tree.send_along(numbers)
+
+    @property
+    def received(self) -> Tensor:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        return self._tree.received
+
+    @property
+    def kept(self) -> PartialWindow:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        return self._tree.kept
+
+    def take_up(self, kept: PartialWindow) -> None:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        self._tree.taken_up = kept
+
     def copy_gradients(self) -> Sequence[Tensor]:
         """See :class:`Engine`."""
         return [torch.empty(0) if view is None else view.clone() for view in self._views]
@@ -610,6 +636,7 @@ def _create(
         options=context.step_options(world.device),
         shards=shards,
         reproducible=context.reproducible,
+        elastic=context.elastic,
     )
 
 

@@ -36,7 +36,7 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
-from distaccum.engines import compiled, reproducible
+from distaccum.engines import compiled, elastic, reproducible
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.base import Engine
 from distaccum.engines.blocks import blocks_of
@@ -151,6 +151,7 @@ def prepare(
     planned: bool = False,
     compile: str | CompileConfig = "none",  # noqa: A002
     numerics: str = "fast",
+    elastic: bool = False,
 ) -> EngineContext:
     """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
 
@@ -160,6 +161,7 @@ def prepare(
         world_size: number of ranks.
         device: this rank's.
         planned: True where the processes are not launched yet.
+        elastic: whether a window goes on where ranks are lost.
 
     Raises:
         ConfigError: no such engine or policy, or the model or the hardware cannot do what they ask for.
@@ -188,6 +190,7 @@ def prepare(
         planned=planned,
         compile=CompileConfig.of(compile),
         reproducible=numerics == REPRODUCIBLE,
+        elastic=elastic,
     )
     return replace(context, generated=check_engine(model, context))
 
@@ -268,6 +271,8 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     check_compiled(model, context.policy)
     if context.reproducible:
         reproducible.check(model, context)
+    if context.elastic:
+        elastic.check(context)
     hardware.check(context.policy, context.device)
     spec = SPECS[context.engine.name]
     if is_meta(model) and not spec.makes_weights:

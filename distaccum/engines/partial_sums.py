@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.summation_tree import Node, halves, nodes_within, sums_after
+from distaccum.data.plan.summation_tree import Node, halves, joined
 from distaccum.data.plan.units import Deal
 from distaccum.errors import MisuseError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialWindow:
+    """What a rank has of a window that is not reduced: sums of blocks by node of the tree, and what goes along."""
+
+    sums: Mapping[Node, Sequence[Tensor]] = field(default_factory=dict)
+    along: Tensor | None = None
 
 
 class BlockClock:
@@ -23,19 +33,19 @@ class BlockClock:
         self._rank = rank
         self.deal: Deal | None = None
         self._done = self._block = 0
-        self._sums: Sequence[int] = ()
+        self._blocks: Sequence[int] = ()
+        self._added: Sequence[Sequence[Node]] = ()
         self._ends: Sequence[int] = ()
 
     def begin(self, deal: Deal | None) -> None:
         """A window begins; without a ``deal`` it may not be reduced."""
         self.deal, self._done, self._block = deal, 0, 0
-        self._sums = self._ends = ()
+        self._blocks = self._added = self._ends = ()
         if deal is None:
             return
-        own = deal.blocks_of(self._rank)
-        self._sums = sums_after(deal.blocks, own.start, own.stop)
-        first = deal.units_of(self._rank).start
-        self._ends = [deal.units_of_block(block).stop - first for block in own]
+        self._blocks = deal.blocks_of(self._rank)
+        _, self._added = joined(deal.blocks, deal.held_by(self._rank), self._blocks)
+        self._ends = [*accumulate(len(deal.units_of_block(block)) for block in self._blocks)]
 
     def expect_deal(self) -> Deal:
         """How the window's units are dealt.
@@ -51,17 +61,21 @@ class BlockClock:
 
     def nodes_of(self, rank: int) -> Sequence[Node]:
         """What ``rank`` gives to the reduction."""
-        deal = self.expect_deal()
-        own = deal.blocks_of(rank)
-        return nodes_within(deal.blocks, own.start, own.stop)
+        return self.expect_deal().nodes_of(rank)
 
     @property
-    def last_sums(self) -> int:
-        """How often the last two sums are added after this rank's last block."""
-        return self._sums[-1] if self._sums else 0
+    def last(self) -> tuple[int, Sequence[Node]] | None:
+        """This rank's last block, and the sums that are added to it; None where it computes none."""
+        return (self._blocks[-1], self._added[-1]) if self._blocks else None
 
-    def micro_step_ended(self) -> int | None:
-        """Counts one that is not the window's last: how often sums are added after it; None: in the midst of a block.
+    def micro_step_ended(self, *, may_be_last: bool = False) -> tuple[int, Sequence[Node]] | None:
+        """Counts one that is not the window's last: the block that it ends, and the sums that are added to that.
+
+        Args:
+            may_be_last: whether the window's last is counted, too; its block ends with the reduction.
+
+        Returns:
+            None in the midst of a block.
 
         Raises:
             MisuseError: the window has no more on this rank.
@@ -69,6 +83,8 @@ class BlockClock:
         if self.deal is None:
             return None
         self._done += 1
+        if may_be_last and self._ends and self._done == self._ends[-1]:
+            return None
         if self._block >= len(self._ends) or self._done >= self._ends[-1]:
             units = len(self.deal.units_of(self._rank))
             problem = f"micro-step {self._done} of a window that has {units} units on this rank"
@@ -76,11 +92,11 @@ class BlockClock:
         if self._done < self._ends[self._block]:
             return None
         self._block += 1
-        return self._sums[self._block - 1]
+        return self._blocks[self._block - 1], self._added[self._block - 1]
 
 
 class PartialSums:
-    """The sums of the blocks that have ended, in the order of blocks: those whose neighbour is still to come.
+    """The sums of the blocks that have ended, by the node of the tree: those whose other half is still to come.
 
     Args:
         accumulated: gives the tensors in which a window accumulates; the same ones in every window.
@@ -88,25 +104,30 @@ class PartialSums:
 
     def __init__(self, accumulated: Callable[[], list[Tensor]]) -> None:
         self._accumulated = accumulated
-        self.sums: list[list[Tensor]] = []
+        self.sums: dict[Node, list[Tensor]] = {}
         self._free: list[list[Tensor]] = []
 
-    def end_block(self, sums: int) -> None:
-        """Adds as many of the last sums as the tree says, keeps the result, and zeroes what accumulates."""
-        tensors = self._accumulated()
-        for _ in range(sums):
-            last = self.sums.pop()
-            torch._foreach_add_(tensors, last)
-            self._free.append(last)
-        kept = self._free.pop() if self._free else [torch.empty_like(tensor) for tensor in tensors]
-        torch._foreach_copy_(kept, tensors)
+    def end_block(self, block: int, others: Sequence[Node]) -> None:
+        """Adds ``others`` to the block that has ended, keeps the result, and zeroes what accumulates."""
+        tensors, node = self._accumulated(), (block, block + 1)
+        for other in others:
+            kept = self.sums.pop(other)
+            torch._foreach_add_(tensors, kept)
+            self._free.append(kept)
+            node = min(node[0], other[0]), max(node[1], other[1])
+        self.keep(node, tensors)
         torch._foreach_zero_(tensors)
-        self.sums.append(kept)
+
+    def keep(self, node: Node, tensors: Sequence[Tensor]) -> None:
+        """Keeps a copy of a sum."""
+        kept = self._free.pop() if self._free else [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(kept, list(tensors))
+        self.sums[node] = kept
 
     def drop(self) -> None:
         """Forgets the window's sums; their memory is used again."""
-        self._free += self.sums
-        self.sums = []
+        self._free += self.sums.values()
+        self.sums = {}
 
 
 def add_up(values: Mapping[Node, Tensor], blocks: int) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from distaccum.config.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.data.plan.batch import micro_steps_of
-from distaccum.data.plan.summation_tree import sums_after
+from distaccum.data.plan.summation_tree import joined
 from distaccum.data.plan.units import Deal
 from distaccum.forecast.cluster import MILLI, Cluster
 from distaccum.forecast.collectives import seconds
@@ -77,8 +77,8 @@ class Job:
         deal, given, kept = self.deal(ranks), 1, 0
         for own in () if deal is None else map(deal.blocks_of, range(ranks)):
             held = 0
-            for times in sums_after(deal.blocks, own.start, own.stop):  # type: ignore[union-attr]
-                kept, held = max(kept, held), held + 1 - times
+            for others in joined(deal.blocks, (), own)[1]:  # type: ignore[union-attr]
+                kept, held = max(kept, held), held + 1 - len(others)
             given = max(given, held)
         return given, kept
 

@@ -31,16 +31,36 @@ def _within(node: Node, begin: int, end: int) -> Iterator[Node]:
 
 
 @lru_cache(maxsize=4096)
-def sums_after(blocks: int, begin: int, end: int) -> Sequence[int]:
-    """Of blocks that are computed one after the other: how often the last two sums are added after each of them.
+def _above(blocks: int) -> dict[Node, tuple[Node, Node]]:
+    """The other half of each node but the root, and the node that both make."""
+    found = dict[Node, tuple[Node, Node]]()
+    for node in _inner((0, blocks)):
+        left, right = halves(node)
+        found[left], found[right] = (right, node), (left, node)
+    return found
 
-    What is left at the end are the sums of :func:`nodes_within`.
+
+def joined(
+    blocks: int, held: Sequence[Node], computed: Sequence[int]
+) -> tuple[Sequence[Node], Sequence[Sequence[Node]]]:
+    """What is left of sums that are ``held`` and of blocks that are ``computed`` one after the other.
+
+    Two halves of a node are added as soon as both are there.
+
+    Returns:
+        The nodes that are left, in order, which for neighbouring blocks are those of :func:`nodes_within`; and for each
+        computed block the sums that are added to it, one after the other.
     """
-    sums = [0] * (end - begin)
-    for node in nodes_within(blocks, begin, end):
-        for _, last in _inner(node):
-            sums[last - 1 - begin] += 1
-    return sums
+    above, there, added = _above(blocks), set(held), list[Sequence[Node]]()
+    for block in computed:
+        node, halves_of_it = (block, block + 1), list[Node]()
+        while node in above and above[node][0] in there:
+            other, node = above[node]
+            there.remove(other)
+            halves_of_it.append(other)
+        there.add(node)
+        added.append(halves_of_it)
+    return sorted(there), added
 
 
 def _inner(node: Node) -> Iterator[Node]:

@@ -6,7 +6,7 @@ A unit is a micro-batch whose samples, order and padding the plan alone decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from distaccum.data.plan.batch import Epoch, Ids, Plan, describe_ranks
 from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.resized import ResizedPlan
+from distaccum.data.plan.summation_tree import Node, joined
 from distaccum.errors import ConfigError
 
 VIRTUAL_RANKS = 32  # of 1, 2, 4, 8, 16 or 32 ranks each has one node of the tree, and all have as many blocks
@@ -30,20 +31,58 @@ class Deal:
     blocks: int
     ranks: int
 
-    def blocks_of(self, rank: int) -> range:
-        """The blocks of ``rank``; their numbers differ by one at most."""
+    def blocks_of(self, rank: int) -> Sequence[int]:
+        """The blocks that ``rank`` computes, in order; their numbers differ by one at most."""
         return range(self.blocks * rank // self.ranks, self.blocks * (rank + 1) // self.ranks)
+
+    def held_by(self, rank: int) -> Sequence[Node]:
+        """The sums that ``rank`` has from before the deal: none."""
+        return ()
+
+    def nodes_of(self, rank: int) -> Sequence[Node]:
+        """What ``rank`` gives to the reduction."""
+        return joined(self.blocks, self.held_by(rank), self.blocks_of(rank))[0]
 
     def units_of_block(self, block: int) -> range:
         """The units of a block; their numbers differ by one at most."""
         return range(self.units * block // self.blocks, self.units * (block + 1) // self.blocks)
 
-    def units_of(self, rank: int) -> range:
-        """The units of ``rank``, none where it has no block."""
+    def units_of(self, rank: int) -> Sequence[int]:
+        """The units that ``rank`` computes, none where it has no block."""
         blocks = self.blocks_of(rank)
         if not blocks:
             return range(0)
         return range(self.units_of_block(blocks[0]).start, self.units_of_block(blocks[-1]).stop)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondDeal(Deal):
+    """How a window goes on that has lost ranks: what each rank holds of it, and what it computes yet."""
+
+    held: tuple[tuple[Node, ...], ...]
+    computed: tuple[tuple[int, ...], ...]
+
+    def blocks_of(self, rank: int) -> Sequence[int]:
+        """See :class:`Deal`."""
+        return self.computed[rank]
+
+    def held_by(self, rank: int) -> Sequence[Node]:
+        """See :class:`Deal`."""
+        return self.held[rank]
+
+    def units_of(self, rank: int) -> Sequence[int]:
+        """See :class:`Deal`."""
+        return [unit for block in self.computed[rank] for unit in self.units_of_block(block)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Again:
+    """A window that goes on with other ranks: which one, how it is dealt now, and its counts, which are known."""
+
+    epoch: int
+    window: int
+    deal: SecondDeal
+    counts: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +95,7 @@ class UnitPlan:
         group_by: the length of each sample: the units of a window then hold samples of similar length. A
             ``MicroTokenPlan`` says itself whether they do.
         key: what an error calls ``virtual_ranks``.
+        again: the window that other ranks have begun.
 
     Raises:
         ConfigError: there are more ranks than ``virtual_ranks``.
@@ -65,6 +105,7 @@ class UnitPlan:
     virtual_ranks: int = VIRTUAL_RANKS
     group_by: Ids | None = None
     key: str = "virtual_ranks"
+    again: Again | None = None
 
     def __post_init__(self) -> None:
         if self.plan.world_size > self.virtual_ranks:
@@ -119,7 +160,7 @@ class UnitPlan:
     @cached_property
     def of_one_rank(self) -> Plan:
         """The plan of windows as one rank alone would have it: its micro-batches are the units."""
-        return _of_one_rank(self.plan)
+        return of_ranks(self.plan, 1)
 
     def updates(self, epochs: int) -> int:
         """Windows in the first ``epochs`` epochs."""
@@ -132,6 +173,10 @@ class UnitPlan:
     def deal(self, units: int) -> Deal:
         """How that many units of a window are dealt."""
         return Deal(units, min(units, self.virtual_ranks), self.world_size)
+
+    def for_ranks(self, ranks: int, again: Again | None = None) -> UnitPlan:
+        """The same windows, dealt to another number of ranks; one of them perhaps begun by others."""
+        return replace(self, plan=of_ranks(self.plan, ranks), again=again)
 
     @cached_property
     def micro_steps(self) -> int:
@@ -196,18 +241,26 @@ class UnitEpoch:
 
     def deal(self, k: int) -> Deal:
         """Who computes the units of window ``k``."""
-        return self.plan.deal(sum(len(unit) > 0 for unit in self.windows.micro_batches(k, 0)))
+        return self._deal(k, sum(len(unit) > 0 for unit in self.windows.micro_batches(k, 0)))
+
+    def begun(self, k: int) -> Again | None:
+        """What is known of window ``k`` from the ranks that have begun it."""
+        again = self.plan.again
+        return again if again is not None and (again.epoch, again.window) == (self.epoch, k) else None
+
+    def _deal(self, k: int, units: int) -> Deal:
+        begun = self.begun(k)
+        return self.plan.deal(units) if begun is None else begun.deal
 
     def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
         """The units of ``rank`` in window ``k``."""
         units = self.units(k)
-        own = self.plan.deal(len(units)).units_of(rank)
-        return units[own.start : own.stop]
+        return [units[unit] for unit in self._deal(k, len(units)).units_of(rank)]
 
 
-def _of_one_rank(plan: Any) -> Plan:
-    """The plan as one rank alone would have it."""
+def of_ranks(plan: Any, ranks: int) -> Plan:
+    """The plan as another number of ranks would have it."""
     if isinstance(plan, MicroTokenPlan):
-        return replace(plan, plan=_of_one_rank(plan.plan))
-    alone: Plan = replace(plan, world_size=1)
-    return alone
+        return replace(plan, plan=of_ranks(plan.plan, ranks))
+    other: Plan = replace(plan, world_size=ranks)
+    return other

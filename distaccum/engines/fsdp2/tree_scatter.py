@@ -63,7 +63,7 @@ class TreeSums:
             raise MisuseError(f"{problem}, which numerics=reproducible cannot add up in a fixed order: {remedy}")
         self._reduced.update(numbers)
         torch._foreach_add_(list(gradients), 0.0)
-        times = self.clock.last_sums
+        times = self._last_sums
         for sums in reversed(self._sums[len(self._sums) - times :]):
             for number, gradient in zip(numbers, gradients, strict=True):
                 if (one := sums[number]) is not None:
@@ -75,17 +75,23 @@ class TreeSums:
         Returns:
             Whether each parameter has got a gradient in the block; empty in the midst of one.
         """
-        times = self.clock.micro_step_ended()
-        if times is None:
+        ended = self.clock.micro_step_ended()
+        if ended is None:
             return ()
+        _, others = ended
         # Zeros without a sign, as sums of them are: it would tell whether nothing or zeros were added.
         sums: Sums = [None if one is None else _wide(one) + 0.0 for one in model.whole_gradients()]
         used = [one is not None for one in sums]
-        for _ in range(times):
+        for _ in others:
             sums = [_both(*pair) for pair in zip(self._sums.pop(), sums, strict=True)]
         self._sums.append(sums)
         model.drop_gradients()
         return used
+
+    @property
+    def _last_sums(self) -> int:
+        """How many of the sums are added to this rank's last block."""
+        return 0 if self.clock.last is None else len(self.clock.last[1])
 
     def nodes(self, last: Tensor) -> list[Tensor]:
         """What this rank gives to a reduction, each laid out as ``last`` is: shard after shard.
@@ -96,7 +102,7 @@ class TreeSums:
         given = len(self.clock.nodes_of(self.rank))
         if not given or self._for_nothing():  # the others wait for as many, though this rank has dropped its window
             return [last.zero_()] * given
-        kept = self._sums[: len(self._sums) - self.clock.last_sums]
+        kept = self._sums[: len(self._sums) - self._last_sums]
         return [*(self._packed([sums[number] for number in self._next], last) for sums in kept), last]
 
     def _packed(self, sums: Sums, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.summation_tree import nodes_within, sums_after
+from distaccum.data.plan.summation_tree import joined, nodes_within
 from distaccum.data.plan.units import Deal
 from distaccum.engines.partial_sums import add_up
 
@@ -34,11 +34,12 @@ def by_ranks(leaves: Sequence[Tensor], ranks: int) -> Tensor:
     deal, values = Deal(len(leaves), len(leaves), ranks), {}
     for rank in range(ranks):
         own, kept = deal.blocks_of(rank), list[Tensor]()
-        for block, times in zip(own, sums_after(len(leaves), own.start, own.stop), strict=True):
+        nodes, added = joined(len(leaves), (), own)
+        for block, others in zip(own, added, strict=True):
             kept.append(leaves[block].clone())
-            for _ in range(times):
+            for _ in others:
                 kept[-2:] = [kept[-2] + kept[-1]]
-        values |= dict(zip(nodes_within(len(leaves), own.start, own.stop), kept, strict=True))
+        values |= dict(zip(nodes, kept, strict=True))
     return add_up(values, len(leaves))
 
 
@@ -65,15 +66,37 @@ def test_fewest_nodes_that_cover_a_range() -> None:
             found = nodes_within(blocks, begin, end)
             assert [i for node in found for i in range(*node)] == list(range(begin, end))
             assert len(found) <= 2 * blocks.bit_length()
+            assert joined(blocks, (), range(begin, end))[0] == found
+
+
+def test_sums_that_are_held_are_joined_with_what_is_computed_in_any_order() -> None:
+    chosen = random.Random(3)  # noqa: S311
+    for blocks in range(1, 34):
+        leaves = [torch.full((1,), 3.0**i, dtype=torch.float64) for i in range(blocks)]
+        for _ in range(10):
+            begin, end = sorted(chosen.choices(range(blocks + 1), k=2))
+            held = nodes_within(blocks, begin, end)
+            rest = [block for block in range(blocks) if not begin <= block < end]
+            chosen.shuffle(rest)
+            values = {node: torch.stack(leaves[node[0] : node[1]]).sum(0) for node in held}
+            nodes, added = joined(blocks, held, rest)
+            assert nodes == [(0, blocks)]
+            for block, others in zip(rest, added, strict=True):
+                node, total = (block, block + 1), leaves[block].clone()
+                for other in others:
+                    total += values.pop(other)
+                    node = min(node[0], other[0]), max(node[1], other[1])
+                values[node] = total
+            assert torch.equal(values[0, blocks], torch.stack(leaves).sum(0))
 
 
 def test_live_sums_are_as_few_as_a_counter_has() -> None:
     for blocks in range(1, 65):
         live = most = 0
-        for times in sums_after(blocks, 0, blocks):
+        for others in joined(blocks, (), range(blocks))[1]:
             live += 1
             most = max(most, live)
-            live -= times
+            live -= len(others)
         assert live == 1
         assert most <= blocks.bit_length()
 

@@ -1,0 +1,24 @@
+"""What an elastic run cannot do, found before there is a process group."""
+
+from __future__ import annotations
+
+import torch
+
+from distaccum.engines.context import EngineContext
+from distaccum.errors import ConfigError
+
+_START = "or start it with launch/train.sh, which goes on from its last checkpoint"
+
+
+def check(context: EngineContext) -> None:
+    """Raises ConfigError for settings with which a window cannot go on without some of its ranks."""
+    engine = context.engine
+    if engine.name != "ddp":
+        problem = "keeps a share of the state on each rank, which a rank that is lost takes with it"
+        raise ConfigError("engine", engine.name, f"in an elastic run: it {problem}", f"Use engine=ddp, {_START}")
+    if context.policy.reduce_dtype is not torch.float32:
+        problem = "in an elastic run gradients travel in fp32"
+        raise ConfigError("precision.reduce_dtype", context.policy.reduce_dtype, problem, "Use fp32")
+    if context.compile.compiles:
+        problem = "in an elastic run, whose model is wrapped anew where ranks are lost and compiled for each"
+        raise ConfigError("compile", context.compile.name, problem, f"Use compile=none, {_START}")
