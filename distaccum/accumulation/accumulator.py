@@ -253,6 +253,7 @@ class Accumulator:
         )
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
+        self._stepped: tuple[Window, Outcome, Loss | None] | None = None  # not noted yet
         # The last one: the latest loop over windows().
         self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
 
@@ -496,7 +497,9 @@ class Accumulator:
                 backward=self._strangers.backward,
                 records=None if window.proof is None else window.proof.records,
             )
+            self._stepped = window.plain, outcome, by_micro_batch
             report(outcome.grad_norm)
+        self._stepped = None
         self.tracker.end_step(window.plain, outcome, by_micro_batch)
         self._lockstep.window_ended()
         self._strangers.window_ended()
@@ -504,6 +507,22 @@ class Accumulator:
         self._open = None
         window.mark_done()
         return outcome
+
+    def interrupted(self) -> tuple[Window, Outcome] | Window | None:
+        """Where an error has ended :meth:`step`: the window and its outcome, if it had stepped, which is noted then.
+
+        Else the window that is open, of which ``engine.kept`` tells what this rank has; None where none is.
+        """
+        if self._stepped is not None:
+            window, outcome, _ = stepped = self._stepped
+            self.tracker.end_step(*stepped)
+            self._stepped = self._open = None
+            return window, outcome
+        return None if self._open is None else self._open.plain
+
+    def trust(self) -> None:
+        """Leaves out what is looked at once a process: another accumulator of this one has looked."""
+        self._repeats = True
 
     def _expect_repeats(self, window: Window, loss: Loss) -> None:
         if self.engine.reproducible and not self._repeats:

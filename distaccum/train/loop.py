@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,14 @@ from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
+from distaccum.distributed.elastic.polled_group import ViewChangedError
+from distaccum.distributed.random import RNGState
+from distaccum.engines.state import whole_state
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
+from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
+from distaccum.train.carried import Begun, Carried, Tail
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
@@ -76,6 +81,9 @@ class Loop:
         utilization: of the cards, on the rank that logs.
         profiler: of some windows; None: no window is profiled.
         recorder: of every window, on every rank; None: there is no such record.
+        elastic: whether ranks may be lost, so that what a window is owed is done before the next one.
+        tail: what the window before is still owed.
+        evaluation: the last one, with its step.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
@@ -95,6 +103,10 @@ class Loop:
         utilization: Utilization | None = None,
         profiler: Profiler | None = None,
         recorder: WindowRecorder | None = None,
+        elastic: bool = False,
+        tail: Tail | None = None,
+        evaluation: tuple[int, dict[str, float]] | None = None,
+        saved_step: int | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -109,7 +121,8 @@ class Loop:
         self._enter_phase, self._tell_saved = enter_phase, tell_saved
         self._world = accumulator.world
         # A run from another run's checkpoint has saved none itself.
-        saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
+        if saved_step is None:
+            saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
         self._saver = Saver(
             components,
             accumulator,
@@ -126,7 +139,8 @@ class Loop:
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
         self._profiler, self._recorder = profiler, recorder
-        self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._evaluation = evaluation
+        self._tail = tail
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._generation: Generation | None = None
         if components.prompts is not None:
@@ -134,7 +148,7 @@ class Loop:
         self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
-        self._watched = self._rolls_back or any(map(watches_updates, components.callbacks))
+        self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
         self._reason = ""
         self._preempted_by = ""
@@ -195,12 +209,16 @@ class Loop:
         if self._profiler is not None:
             self._profiler.begin()
         try:
+            if self._tail is not None:
+                self._pay(self.progress)
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
                 for window in self._accumulator.windows(self._loader):
                     self.step_window(window)
                     if self.at_end:
                         break
             self._tracker.raise_if_nonfinite()
+        except ViewChangedError:
+            raise
         except (NonFiniteError, SpikeError):
             self._look_at_last(self._tracker.known_progress)  # what ends the run stands in the log
             self._settle(at_end=True)
@@ -299,17 +317,55 @@ class Loop:
                 logger.alert("the loss scale has collapsed", text)
 
     def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
+        self._tail = Tail(window=window, outcome=outcome, stage=0)
+        self._pay(progress)
+
+    def _pay(self, progress: Progress) -> None:
+        """Does what the last update is owed; where ranks are lost meanwhile, the ranks of the next view go on here."""
+        assert self._tail is not None
         trainer, checkpoints, step = self._components.config.trainer, self._components.config.checkpoint, progress.step
+        window, outcome = self._tail.window, self._tail.outcome
         self._unlogged = (window, outcome)
-        self._call(lambda callback: callback.on_update(self, outcome))
+        if self._tail.stage == 0:
+            self._call(lambda callback: callback.on_update(self, outcome))
+            self._tail = replace(self._tail, stage=1)
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
         # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
         if evaluates or step % trainer.log_every == 0 or step >= self._components.total_steps:
-            self._log(window, outcome, progress, evaluates=evaluates)
+            if self._tail.stage == 1:
+                self._log(window, outcome, progress, evaluates=evaluates)
+                self._tail = replace(self._tail, stage=2)
             self._unlogged = None
         best = evaluates and self._is_best()
         if best or (checkpoints.every and step % checkpoints.every == 0):
             self._save(best=best)
+        self._tail = None
+
+    def carried(self) -> Carried:
+        """What this rank has, where another one was lost; no collective."""
+        accumulator, random = self._accumulator, RNGState.capture(self._world.device)
+        begun, tail = accumulator.interrupted(), self._last
+        self._last = None
+        if isinstance(begun, tuple):
+            begun, tail = None, begun
+        progress = self._tracker.progress
+        if tail is not None and tail[1].applied:
+            self._tail = Tail(window=tail[0], outcome=tail[1], stage=0)
+        kept = None
+        if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
+            kept = Begun.of(progress, begun, begun.deal, accumulator.engine.kept)
+        average = ema.of(self._components.callbacks)
+        return Carried(
+            run=self._saver.run_state(self._logged),
+            engine=whole_state(accumulator.engine, self._world),
+            average=None if average is None else {n: t.clone() for n, t in average.whole(lambda _: True).items()},
+            tail=self._tail,
+            saved_step=self._saver.saved_step,
+            evaluation=self._evaluation,
+            verified=bool(accumulator.verified),
+            random=random,
+            begun=kept,
+        )
 
     @property
     def _evaluates(self) -> bool:

@@ -95,6 +95,7 @@ def run(
     signals: StopSignals | None = None,
     agree: Callable[[str | None], None] = _alone,
     open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]] = _join,
+    membership: Membership | None = None,
 ) -> RunResult:
     """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
@@ -106,6 +107,7 @@ def run(
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
         open_group: opens the process group of a device, with a timeout and a backend, and closes it.
+        membership: of an elastic job, whose members come and go.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
@@ -136,6 +138,19 @@ def run(
         except PeerError as error:
             note_failure(run_dir, environment.rank, error)
             raise
+        if membership is not None:
+            return _in_views(
+                components,
+                saved,
+                run_dir,
+                environment,
+                membership,
+                began=began,
+                signals=signals,
+                beginning=beginning,
+                log=log,
+                owning=owning,
+            )
         return _in_group(
             components,
             saved,
@@ -147,6 +162,67 @@ def run(
             beginning=beginning,
             log=log,
         )
+
+
+def _in_views(
+    components: TrainingComponents,
+    saved: SavedState | None,
+    run_dir: RunDir,
+    environment: LaunchEnvironment,
+    membership: Membership,
+    *,
+    began: float,
+    signals: StopSignals | None,
+    beginning: str,
+    log: RunLog,
+    owning: ExitStack,
+) -> RunResult:
+    """Trains with the members that are there: each view opens a group of its own, and goes on with the open window."""
+    config, member = components.config, membership.member
+    components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
+    carried: Carried | None = None
+    view: View | None = None
+    rider = JoinRider(membership)
+    with nullcontext(signals) if signals else StopSignals() as caught, rider, Desk() as desk:
+        while True:
+            report = Report(member=member, position=NOT_BEGUN) if carried is None else carried.report(member)
+            view, reports = _next_view(membership, view, report)
+            try:
+                with membership.world(view, components.device) as world:
+                    rank = world.rank
+                    begin = hand_over(view, reports, member, carried, world)
+                    carried = carried_again(begin, member)
+                    if world.is_main and not run_dir.owned:
+                        owning.enter_context(run_dir.own(after=run_dir.token))
+                        if begin.carried is None:
+                            saved = prepare(components, run_dir, environment, elastic=True)
+                    path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
+                    if not world.is_main:
+                        run_dir = RunDir(Path(path), token=token, secrets=run_dir.secrets)
+                    log.open(run_dir.logs)
+                    _log.info("generation %d: %d ranks, rank %d", view.generation, world.size, rank)
+                    ended = _train_in_view(
+                        of_view(components, world.size, begin.again),
+                        saved,
+                        run_dir,
+                        world,
+                        signals=caught,
+                        began=began,
+                        beginning=beginning,
+                        desk=desk,
+                        begin=begin,
+                        rider=rider,
+                    )
+            except ViewChangedError as error:
+                _log.warning("%s: the others go on", error)
+                continue
+            except BaseException as error:
+                note_failure(run_dir, membership.rank(view), error)
+                raise
+            if isinstance(ended, RunResult):
+                membership.end()
+                return ended
+            carried = ended
 
 
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
@@ -265,12 +341,19 @@ def train(
     enter_phase: Callable[[str], None],
     screen: Screen,
     beginning: str,
-) -> RunResult:
+    desk: Desk | None = None,
+    view: Begin | None = None,
+    rider: Rider | None = None,
+) -> RunResult | Carried | None:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
     header of a run without a checkpoint.
+
+    In an elastic run ``view`` says how it begins among the ranks that are there, ``rider`` travels with the counts, and
+    ``desk`` is what rank 0 has open from view to view. Where ranks are lost or come, what this rank carries on is
+    returned; None where it has nothing yet.
     """
     before = run_dir.status() if world.is_main else {}
     if world.is_main:
@@ -278,12 +361,17 @@ def train(
     if components.config.checkpoint.saves:
         check_shared(run_dir.path, world)
     screen.enter("starting" if saved is None else f"restoring {saved.folder.name}")
-    restore = Restore(saved, components, world)
+    carried = None if view is None else view.carried
+    restore: Restore | RestoreCarried
+    if carried is None:
+        restore = Restore(saved, components, world)
+    else:
+        restore = RestoreCarried(carried, components.callbacks)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
     depth = components.config.metrics.summary_depth if world.is_main else 0
     modules = summarize(components.model, depth)  # an engine may take it apart
-    accumulator = build_accumulator(components, world)
+    accumulator = build_accumulator(components, world, verify="never" if carried and carried.verified else None)
     hardware = hardware_of(components, world)
     with ExitStack() as closing:
         marks = accumulator.engine.memory_marks
@@ -310,9 +398,10 @@ def train(
         generators = RNGState.capture(world.device)
         console = screen.console
         closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
-        loggers: list[Logger] = []
+        loggers: Sequence[Logger] = ()
         if console is not None:
-            loggers = _open_loggers(
+            open_loggers = partial(
+                _open_loggers,
                 components,
                 accumulator,
                 restore,
@@ -323,8 +412,7 @@ def train(
                 note=note or beginning,
                 modules=modules,
             )
-            for logger in loggers:
-                closing.push(partial(_close, logger))
+            loggers = (desk or closing.enter_context(Desk())).loggers(open_loggers)
         profiler = None
         if config.profile.steps is not None:
             communicates = accumulator.engine.forward_communicates
@@ -345,6 +433,10 @@ def train(
             utilization=utilization,
             profiler=profiler,
             recorder=_open_recorder(components, accumulator, run_dir, closing),
+            elastic=view is not None,
+            tail=None if carried is None else carried.tail,
+            evaluation=None if carried is None else carried.evaluation,
+            saved_step=None if carried is None else carried.saved_step,
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
                 began=began,
@@ -353,8 +445,16 @@ def train(
         )
         screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
-        with signals.notify(loop.preempt):
-            evaluation = loop.fit()
+        if rider is not None:
+            accumulator.add_rider(rider)
+        if view is not None and carried is not None:
+            accumulator.trust()
+            accumulator.engine.take_up(view.kept)
+        try:
+            with signals.notify(loop.preempt):
+                evaluation = loop.fit()
+        except ViewChangedError:
+            return loop.carried()
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
@@ -372,7 +472,7 @@ def train(
 def _open_loggers(
     components: TrainingComponents,
     accumulator: Accumulator,
-    restore: Restore,
+    restore: Restore | RestoreCarried,
     run_dir: RunDir,
     screen: Screen,
     *,
@@ -443,8 +543,8 @@ def _open_recorder(
     return recorder
 
 
-def build_accumulator(components: TrainingComponents, world: World) -> Accumulator:
-    """The accumulator that the configuration describes."""
+def build_accumulator(components: TrainingComponents, world: World, *, verify: str | None = None) -> Accumulator:
+    """The accumulator that the configuration describes; ``verify`` in the place of what that says."""
     config = components.config
     accumulator = Accumulator(
         components.model,
@@ -455,7 +555,7 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
         schedule=components.lr_factor,
         nonfinite=config.trainer.nonfinite,
         max_skips=config.trainer.max_skips,
-        verify=config.trainer.verify,
+        verify=verify or config.trainer.verify,
         on_divergence=config.trainer.on_divergence,
         on_spike="skip" if config.trainer.on_spike == ROLLBACK else config.trainer.on_spike,
         spike_zscore=config.trainer.spike_zscore,
@@ -472,10 +572,6 @@ def build_accumulator(components: TrainingComponents, world: World) -> Accumulat
 
 def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:
     return CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep)
-
-
-def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None:
-    logger.close(failed=kind is not None)
 
 
 def _seed(seed: int) -> None:

@@ -138,7 +138,7 @@ class Saver:
         engine, step = self._accumulator.engine, self._accumulator.tracker.progress.step
         part = checkpoint.Part.of(
             engine,
-            self._run_state(logged),
+            self.run_state(logged),
             self._loader.state(),
             self._world,
             average=ema.of(self._components.callbacks),
@@ -226,7 +226,8 @@ class Saver:
         self._accumulator.add_rider(background)
         return background
 
-    def _run_state(self, logged: Mapping[str, int]) -> checkpoint.RunState:
+    def run_state(self, logged: Mapping[str, int]) -> checkpoint.RunState:
+        """What a checkpoint keeps beside the engine's state; ``logged`` is window and step of the last record."""
         spikes = self._accumulator.spikes
         return checkpoint.RunState(
             progress=self._accumulator.tracker.progress,

@@ -32,7 +32,7 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Lost(Exception):
+class LostError(Exception):
     """A rank is gone."""
 
 
@@ -121,10 +121,10 @@ def interrupted(world: World, *, place: str) -> tuple[dict[str, Any], PartialWin
     window, tree = next(windows), cast(Any, acc.engine)._tree
 
     def lose(*_: object) -> None:
-        raise Lost
+        raise LostError
 
     setattr(tree, place, lose)
-    with pytest.raises(Lost):
+    with pytest.raises(LostError):
         acc.step(window, LOSS)
     kept = acc.engine.kept
     kept = PartialWindow(

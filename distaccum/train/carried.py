@@ -1,0 +1,224 @@
+"""A run between two views of an elastic job: what a resume reads from a checkpoint, in memory, and the open window.
+
+Ranks that were in a view carry it over themselves. Who is behind, and who is new, takes the state of the one that is
+furthest, over the new group; its digest travels with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.step import Outcome
+from distaccum.checkpoint.state import RunState
+from distaccum.data.plan.summation_tree import Node
+from distaccum.data.plan.units import Again, Deal, SecondDeal
+from distaccum.data.window import Window
+from distaccum.distributed.elastic.views import Report, View, shares_of, source_of
+from distaccum.distributed.random import RNGState
+from distaccum.distributed.world import World
+from distaccum.engines.base import EngineState
+from distaccum.engines.partial_sums import PartialWindow
+from distaccum.errors import PeerError
+from distaccum.train import ema
+from distaccum.train.callbacks import Callback, named
+
+STAGES = 4
+"""After a window's step: nothing is told yet; callbacks are; it is logged; all that was due is done."""
+
+
+NOT_BEGUN = 0
+"""The position of a member that was started with the run, and has not come to its first window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """What an applied window is still owed: its record, evaluation, checkpoint; ``stage`` of ``STAGES``."""
+
+    window: Window
+    outcome: Outcome
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The open window of a rank: which, its counts, how many units and blocks, and what the rank has of it."""
+
+    epoch: int
+    window: int
+    counts: Mapping[str, float]
+    units: int
+    blocks: int
+    kept: PartialWindow
+
+    @classmethod
+    def of(cls, progress: Progress, window: Window, deal: Deal, kept: PartialWindow) -> Begun:
+        """The window that comes after ``progress``."""
+        return cls(
+            epoch=progress.epoch,
+            window=progress.epoch_window,
+            counts=window.counts,
+            units=deal.units,
+            blocks=deal.blocks,
+            kept=kept,
+        )
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "epoch": self.epoch,
+            "window": self.window,
+            "counts": dict(self.counts),
+            "units": self.units,
+            "blocks": self.blocks,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """The state of a run after a window, on one rank."""
+
+    run: RunState
+    engine: EngineState
+    average: Mapping[str, Tensor] | None
+    tail: Tail | None
+    saved_step: int
+    evaluation: tuple[int, dict[str, float]] | None
+    verified: bool
+    random: RNGState | None = None
+    begun: Begun | None = None
+
+    @property
+    def position(self) -> int:
+        """How far the run has come here."""
+        return self.run.progress.window * STAGES + (STAGES - 1 if self.tail is None else self.tail.stage)
+
+    def report(self, member: str) -> Report:
+        """What the other members are told."""
+        begun = self.begun
+        if begun is None:
+            return Report(member=member, position=self.position)
+        held = tuple(sorted(begun.kept.sums))
+        return Report(member=member, position=self.position, held=held, note=begun.note)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """How a view begins: with what state, and which window is open."""
+
+    carried: Carried | None
+    again: Again | None = None
+    kept: PartialWindow = field(default_factory=PartialWindow)
+
+
+def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: Carried | None, world: World) -> Begin:
+    """The state that all members go on from; a collective of a view's new group.
+
+    Raises:
+        PeerError: what came is not what was sent.
+    """
+    source = view.members.index(source_of(view, reports))
+    furthest = reports[view.members[source]].position
+    if furthest <= NOT_BEGUN:
+        return Begin(None)
+    own = carried if world.rank == source else None
+    plain = None if own is None else replace(own, engine=_nothing, average=None, random=None, begun=None)
+    lacks = [name for name in view.members if reports[name].position // STAGES < furthest // STAGES]
+    content = b"" if own is None or not lacks else _packed(own)
+    box: list[Any] = [(plain, len(content), hashlib.blake2b(content).hexdigest())]
+    _broadcast_object(box, source)
+    told, size, digest = box[0]
+    tensors: dict[str, Any] = {}
+    if lacks:
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(size, dtype=torch.uint8)
+        torch.distributed.broadcast(sent, src=source)
+        if member in lacks:
+            whole = sent.numpy().tobytes()
+            if hashlib.blake2b(whole).hexdigest() != digest:
+                raise PeerError(f"the state that {view.members[source]} sent has come damaged", "while this one joined")
+            tensors = torch.load(io.BytesIO(whole), weights_only=True)
+    if tensors:
+        engine = EngineState(**tensors["engine"])
+        carried = replace(told, engine=engine, average=tensors["average"])
+    else:
+        assert carried is not None
+        carried = replace(told, engine=carried.engine, average=carried.average, random=carried.random, begun=carried.begun)
+    again = _again(view, reports)
+    kept = PartialWindow()
+    if again is not None and carried.begun is not None and again.deal.held_by(world.rank):
+        kept = carried.begun.kept
+    return Begin(carried, again, kept)
+
+
+def _again(view: View, reports: Mapping[str, Report]) -> Again | None:
+    """The window that goes on, if a member that is not behind holds a part of it."""
+    source = reports[source_of(view, reports)]
+    notes = [r.note for r in reports.values() if r.position == source.position and r.held and r.member in view.members]
+    if not notes:
+        return None
+    note = notes[0]
+    shares = shares_of(view, reports, note["blocks"])
+    held: tuple[tuple[Node, ...], ...] = tuple(tuple(map(tuple, share.held)) for share in shares)  # type: ignore[misc]
+    deal = SecondDeal(note["units"], note["blocks"], len(view.members), held, tuple(share.blocks for share in shares))
+    return Again(epoch=note["epoch"], window=note["window"], deal=deal, counts=note["counts"])
+
+
+_nothing = EngineState(model={}, optimizer={}, optimizer_values={})
+
+
+def _packed(carried: Carried) -> bytes:
+    state, stream = carried.engine, io.BytesIO()
+    engine = {"model": dict(state.model), "optimizer": dict(state.optimizer)}
+    engine |= {"optimizer_values": dict(state.optimizer_values), "scaler": dict(state.scaler)}
+    torch.save({"engine": engine, "average": None if carried.average is None else dict(carried.average)}, stream)
+    return stream.getvalue()
+
+
+def _broadcast_object(box: list[Any], source: int) -> None:
+    torch.distributed.broadcast_object_list(box, src=source, device=torch.device("cpu"))
+
+
+class RestoreCarried:
+    """Restores a run from what was carried; as :class:`~distaccum.train.resume.Restore` does from a checkpoint."""
+
+    def __init__(self, carried: Carried, callbacks: Sequence[Callback]) -> None:
+        self._carried, self._callbacks = carried, callbacks
+
+    def before_wrap(self) -> None:
+        """Nothing is to be done."""
+
+    def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:  # noqa: ARG002
+        """Restores engine, random numbers, progress, data position and callbacks; the id of the W&B run, and no note."""
+        carried = self._carried
+        accumulator.engine.load_state(carried.engine)
+        run = carried.run
+        accumulator.restore(run.progress, run.position, None, run.spikes)
+        for name, callback in named(self._callbacks).items():
+            if name in run.callbacks:
+                callback.load_state_dict(run.callbacks[name])
+        ema.begin(self._callbacks, accumulator.engine, None)
+        average = ema.of(self._callbacks)
+        if average is not None and carried.average is not None:
+            average.load(carried.average)
+        if carried.random is not None:
+            carried.random.restore()
+        return run.wandb_id, ""
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """What the run knows of memory."""
+        return self._carried.run.memory
+
+    @property
+    def logged(self) -> Mapping[str, int]:
+        """Window and step of the last record."""
+        return self._carried.run.logged
