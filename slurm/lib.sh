@@ -9,6 +9,8 @@
 #   RUN_DIR        the run directory (default: runs/slurm-<job>); hydra.run.dir=... among the overrides is the same.
 #   NPROC          processes on each node (default: the GPUs that the job has there, else 2).
 #   MAX_RESTARTS   so often torchrun itself starts failed processes again (default 0).
+#   ELASTIC        1: the job goes on with what is left when a process or a node dies, and takes them back (launch/elastic.sh).
+#                  Submit it with sbatch --no-kill, or Slurm itself ends a job of which it has lost a node.
 #   MAX_REQUEUES   so often the job is requeued before it fails (default 100).
 #   STOP_WITHIN    seconds that a run has to save when it is told to stop; less than --signal says (default 80).
 #   RDZV_PORT      the port on the first node (default: a free one).
@@ -162,12 +164,14 @@ check() {
 
 # Starts the processes on all nodes and waits for them. Sets $step_code.
 run_step() {
+    local on_failure=(--kill-on-bad-exit=1)
+    [ "${ELASTIC:-0}" != 1 ] || on_failure=(--kill-on-bad-exit=0 --no-kill)
     written=$(stat -c %i.%Y "$run_dir/status.json" 2> /dev/null)
     say "$nodes x $processes processes, rendezvous at $endpoint, logs in $run_dir/slurm"
-    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none "${on_failure[@]}" \
         --open-mode=append --output="$run_dir/slurm/%j-%n-%N.log" "${srun_options[@]}" "${container[@]}" \
-        bash -c "$(declare -f on_node tell_workers catches_usr1 await); on_node \"\$@\"" on_node \
-        "$nodes" "$processes" "$endpoint" "$addresses" "${MAX_RESTARTS:-0}" "$python" "${overrides[@]}" &
+        bash -c "$(declare -f on_node start_torchrun start_elastic await_agent tell_workers catches_usr1 await); on_node \"\$@\"" on_node \
+        "$nodes" "$processes" "$endpoint" "$addresses" "${MAX_RESTARTS:-0}" "${ELASTIC:-0}" "$python" "${overrides[@]}" &
     await $!
     step_code=$?
     [ -z "$asking" ] || kill "$asking" 2> /dev/null

@@ -24,7 +24,7 @@ ORDER = (
     {"verification", "auditing"},
     {"accumulation"},
     {"functional", "checkpoint", "audit"},
-    {"train", "doctor"},
+    {"train", "doctor", "elastic"},
     {"commands"},
     {"__main__"},
 )

@@ -227,13 +227,15 @@ class _WakeUp:
         self._writer = -1
 
 
-def die_with_parent() -> None:
-    """Makes the kernel send this process SIGTERM when its parent ends, for whatever reason (only on Linux).
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Makes the kernel send this process a signal when its parent ends, for whatever reason (only on Linux).
 
-    A killed launcher cannot stop its workers, which would otherwise keep training.
+    A killed launcher cannot stop its workers, which would otherwise keep training. A member of an elastic job takes
+    SIGKILL: the others count on it that nobody of that launcher trains any more. What counts as the parent is the
+    thread that has started this process.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def ignore_stop_signals(_: int = 0) -> None:

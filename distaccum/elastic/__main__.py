@@ -1,0 +1,8 @@
+"""``python -m distaccum.elastic``: an agent of an elastic job."""
+
+from __future__ import annotations
+
+from distaccum.elastic.command import main
+
+if __name__ == "__main__":
+    main()
