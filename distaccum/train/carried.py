@@ -19,7 +19,6 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.state import RunState
-from distaccum.data.plan.summation_tree import Node
 from distaccum.data.plan.units import Again, Deal, SecondDeal
 from distaccum.data.window import Window
 from distaccum.distributed.elastic.views import Report, View, shares_of, source_of
@@ -62,6 +61,8 @@ class Begun:
     @classmethod
     def of(cls, progress: Progress, window: Window, deal: Deal, kept: PartialWindow) -> Begun:
         """The window that comes after ``progress``."""
+        if kept.along is None:  # not run to its end here
+            kept = PartialWindow()
         return cls(
             epoch=progress.epoch,
             window=progress.epoch_window,
@@ -102,6 +103,11 @@ class Carried:
         """How far the run has come here."""
         return self.run.progress.window * STAGES + (STAGES - 1 if self.tail is None else self.tail.stage)
 
+    def with_begun_of(self, before: Carried) -> Carried:
+        """With what was open before and was not begun again, where the run has not moved on since."""
+        same = before.run.progress == self.run.progress
+        return replace(self, begun=before.begun) if same else self
+
     def report(self, member: str) -> Report:
         """What the other members are told."""
         begun = self.begun
@@ -139,7 +145,9 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     told, size, digest = box[0]
     tensors: dict[str, Any] = {}
     if lacks:
-        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(size, dtype=torch.uint8)
+        sent = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(size, dtype=torch.uint8)
+        )
         torch.distributed.broadcast(sent, src=source)
         if member in lacks:
             whole = sent.numpy().tobytes()
@@ -151,7 +159,9 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
         carried = replace(told, engine=engine, average=tensors["average"])
     else:
         assert carried is not None
-        carried = replace(told, engine=carried.engine, average=carried.average, random=carried.random, begun=carried.begun)
+        carried = replace(
+            told, engine=carried.engine, average=carried.average, random=carried.random, begun=carried.begun
+        )
     again = _again(view, reports)
     kept = PartialWindow()
     if again is not None and carried.begun is not None and again.deal.held_by(world.rank):
@@ -167,8 +177,8 @@ def _again(view: View, reports: Mapping[str, Report]) -> Again | None:
         return None
     note = notes[0]
     shares = shares_of(view, reports, note["blocks"])
-    held: tuple[tuple[Node, ...], ...] = tuple(tuple(map(tuple, share.held)) for share in shares)  # type: ignore[misc]
-    deal = SecondDeal(note["units"], note["blocks"], len(view.members), held, tuple(share.blocks for share in shares))
+    held, computed = tuple(share.held for share in shares), tuple(share.blocks for share in shares)
+    deal = SecondDeal(note["units"], note["blocks"], len(view.members), held, computed)
     return Again(epoch=note["epoch"], window=note["window"], deal=deal, counts=note["counts"])
 
 
@@ -196,8 +206,12 @@ class RestoreCarried:
     def before_wrap(self) -> None:
         """Nothing is to be done."""
 
-    def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:  # noqa: ARG002
-        """Restores engine, random numbers, progress, data position and callbacks; the id of the W&B run, and no note."""
+    def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
+        """Restores all that a run has in memory.
+
+        Returns:
+            The id of the W&B run, and no note.
+        """
         carried = self._carried
         accumulator.engine.load_state(carried.engine)
         run = carried.run

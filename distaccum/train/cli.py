@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from distaccum.config.composed import composed
 from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
+from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
@@ -83,12 +85,20 @@ def main() -> None:
 
 def _run_rank(environment: LaunchEnvironment) -> int:
     with StopSignals() as signals:
+        member = Member.of(environment)
         if environment.launched:
-            die_with_parent()
-        coordinator = JobCoordinator(environment, environment.store())
+            die_with_parent(signal.SIGTERM if member is None else signal.SIGKILL)
+        if member is not None:
+            environment = member.environment
+        store = environment.store() if member is None else member.store
+        coordinator = JobCoordinator(environment, store)
         run_jobs = _run_main_rank if environment.rank == 0 else _run_worker_rank
-        exit_code = run_jobs(environment, coordinator, signals)
+        exit_code = run_jobs(environment, coordinator, signals, member)
         signals.ignore()
+    if member is not None:  # groups that were left have threads which wait for ever
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     return exit_code
 
 
@@ -101,6 +111,7 @@ def _run_job(
     environment: LaunchEnvironment,
     coordinator: JobCoordinator,
     signals: StopSignals,
+    member: Member | None = None,
     *,
     accepted: Callable[[], None] = _nothing,
 ) -> RunResult:
@@ -117,6 +128,8 @@ def _run_job(
 
         def agree(rejection: str | None) -> None:
             ready()
+            if member is not None and not member.is_first:
+                return  # the others run it already
             coordinator.agree(job, rejection, within_s=within_s)
 
         @contextmanager
@@ -129,13 +142,14 @@ def _run_job(
                 yield world
 
         result = run(
-            partial(_make_components, job, environment),
+            partial(_make_components, job, environment, elastic=member is not None),
             run_dir,
             environment,
             began=monotonic(),
             signals=signals,
             agree=agree,
             open_group=open_group,
+            member=member,
         )
     note = os.environ.get("DISTACCUM_PREEMPTED")
     if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
@@ -143,17 +157,26 @@ def _run_job(
     return result
 
 
-def _make_components(job: Job, environment: LaunchEnvironment) -> TrainingComponents:
+def _make_components(job: Job, environment: LaunchEnvironment, *, elastic: bool = False) -> TrainingComponents:
     config = RunConfig.from_dict(job.config)
     device = environment.device(config.trainer.backend, key="trainer.backend")
-    return components_from_config(config, world_size=environment.size, device=device, planned=environment.planned)
+    return components_from_config(
+        config, world_size=environment.size, device=device, planned=environment.planned, elastic=elastic
+    )
 
 
 class _Jobs:
     """Called by Hydra on rank 0 for every job that it has composed."""
 
-    def __init__(self, environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> None:
+    def __init__(
+        self,
+        environment: LaunchEnvironment,
+        coordinator: JobCoordinator,
+        signals: StopSignals,
+        member: Member | None = None,
+    ) -> None:
         self._environment, self._coordinator, self._signals = environment, coordinator, signals
+        self._member = member
         self._planned = _take_check(environment)
         self._absent = frozenset(_absent(sys.argv[1:]))
         self.published, self.composed, self.preempted = 0, False, False
@@ -235,7 +258,7 @@ class _Jobs:
         self.published += 1
         self._coordinator.publish(job)
         keep = partial(_keep_hydra_files, run_dir, node)
-        result = _run_job(job, self._environment, self._coordinator, self._signals, accepted=keep)
+        result = _run_job(job, self._environment, self._coordinator, self._signals, self._member, accepted=keep)
         self.preempted = result.preempted
         if self.preempted:
             return None
@@ -269,12 +292,14 @@ def _is_tried() -> bool:
     return hydra_config.mode == RunMode.MULTIRUN and not hydra_config.sweeper._target_.endswith(".BasicSweeper")
 
 
-def _run_main_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
+def _run_main_rank(
+    environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals, member: Member | None
+) -> int:
     """Rank 0: Hydra reads the command line and calls ``_Jobs`` for every job."""
     exit_code = 1
     try:
         sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], composed, own=("--check",)))
-        jobs = _Jobs(environment, coordinator, signals)
+        jobs = _Jobs(environment, coordinator, signals, member)
     except ConfigError as error:
         exit_code = _refuse(error)
         coordinator.shutdown(0, exit_code)
@@ -295,7 +320,8 @@ def _run_main_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, 
         exit_code = _refuse_command_line(error)
     finally:
         jobs.stop_capturing()
-        if not jobs.preempted:  # else the other ranks left by themselves
+        left = jobs.preempted or (member is not None and exit_code == 0)  # the other ranks, by themselves
+        if not left:
             coordinator.shutdown(jobs.published, exit_code)
     return exit_code
 
@@ -360,14 +386,17 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
         write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(kept))
 
 
-def _run_worker_rank(environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals) -> int:
+def _run_worker_rank(
+    environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals, member: Member | None
+) -> int:
     """Every other rank: runs the jobs that rank 0 publishes, and leaves their errors to rank 0 to report."""
     for number in count():
         job = coordinator.await_job(number)
         if isinstance(job, int):
             return job
         try:
-            if _run_job(job, environment, coordinator, signals).preempted:
+            preempted = _run_job(job, environment, coordinator, signals, member).preempted
+            if preempted or member is not None:
                 return 0
         except JobRejectedError:
             return _BAD_CONFIGURATION

@@ -127,7 +127,7 @@ class TrainingComponents:
 
 
 def components_from_config(
-    config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False
+    config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False, elastic: bool = False
 ) -> TrainingComponents:
     """Builds every component that the configuration names.
 
@@ -136,6 +136,7 @@ def components_from_config(
         world_size: number of ranks.
         device: of this rank.
         planned: True where the processes are not launched yet.
+        elastic: whether ranks come and go.
 
     Raises:
         ConfigError: something cannot be built on this machine.
@@ -145,7 +146,9 @@ def components_from_config(
     with torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext():
         model = build("model", config.model)
     loss = build("loss", config.loss)
-    return build_components(config, data, model, loss, world_size=world_size, device=device, planned=planned)
+    return build_components(
+        config, data, model, loss, world_size=world_size, device=device, planned=planned, elastic=elastic
+    )
 
 
 def build_components(
@@ -162,6 +165,7 @@ def build_components(
     loggers: Sequence[Logger] = (),
     record: Mapping[str, Any] | None = None,
     planned: bool = False,
+    elastic: bool = False,
 ) -> TrainingComponents:
     """Builds the components around a model, a loss and data that exist; the rest is the configuration's.
 
@@ -178,6 +182,7 @@ def build_components(
         loggers: of the records, beside those of the configuration.
         record: the configuration to keep in checkpoints; by default ``config``.
         planned: True where the processes are not launched yet.
+        elastic: whether ranks come and go.
 
     Raises:
         ConfigError: as :func:`components_from_config`.
@@ -224,6 +229,7 @@ def build_components(
         seed=config.seed,
         planned=planned,
         numerics=config.numerics,
+        elastic=elastic,
     )
     _prepare_saving(config, model)
     if config.init_from is not None:

@@ -156,11 +156,16 @@ def _parse(path: Path) -> Holder | None:
 class Owner:
     """Holds the lock of ``folder`` for the block; a thread touches it, so that other machines see a sign of life.
 
+    Args:
+        folder: the run directory.
+        after: the token of a holder that is known to be gone; empty for none.
+
     Raises:
         ConfigError: another run holds it, or it cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after: str = "") -> None:
+        self._after = after
         self._path = folder / _NAME
         self.holder = Holder.here()
         self._mine = folder / f".owner-{self.holder.token}"
@@ -281,6 +286,8 @@ class Owner:
     def _why_dead(self, other: Holder | None) -> str | None:
         """None if it may live."""
         mine = self.holder
+        if other is not None and other.token == self._after:
+            return "is gone, as the other ranks know"
         if other is not None and other.machine == mine.machine:
             if not _runs(other):
                 return "is gone"

@@ -30,19 +30,27 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
 from distaccum.config.schema import RunConfig
+from distaccum.data.counter import Rider
 from distaccum.data.factory import build_loader
 from distaccum.data.spec import is_map_style
+from distaccum.distributed.elastic.member import Member
+from distaccum.distributed.elastic.polled_group import ViewChangedError
+from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, PeerError
+from distaccum.errors import ConfigError, DistaccumError, PeerError
+from distaccum.train.carried import NOT_BEGUN, Begin, Carried, RestoreCarried, hand_over
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
+from distaccum.train.desk import Desk
 from distaccum.train.determinism import deterministic, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
+from distaccum.train.joining import JoinRider, of_ranks_now
+from distaccum.train.joining import check as check_elastic
 from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
@@ -95,7 +103,7 @@ def run(
     signals: StopSignals | None = None,
     agree: Callable[[str | None], None] = _alone,
     open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]] = _join,
-    membership: Membership | None = None,
+    member: Member | None = None,
 ) -> RunResult:
     """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
@@ -107,7 +115,7 @@ def run(
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
         open_group: opens the process group of a device, with a timeout and a backend, and closes it.
-        membership: of an elastic job, whose members come and go.
+        member: what this process is in an elastic job, whose processes come and go.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
@@ -121,6 +129,8 @@ def run(
                 run_dir.make()
                 owning.enter_context(run_dir.own())
             components = make_components()
+            if member is not None:
+                check_elastic(components)
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
             if environment.rank == 0 and components.config.metrics.report:
@@ -138,13 +148,12 @@ def run(
         except PeerError as error:
             note_failure(run_dir, environment.rank, error)
             raise
-        if membership is not None:
+        if member is not None:
             return _in_views(
                 components,
                 saved,
                 run_dir,
-                environment,
-                membership,
+                member,
                 began=began,
                 signals=signals,
                 beginning=beginning,
@@ -164,67 +173,6 @@ def run(
         )
 
 
-def _in_views(
-    components: TrainingComponents,
-    saved: SavedState | None,
-    run_dir: RunDir,
-    environment: LaunchEnvironment,
-    membership: Membership,
-    *,
-    began: float,
-    signals: StopSignals | None,
-    beginning: str,
-    log: RunLog,
-    owning: ExitStack,
-) -> RunResult:
-    """Trains with the members that are there: each view opens a group of its own, and goes on with the open window."""
-    config, member = components.config, membership.member
-    components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
-    carried: Carried | None = None
-    view: View | None = None
-    rider = JoinRider(membership)
-    with nullcontext(signals) if signals else StopSignals() as caught, rider, Desk() as desk:
-        while True:
-            report = Report(member=member, position=NOT_BEGUN) if carried is None else carried.report(member)
-            view, reports = _next_view(membership, view, report)
-            try:
-                with membership.world(view, components.device) as world:
-                    rank = world.rank
-                    begin = hand_over(view, reports, member, carried, world)
-                    carried = carried_again(begin, member)
-                    if world.is_main and not run_dir.owned:
-                        owning.enter_context(run_dir.own(after=run_dir.token))
-                        if begin.carried is None:
-                            saved = prepare(components, run_dir, environment, elastic=True)
-                    path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
-                    if not world.is_main:
-                        run_dir = RunDir(Path(path), token=token, secrets=run_dir.secrets)
-                    log.open(run_dir.logs)
-                    _log.info("generation %d: %d ranks, rank %d", view.generation, world.size, rank)
-                    ended = _train_in_view(
-                        of_view(components, world.size, begin.again),
-                        saved,
-                        run_dir,
-                        world,
-                        signals=caught,
-                        began=began,
-                        beginning=beginning,
-                        desk=desk,
-                        begin=begin,
-                        rider=rider,
-                    )
-            except ViewChangedError as error:
-                _log.warning("%s: the others go on", error)
-                continue
-            except BaseException as error:
-                note_failure(run_dir, membership.rank(view), error)
-                raise
-            if isinstance(ended, RunResult):
-                membership.end()
-                return ended
-            carried = ended
-
-
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
     """Rank 0 begins a run in its folder: the history, and what the header says of a start from zero."""
     own = components.config.resume == "auto"
@@ -235,6 +183,117 @@ def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | 
     if saved is not None and own:
         run_dir.note_saved(saved.run.progress.step)
     return beginning
+
+
+def _in_views(
+    components: TrainingComponents,
+    saved: SavedState | None,
+    run_dir: RunDir,
+    member: Member,
+    *,
+    began: float,
+    signals: StopSignals | None,
+    beginning: str,
+    log: RunLog,
+    owning: ExitStack,
+) -> RunResult:
+    """Trains with the members that are there: each view has a group of its own, and goes on with the open window."""
+    components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
+    carried: Carried | None = None
+    view: View | None = None
+    rank, logs = member.environment.rank, False
+    with (
+        nullcontext(signals) if signals else StopSignals() as caught,
+        JoinRider(member.membership) as rider,
+        Desk() as desk,
+    ):
+        while True:
+            report = Report(member=member.name, position=NOT_BEGUN) if carried is None else carried.report(member.name)
+            view, reports = member.next_view(view, report)
+            try:
+                with member.world(view, components.device) as (world, group):
+                    rank = world.rank
+                    begin = hand_over(view, reports, member.name, carried, world)
+                    carried = begin.carried
+                    if world.is_main and not run_dir.owned:
+                        owning.enter_context(run_dir.own(after=run_dir.token))
+                        if carried is None:
+                            saved = find_saved(components, run_dir, world.size)
+                    path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
+                    if not world.is_main:
+                        run_dir = RunDir(Path(path), token=token, secrets=run_dir.secrets)
+                    if not logs:
+                        log.open(run_dir.logs)
+                    logs = True
+                    _log.info("generation %d: %d ranks, this is rank %d", view.generation, world.size, rank)
+                    ended = _train_watched(
+                        of_ranks_now(components, world.size, begin.again),
+                        saved,
+                        run_dir,
+                        world,
+                        signals=caught,
+                        began=began,
+                        beginning=beginning,
+                        desk=desk,
+                        view=begin,
+                        rider=rider,
+                        changes=group.changes,
+                    )
+            except ViewChangedError as error:
+                _log.warning("%s", error)
+                continue
+            except BaseException as error:
+                note_failure(run_dir, rank, error)
+                if isinstance(error, DistaccumError):  # which all ranks raise
+                    member.end(1)
+                raise
+            if isinstance(ended, RunResult):
+                member.end(0)
+                return ended
+            if ended is not None:
+                carried = ended if ended.begun is not None or carried is None else ended.with_begun_of(carried)
+
+
+def _train_watched(
+    components: TrainingComponents,
+    saved: SavedState | None,
+    run_dir: RunDir,
+    world: World,
+    *,
+    signals: StopSignals,
+    began: float,
+    beginning: str,
+    desk: Desk,
+    view: Begin,
+    rider: Rider,
+    changes: Callable[[], AbstractContextManager[None]],
+) -> RunResult | Carried | None:
+    """:func:`train` in a view, which nobody watches but its members."""
+    config = components.config
+    with (
+        deterministic(config.deterministic or config.reproducible, named=_why(config)),
+        threads_of(config, components.device),
+        open_screen(components.total_steps, world, signals, records=config.metrics.console) as screen,
+    ):
+        return train(
+            components,
+            saved,
+            run_dir,
+            world,
+            signals=signals,
+            began=began,
+            enter_phase=screen.and_show(_ignore),
+            screen=screen,
+            beginning=beginning,
+            desk=desk,
+            view=view,
+            rider=rider,
+            changes=changes,
+        )
+
+
+def _ignore(_: str) -> None:
+    pass
 
 
 def _in_group(
@@ -275,7 +334,7 @@ def _in_group(
                             components.total_steps, world, caught, records=components.config.metrics.console
                         ) as screen,
                     ):
-                        return train(
+                        ended = train(
                             components,
                             saved,
                             run_dir,
@@ -286,6 +345,8 @@ def _in_group(
                             screen=screen,
                             beginning=beginning,
                         )
+                        assert isinstance(ended, RunResult)
+                        return ended
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
                     if follows_from_another_rank(error):
                         peers.await_cause(_CAUSE_S)
@@ -314,20 +375,25 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     run_dir.make()
     refuse_if_held(run_dir.path)
     refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
-    saved = find_checkpoint(
+    saved = find_saved(components, run_dir, environment.size)
+    if saved is not None and components.evaluates_alone and components.config.resume == "auto":
+        problem = f"and trainer.max_steps=0 would end the run in {run_dir.path}, which has a checkpoint to go on from"
+        raise ConfigError("resume", "auto", problem, f"Use resume={saved.folder} or init_from, and a folder of its own")
+    return saved
+
+
+def find_saved(components: TrainingComponents, run_dir: RunDir, ranks: int) -> SavedState | None:
+    """The checkpoint that ``resume`` asks for."""
+    return find_checkpoint(
         components.config,
         run_dir,
         _store(components, run_dir),
         components.plan.position,
         model=components.model,
-        world_size=environment.size,
+        world_size=ranks,
         record=components.record,
         facts=components.facts,
     )
-    if saved is not None and components.evaluates_alone and components.config.resume == "auto":
-        problem = f"and trainer.max_steps=0 would end the run in {run_dir.path}, which has a checkpoint to go on from"
-        raise ConfigError("resume", "auto", problem, f"Use resume={saved.folder} or init_from, and a folder of its own")
-    return saved
 
 
 def train(
@@ -344,6 +410,7 @@ def train(
     desk: Desk | None = None,
     view: Begin | None = None,
     rider: Rider | None = None,
+    changes: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RunResult | Carried | None:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
@@ -351,22 +418,19 @@ def train(
     ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
     header of a run without a checkpoint.
 
-    In an elastic run ``view`` says how it begins among the ranks that are there, ``rider`` travels with the counts, and
-    ``desk`` is what rank 0 has open from view to view. Where ranks are lost or come, what this rank carries on is
-    returned; None where it has nothing yet.
+    In an elastic run ``view`` says how it begins among the ranks that are there, ``rider`` travels with the counts,
+    ``changes`` tells an error that a lost rank has caused, and ``desk`` is what rank 0 has open from view to view.
+    Where ranks are lost or come, what this rank carries on is returned; None where it has nothing yet.
     """
     before = run_dir.status() if world.is_main else {}
     if world.is_main:
-        run_dir.write_status(State.RUNNING, step=0)
-    if components.config.checkpoint.saves:
+        step = view.carried.run.progress.step if view is not None and view.carried is not None else 0
+        run_dir.write_status(State.RUNNING, step=step)
+    if components.config.checkpoint.saves and (view is None or view.carried is None):
         check_shared(run_dir.path, world)
     screen.enter("starting" if saved is None else f"restoring {saved.folder.name}")
     carried = None if view is None else view.carried
-    restore: Restore | RestoreCarried
-    if carried is None:
-        restore = Restore(saved, components, world)
-    else:
-        restore = RestoreCarried(carried, components.callbacks)
+    restore = Restore(saved, components, world) if carried is None else RestoreCarried(carried, components.callbacks)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
     depth = components.config.metrics.summary_depth if world.is_main else 0
@@ -451,7 +515,7 @@ def train(
             accumulator.trust()
             accumulator.engine.take_up(view.kept)
         try:
-            with signals.notify(loop.preempt):
+            with signals.notify(loop.preempt), changes():
                 evaluation = loop.fit()
         except ViewChangedError:
             return loop.carried()

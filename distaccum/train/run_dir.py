@@ -82,14 +82,22 @@ class RunDir:
             remedy = "Choose a folder that you can write to"
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
 
+    @property
+    def owned(self) -> bool:
+        """Whether this process owns the folder."""
+        return self._owner is not None
+
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def own(self, *, after: str = "") -> Iterator[None]:
         """Owns the folder for the block, and clears away what a process that died has left in it.
+
+        Args:
+            after: the token of an owner that is known to be gone.
 
         Raises:
             ConfigError: another run owns it, or it cannot be written.
         """
-        with Owner(self.path) as holding:
+        with Owner(self.path, after=after) as holding:
             self._owner, self.token = holding, holding.holder.token
             self._clear()
             try:

@@ -3,8 +3,8 @@
 Pure functions of what the store holds; no torch, no store, no clock. Members that read the same view and the same
 reports come to the same source, the same members behind it and the same shares, without another message.
 
-A view is a generation of the run's members. Whoever leaves its group reports how far it is, and the next view is made of
-those who have reported. A node covers the blocks of a window from its begin to before its end.
+A view is a generation of the run's members. Whoever leaves its group reports how far it is, and the next view is made
+of those who have reported. A node covers the blocks of a window from its begin to before its end.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def source_of(view: View, reports: Mapping[str, Report]) -> str:
 def behind(view: View, reports: Mapping[str, Report]) -> tuple[str, ...]:
     """The members that take the source's state, by rank."""
     furthest = _position(source_of(view, reports), reports)
-    return tuple(member for member in view.members if _position(member, reports) != furthest)
+    return tuple(member for member in view.members if _position(member, reports) < furthest)
 
 
 @dataclass(frozen=True, kw_only=True)

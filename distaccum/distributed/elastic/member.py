@@ -1,0 +1,106 @@
+"""This process as a member of an elastic job, as its agent has started it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not marked as exported
+
+from distaccum.distributed.elastic.membership import Membership
+from distaccum.distributed.elastic.polled_group import PolledGroup
+from distaccum.distributed.elastic.views import Report, View
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.world import World
+
+MEMBER, JOB = "DISTACCUM_MEMBER", "DISTACCUM_ELASTIC"
+_ANSWERS_WITHIN = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A process's part in an elastic job.
+
+    Args:
+        name: ``node.local.life``.
+        environment: what the launcher's variables say; who was not started with the job has a rank that is nobody's.
+        store: the job's.
+        membership: says who else is there.
+    """
+
+    name: str
+    environment: LaunchEnvironment
+    store: Store
+    membership: Membership
+
+    @classmethod
+    def of(cls, environment: LaunchEnvironment, variables: Mapping[str, str] = os.environ) -> Member | None:
+        """What an agent has told this process; None where none has started it."""
+        if MEMBER not in variables:
+            return None
+        name, job = variables[MEMBER], json.loads(variables[JOB])
+        host, port = job["store"]
+        server = TCPStore(host, int(port), is_master=False, timeout=_ANSWERS_WITHIN)
+        store = PrefixStore(job["prefix"], server)
+        membership = Membership(
+            store,
+            name,
+            expel_after_s=float(job["expel_after_s"]),
+            least=int(job["least"]),
+            limit_s=float(job["expel_after_s"]),
+        )
+        own = cls(name=name, environment=environment, store=store, membership=membership)
+        if own.is_first:
+            return own
+        late = LaunchEnvironment(
+            rank=environment.size,
+            size=environment.size,
+            local_rank=environment.local_rank,
+            local_size=environment.local_size,
+            launched=True,
+        )
+        return cls(name=name, environment=late, store=store, membership=membership)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process was started with the job."""
+        return self.name.endswith(".1")
+
+    def next_view(self, view: View | None, report: Report) -> tuple[View, Mapping[str, Report]]:
+        """Reports, and waits for the view that follows; the first one is that of all who were started."""
+        if view is None and self.is_first:
+            local = self.environment.local_size
+            started = [f"{rank // local}.{rank % local}.1" for rank in range(self.environment.size)]
+            first = self.membership.begin(started)
+            return first, {one: Report(member=one, position=report.position) for one in first.members}
+        if view is None:
+            self.membership.say_ready()
+        return self.membership.regroup(view, report)
+
+    @contextmanager
+    def world(self, view: View, device: torch.device) -> Iterator[tuple[World, PolledGroup]]:
+        """The view's process group, which is the default one within the block.
+
+        Raises:
+            ViewChangedError: a member is lost meanwhile.
+        """
+        group = self.membership.open_group(view)
+        rank = view.rank_of(self.name)
+        assert rank is not None
+        try:
+            with group.changes():
+                yield World(rank=rank, size=len(view.members), device=device), group
+        finally:
+            group.leave()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def end(self, exit_code: int) -> None:
+        """Says that the job has ended, for all agents."""
+        self.store.set("ended", str(exit_code))

@@ -1,0 +1,86 @@
+"""What an elastic run does between two views: components for other ranks, and the word that somebody waits to join."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any
+
+from distaccum.accumulation.evaluation_weights import has_two_weights
+from distaccum.config.checks import ROLLBACK
+from distaccum.config.schema import RunConfig
+from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.plan.units import Again, UnitPlan, of_ranks
+from distaccum.distributed.elastic.membership import Membership
+from distaccum.distributed.elastic.polled_group import ViewChangedError
+from distaccum.errors import ConfigError, DistaccumError
+from distaccum.train.components import TrainingComponents
+
+_LOOK_S = 0.5
+_OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
+
+
+def check(components: TrainingComponents) -> None:
+    """Raises ConfigError for what an elastic run cannot carry from one set of ranks to another."""
+    config: RunConfig = components.config
+    refused: dict[str, tuple[Any, str]] = {}
+    if isinstance(components.plan, StreamPlan):
+        refused["data"] = type(components.data.train).__name__, "a stream's position is its rank's own"
+    if config.batch.rehearses:
+        refused["batch.micro_size"] = "auto", "it is found by all ranks together, and these change"
+    if config.metrics.windows:
+        refused["metrics.windows"] = True, "a rank that is lost takes its digests with it"
+    if config.trainer.on_spike == ROLLBACK:
+        refused["trainer.on_spike"] = ROLLBACK, "it goes back to a checkpoint, and survivors to their memory"
+    if config.profile.steps is not None:
+        refused["profile.steps"] = config.profile.steps, "windows are counted anew where ranks change"
+    two = [type(one).__name__ for one in components.optimizers if has_two_weights(one)]
+    if two:
+        refused["optimizer"] = two[0], "its train() and eval() round the weights between two windows"
+    for key, (value, why) in refused.items():
+        raise ConfigError(key, value, f"not in an elastic run: {why}", f"Leave it out, {_OTHERWISE}")
+
+
+def of_ranks_now(components: TrainingComponents, ranks: int, again: Again | None) -> TrainingComponents:
+    """The components for another number of ranks, which may go on with an open window."""
+    plan: Any = components.plan
+    plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else of_ranks(plan, ranks)
+    return components.found(plan=plan, engine=replace(components.engine, world_size=ranks))
+
+
+class JoinRider:
+    """Tells all ranks with a window's count that a member waits to join; a thread asks the store, within the block."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._wished, self._ended = membership, False, Event()
+        self._thread = Thread(target=self._look, name="elastic-candidates", daemon=True)
+
+    def __enter__(self) -> JoinRider:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            with suppress(DistaccumError):
+                self._wished = self._membership.wishes()
+
+    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
+        """Whether this rank knows of one."""
+        return [float(self._wished)]
+
+    def incoming(self, sums: list[float]) -> None:
+        """Ends the view before its next window where any rank does: on all of them.
+
+        Raises:
+            ViewChangedError: somebody waits to join.
+        """
+        if sums[0]:
+            raise ViewChangedError("a member waits to join")
