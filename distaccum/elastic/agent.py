@@ -231,7 +231,7 @@ class Agent:
         elif self._respawns.note(worker.local, ran_s, monotonic()):
             _say(f"{said}; another is started in its place")
         else:
-            _say(f"{said} within {SHORT_S:.0f} s, for the {MOST_SHORT}. time in a row: its place is given up")
+            _say(f"{said} within {SHORT_S:.0f} s, as {MOST_SHORT} have in a row: its place is given up")
 
     def _look(self, now: float) -> None:
         """Reads what is new in the store, and counts this agent's seconds."""

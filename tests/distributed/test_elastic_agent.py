@@ -183,7 +183,7 @@ def test_a_place_whose_workers_never_last_is_given_up(job: Job) -> None:
     job.end("0.0.1", 0)
     _, error = agent.communicate(timeout=30)
     assert agent.returncode == 0
-    assert error.endswith("ended with exit code 1 within 20 s, for the 3. time in a row: its place is given up\n")
+    assert error.endswith("ended with exit code 1 within 20 s, as 3 have in a row: its place is given up\n")
 
 
 def test_a_worker_that_the_others_left_behind_is_killed_and_followed(job: Job) -> None:
