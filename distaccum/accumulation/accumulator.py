@@ -565,11 +565,11 @@ class Accumulator:
             self._give_up(self._open)
         self._drop()
 
-    def close(self) -> None:
+    def close(self, *, alone: bool = False) -> None:
         """Gives model, optimizer and scheduler back, which are then as any others: final, and for every rank.
 
-        The ranks' weights are compared a last time. Where a window is open, which is dropped, or while an error is
-        handled, they are not, and the call is local. The weights stay where the engine has put them: on the device, and
+        The ranks' weights are compared a last time. Where a window is open, which is dropped, while an error is
+        handled, or where this rank is ``alone``, they are not, and the call is local. The weights stay where the engine has put them: on the device, and
         sharded where it shards. Where the engine leaves each rank a share of the optimizer's state (fsdp2, DeepSpeed)
         make a new optimizer; zero1 gathers it, a collective in any case.
 
@@ -578,7 +578,7 @@ class Accumulator:
         """
         if self._closed:
             return
-        alone = self._open is not None or self._abandoned or sys.exc_info()[0] is not None
+        alone = alone or self._open is not None or self._abandoned or sys.exc_info()[0] is not None
         self.tracker.resolve_last_step()  # the schedulers include the last window
         try:
             if self._lockstep.ran and not alone:

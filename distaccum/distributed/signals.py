@@ -19,6 +19,8 @@ from typing import Any
 # SIGHUP comes from a terminal that is closed, and SIGINT from Ctrl-C.
 FROM_THE_TERMINAL = (signal.SIGHUP, signal.SIGINT)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *FROM_THE_TERMINAL)
+MEMBER = "DISTACCUM_MEMBER"
+"""Names a process of an elastic job: `node.local.life`."""
 LAUNCHER = "DISTACCUM_LAUNCHER"  # the variable with the process id of the launcher, for the ranks that it starts
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _ONE_PRESS_S = 0.3  # wrappers pass on a Ctrl-C that the whole process group has got already

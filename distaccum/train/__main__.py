@@ -7,7 +7,7 @@ import signal
 import sys
 
 from distaccum import program
-from distaccum.distributed.signals import LAUNCHER, die_with_parent
+from distaccum.distributed.signals import LAUNCHER, MEMBER, die_with_parent
 from distaccum.train.startup import without_garbage_collection
 
 
@@ -16,7 +16,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
     if "RANK" in os.environ:
-        die_with_parent()  # within the imports, too: a launcher that is gone by their end sends no signal
+        # Within the imports, too: a launcher that is gone by their end sends no signal.
+        die_with_parent(signal.SIGKILL if MEMBER in os.environ else signal.SIGTERM)
         if os.environ.pop(LAUNCHER, "") not in ("", str(os.getppid())):
             sys.exit(128 + signal.SIGTERM)  # and neither does one that was gone before that line
     program.start()

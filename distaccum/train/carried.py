@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.progress import Progress
@@ -30,6 +32,29 @@ from distaccum.errors import PeerError
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, named
 
+
+class Beginnings:
+    """The settings of the optimizers' groups as the run began with them, which an engine reckons from.
+
+    Args:
+        optimizers: not stepped yet.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._settings = [
+            {name: deepcopy(value) for name, value in group.items() if name != "params"} for group in self._groups()
+        ]
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def put_back(self) -> None:
+        """Before an engine is made of them again."""
+        for group, settings in zip(self._groups(), self._settings, strict=True):
+            group.update(deepcopy(settings))
+
+
 STAGES = 4
 """After a window's step: nothing is told yet; callbacks are; it is logged; all that was due is done."""
 
@@ -45,6 +70,14 @@ class Tail:
     window: Window
     outcome: Outcome
     stage: int
+
+    @classmethod
+    def after(cls, window: Window, outcome: Outcome) -> Tail:
+        """What is owed when a window has stepped, which is kept without its batches."""
+        plain = Window(
+            epoch=window.epoch, samples=window.samples, counts=window.counts, micro_batches=(), data_wait_s=0.0
+        )
+        return cls(window=plain, outcome=outcome, stage=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +237,7 @@ class RestoreCarried:
         self._carried, self._callbacks = carried, callbacks
 
     def before_wrap(self) -> None:
-        """Nothing is to be done."""
+        """The weights are in the model, or come with the engine's state."""
 
     def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
         """Restores all that a run has in memory.

@@ -39,6 +39,7 @@ from distaccum.config.hydra_errors import check_overrides, from_hydra
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.elastic.member import Member
+from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
@@ -217,6 +218,9 @@ class _Jobs:
             sys.exit(_print_config_error(error))
         except KeyboardInterrupt:
             raise
+        except ExpelledError as error:
+            _log.warning("%s", error)
+            sys.exit(1)
         except BaseException as error:  # sys.exit(0) of a user's function too
             _report(run_dir, self._environment.rank, error)
             self._remove_if_empty(run_dir)
@@ -400,6 +404,9 @@ def _run_worker_rank(
                 return 0
         except JobRejectedError:
             return _BAD_CONFIGURATION
+        except ExpelledError as error:
+            _log.warning("%s", error)
+            return 1
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -317,7 +317,7 @@ class Loop:
                 logger.alert("the loss scale has collapsed", text)
 
     def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
-        self._tail = Tail(window=window, outcome=outcome, stage=0)
+        self._tail = Tail.after(window, outcome)
         self._pay(progress)
 
     def _pay(self, progress: Progress) -> None:
@@ -350,7 +350,7 @@ class Loop:
             begun, tail = None, begun
         progress = self._tracker.progress
         if tail is not None and tail[1].applied:
-            self._tail = Tail(window=tail[0], outcome=tail[1], stage=0)
+            self._tail = Tail.after(*tail)
         kept = None
         if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
             kept = Begun.of(progress, begun, begun.deal, accumulator.engine.kept)

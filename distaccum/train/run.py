@@ -34,6 +34,7 @@ from distaccum.data.counter import Rider
 from distaccum.data.factory import build_loader
 from distaccum.data.spec import is_map_style
 from distaccum.distributed.elastic.member import Member
+from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
@@ -41,7 +42,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DistaccumError, PeerError
-from distaccum.train.carried import NOT_BEGUN, Begin, Carried, RestoreCarried, hand_over
+from distaccum.train.carried import NOT_BEGUN, Begin, Beginnings, Carried, RestoreCarried, hand_over
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.desk import Desk
@@ -199,6 +200,7 @@ def _in_views(
 ) -> RunResult:
     """Trains with the members that are there: each view has a group of its own, and goes on with the open window."""
     components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
+    beginnings = Beginnings(components.optimizers)
     carried: Carried | None = None
     view: View | None = None
     rank, logs = member.environment.rank, False
@@ -215,6 +217,7 @@ def _in_views(
                     rank = world.rank
                     begin = hand_over(view, reports, member.name, carried, world)
                     carried = begin.carried
+                    beginnings.put_back()
                     if world.is_main and not run_dir.owned:
                         owning.enter_context(run_dir.own(after=run_dir.token))
                         if carried is None:
@@ -242,6 +245,8 @@ def _in_views(
             except ViewChangedError as error:
                 _log.warning("%s", error)
                 continue
+            except ExpelledError:
+                raise
             except BaseException as error:
                 note_failure(run_dir, rank, error)
                 if isinstance(error, DistaccumError):  # which all ranks raise
@@ -518,7 +523,9 @@ def train(
             with signals.notify(loop.preempt), changes():
                 evaluation = loop.fit()
         except ViewChangedError:
-            return loop.carried()
+            kept = loop.carried()
+            accumulator.close(alone=True)
+            return kept
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()

@@ -17,9 +17,10 @@ from distaccum.distributed.elastic.membership import Membership
 from distaccum.distributed.elastic.polled_group import PolledGroup
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.signals import MEMBER
 from distaccum.distributed.world import World
 
-MEMBER, JOB = "DISTACCUM_MEMBER", "DISTACCUM_ELASTIC"
+JOB = "DISTACCUM_ELASTIC"
 _ANSWERS_WITHIN = timedelta(minutes=10)
 
 
