@@ -69,15 +69,16 @@ class Tail:
 
     window: Window
     outcome: Outcome
-    stage: int
+    lr: float
+    stage: int = 0
 
     @classmethod
-    def after(cls, window: Window, outcome: Outcome) -> Tail:
-        """What is owed when a window has stepped, which is kept without its batches."""
+    def after(cls, window: Window, outcome: Outcome, lr: float) -> Tail:
+        """What is owed when a window has stepped with this rate; it is kept without its batches."""
         plain = Window(
             epoch=window.epoch, samples=window.samples, counts=window.counts, micro_batches=(), data_wait_s=0.0
         )
-        return cls(window=plain, outcome=outcome, stage=0)
+        return cls(window=plain, outcome=outcome, lr=lr)
 
 
 @dataclass(frozen=True, kw_only=True)

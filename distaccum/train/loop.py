@@ -317,7 +317,7 @@ class Loop:
                 logger.alert("the loss scale has collapsed", text)
 
     def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
-        self._tail = Tail.after(window, outcome)
+        self._tail = Tail.after(window, outcome, self._lr)
         self._pay(progress)
 
     def _pay(self, progress: Progress) -> None:
@@ -350,7 +350,7 @@ class Loop:
             begun, tail = None, begun
         progress = self._tracker.progress
         if tail is not None and tail[1].applied:
-            self._tail = Tail.after(*tail)
+            self._tail = Tail.after(*tail, self._lr)
         kept = None
         if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
             kept = Begun.of(progress, begun, begun.deal, accumulator.engine.kept)
@@ -408,7 +408,7 @@ class Loop:
         return found
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
-        lr = float(self._components.optimizers[0].param_groups[0]["lr"])
+        lr = self._lr if self._tail is None else self._tail.lr
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
         if (recompiles := self._accumulator.engine.recompiles) is not None:
             record["recompiles"] = recompiles
@@ -423,6 +423,10 @@ class Loop:
             logger.log(record)
         self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
+
+    @property
+    def _lr(self) -> float:
+        return float(self._components.optimizers[0].param_groups[0]["lr"])
 
     def _log_evaluation(self) -> None:
         """Evaluates without an update: the record has no window's loss and no rates."""

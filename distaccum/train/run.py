@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -244,6 +245,8 @@ def _in_views(
                     )
             except ViewChangedError as error:
                 _log.warning("%s", error)
+                del error
+                gc.collect()  # a half-made engine leaves its hooks with its last reference
                 continue
             except ExpelledError:
                 raise
@@ -441,8 +444,10 @@ def train(
     depth = components.config.metrics.summary_depth if world.is_main else 0
     modules = summarize(components.model, depth)  # an engine may take it apart
     accumulator = build_accumulator(components, world, verify="never" if carried and carried.verified else None)
-    hardware = hardware_of(components, world)
     with ExitStack() as closing:
+        if view is not None:  # other ranks may be lost before there is anything to carry on
+            closing.callback(accumulator.close, alone=True)
+        hardware = hardware_of(components, world)
         marks = accumulator.engine.memory_marks
         closing.enter_context(
             memory_noted(run_dir, marks, restore.memory, hardware, world, resume=components.config.resume)
