@@ -20,7 +20,7 @@ from tests.support.members import Members, Notes, members
 FOUR = ("0.0.0", "0.1.0", "1.0.0", "1.1.0")
 
 
-def live(store: Any, name: str, notes: Notes, first: Sequence[str], settings: dict[str, Any], windows: int = 0) -> None:
+def live(store: Any, name: str, notes: Notes, first: Sequence[str], settings: dict[str, Any]) -> None:
     """A member: one sum a window, in which all say whether somebody waits to join. Position: how many it has done."""
     membership = Membership(store, name, **settings)
     view: View | None = membership.begin(first) if name in first else None
@@ -31,7 +31,7 @@ def live(store: Any, name: str, notes: Notes, first: Sequence[str], settings: di
             notes.write("ready")
             view, reports = membership.regroup(None, Report(member=name, position=done))
             notes.write("view", members=view.members, positions=[reports[each].position for each in view.members])
-        while windows == 0 or done < windows:
+        while True:
             try:
                 group = membership.open_group(view)
                 with group.changes():
@@ -39,18 +39,18 @@ def live(store: Any, name: str, notes: Notes, first: Sequence[str], settings: di
                     dist.all_reduce(state, op=dist.ReduceOp.MAX)
                     done = int(state.item())
                     notes.write("first", generation=view.generation, members=view.members)
-                    while windows == 0 or done < windows:
+                    while True:
                         tensor = torch.tensor([1.0, float(membership.wishes())])
                         dist.all_reduce(tensor)
                         if tensor[1] > 0:
-                            raise ViewChanged("somebody waits")
+                            break  # somebody waits
                         done += 1
                         assert tensor[0] == len(view.members)
             except ViewChanged as change:
                 notes.write("changed", text=str(change))
-                leave_default()
-                view, reports = membership.regroup(view, Report(member=name, position=done))
-                notes.write("view", members=view.members, positions=[reports[each].position for each in view.members])
+            leave_default()
+            view, reports = membership.regroup(view, Report(member=name, position=done))
+            notes.write("view", members=view.members, positions=[reports[each].position for each in view.members])
     except (Expelled, TooFewMembersError) as error:
         notes.write(type(error).__name__, text=str(error))
 

@@ -242,6 +242,8 @@ class PolledGroup(ProcessGroup):
     def abort(self) -> None:
         self.leave()
 
+    # Torch's operations, with its own arguments; each returns its work at once.
+
     def allreduce(self, *given: Any, **named: Any) -> dist.Work:
         return self._start("allreduce", *given, **named)
 
