@@ -32,9 +32,11 @@ _SHORTEST_S, _LONGEST_S = 5e-5, 2e-3  # between two looks at an operation
 _DRAIN_S = 60.0  # gloo's threads end within milliseconds of the connections' end, unless the machine is overloaded
 _CLOSES = timedelta(milliseconds=1)
 _UNUSED_TAG = 2_147_480_021
+_OF_CONNECTIONS, _DOUBTS_S = ("gloo/transport/", "Application timeout", "onnection"), 3.0
+_TO_ONE, _UNTOLD = ("send", "recv", "recv_anysource"), ("reduce_scatter", "_reduce_scatter_base")  # see _InThread
 
 
-class ViewChangedError(DistaccumError):  # what happened, not what is wrong
+class ViewChanged(DistaccumError):  # noqa: N818  # what happened, not what is wrong
     """The group is of no use any more: a member is gone, or another view is to be decided."""
 
 
@@ -62,11 +64,11 @@ class _Waits:
 
 
 class _InThread:
-    """A send or a receive, of which gloo can tell only by blocking whether it is done."""
+    """An operation of which gloo can tell only by blocking whether it is done."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._done, self._error = inner, Event(), list[Exception]()
-        Thread(target=self._wait, daemon=True, name="distaccum-sends").start()
+        Thread(target=self._wait, daemon=True, name="distaccum-waits").start()
 
     def _wait(self) -> None:
         try:
@@ -83,8 +85,10 @@ class _InThread:
         if self._error:
             raise self._error[0]
 
-    def result(self) -> list[torch.Tensor]:
-        return []
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future
 
     def source_rank(self) -> int:
         return int(self._inner._source_rank())
@@ -101,7 +105,7 @@ class _PolledWork(dist.Work):
         """Until the operation is done.
 
         Raises:
-            ViewChangedError: it will not be, or ``timeout`` is over.
+            ViewChanged: it will not be, or ``timeout`` is over.
         """
         self._group._await(self._inner, timeout.total_seconds() or None)
         return True
@@ -117,13 +121,13 @@ class _PolledWork(dist.Work):
         """Why a completed operation has failed."""
         try:
             self.wait()
-        except ViewChangedError as error:
+        except ViewChanged as error:
             return error
         return None
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return list(self._inner.result() if isinstance(self._inner, _InThread) else self._inner.get_future().value())
+        return list(self._inner.get_future().value())
 
     def synchronize(self) -> None:
         self.wait()
@@ -148,7 +152,7 @@ class _PolledWork(dist.Work):
 class PolledGroup(ProcessGroup):
     """A process group over gloo of which every wait ends when a member is lost; see the module.
 
-    Make one by :func:`form_group`. After one failure all that is asked of it raises :class:`ViewChangedError` at once.
+    Make one by :func:`form_group`. After one failure all that is asked of it raises :class:`ViewChanged` at once.
 
     Args:
         inner: gloo's group of ``size`` ranks, of which this is ``rank``.
@@ -181,7 +185,7 @@ class PolledGroup(ProcessGroup):
 
     @contextmanager
     def changes(self) -> Iterator[None]:
-        """Turns torch's own errors in the block, of which the failed group is the cause, into :class:`ViewChangedError`.
+        """Turns torch's own errors in the block, of which the failed group is the cause, into :class:`ViewChanged`.
 
         DDP's reducer, autograd and ``Future.wait`` pass on the text of an error and not its type.
         """
@@ -190,7 +194,7 @@ class PolledGroup(ProcessGroup):
         except RuntimeError as error:
             if self._failure is None:
                 raise
-            raise ViewChangedError(self._failure) from error
+            raise ViewChanged(self._failure) from error
 
     def leave(self) -> None:
         """No more operations. Of those that run nothing is written into a tensor after this.
@@ -217,14 +221,14 @@ class PolledGroup(ProcessGroup):
         """Asks once whether all are there.
 
         Raises:
-            ViewChangedError: the group is of no use any more.
+            ViewChanged: the group is of no use any more.
         """
         if self._failure is None:
             reason = self.lost()
             if reason:
                 raise self._fail(reason)
         if self._failure is not None:
-            raise ViewChangedError(self._failure)
+            raise ViewChanged(self._failure)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's C++ asks by this name
         return NAME
@@ -237,6 +241,8 @@ class PolledGroup(ProcessGroup):
 
     def abort(self) -> None:
         self.leave()
+
+    # Torch's operations, with its own arguments; each returns its work at once.
 
     def allreduce(self, *given: Any, **named: Any) -> dist.Work:
         return self._start("allreduce", *given, **named)
@@ -296,18 +302,17 @@ class PolledGroup(ProcessGroup):
         start = getattr(self._inner, operation, None)
         if start is None:
             raise ConfigError("torch", torch.__version__, f"its gloo has no {operation}", "Use torch 2.8 or later.")
-        to_one = operation in ("send", "recv", "recv_anysource")
         with self._lock:
             if self._failure is not None:
-                raise ViewChangedError(self._failure)
+                raise ViewChanged(self._failure)
             try:
                 inner = start(*given, **named)
             except RuntimeError as error:
-                if not to_one:  # nothing is sent yet: the caller's own mistake, as a tensor of a kind gloo cannot send
+                if operation not in _TO_ONE:  # nothing is sent yet: it is the caller's own mistake
                     raise
                 failed = error
             else:
-                inner = _InThread(inner) if to_one else inner
+                inner = _InThread(inner) if operation in (*_TO_ONE, *_UNTOLD) else inner
                 self._started = [each for each in self._started if not each.is_completed()]
                 self._started.append(inner)
                 return _PolledWork(self, inner)
@@ -317,16 +322,32 @@ class PolledGroup(ProcessGroup):
         waits = _Waits()
         while not inner.is_completed():
             if self._failure is not None:
-                raise ViewChangedError(self._failure)
+                raise ViewChanged(self._failure)
             self._look(waits, timeout_s)
             waits.sleep()
         try:
             inner.wait()
         except RuntimeError as error:
+            if not self._tells_of_a_loss(error):
+                raise
             raise self._fail(_words(error)) from error
 
+    def _tells_of_a_loss(self, error: RuntimeError) -> bool:
+        """Whether gloo's error comes of a lost member; else it is the caller's own, as a type that gloo cannot add.
+
+        Gloo has one type for both. Where its words leave a doubt, somebody who is lost is known to be so soon.
+        """
+        text, waits = str(error), _Waits()
+        if any(word in text for word in _OF_CONNECTIONS) and "enforce fail" not in text:
+            return True
+        while self._failure is None and not (waits.asks() and self.lost()):
+            if waits.seconds > _DOUBTS_S:
+                return False
+            waits.sleep()
+        return True
+
     def _look(self, waits: _Waits, timeout_s: float | None = None) -> None:
-        """Raises ViewChangedError where, by what is known now, a wait has no end."""
+        """Raises ViewChanged where, by what is known now, a wait has no end."""
         if not waits.asks():
             return
         reason = self.lost()
@@ -336,12 +357,12 @@ class PolledGroup(ProcessGroup):
         if reason:
             raise self._fail(reason)
 
-    def _fail(self, reason: str) -> ViewChangedError:
+    def _fail(self, reason: str) -> ViewChanged:
         with self._lock:  # who comes second returns when the connections are closed
             if self._failure is None:
                 self._failure = reason
                 self._close()
-        return ViewChangedError(self._failure)
+        return ViewChanged(self._failure)
 
     def _close(self) -> None:
         """Closes every connection, and waits until gloo's threads have let go of the tensors.
@@ -389,7 +410,7 @@ class PolledGroup(ProcessGroup):
             elif left:
                 try:
                     self._look(waits)
-                except ViewChangedError:
+                except ViewChanged:
                     continue
                 except Exception as error:  # `lost` itself has failed: whoever waits must not wait on
                     self._fail(f"nobody can say whether all are there: {_words(error)}")
@@ -401,8 +422,8 @@ _STUCK: list[Any] = []  # groups that would block whoever frees them
 
 
 def _words(error: Exception) -> str:
-    """An error of gloo's on one line, without the file of its source."""
-    text = " ".join(str(error).split())
+    """An error of gloo's on one line, without the file of its source and its advice."""
+    text = " ".join(str(error).split()).partition(". This is typically")[0]
     return text.partition("] ")[2] if text.startswith("[/") else text
 
 
@@ -426,7 +447,7 @@ def form_group(
         form_limit_s: how long the others may take to come here; None: as long as nobody is lost.
 
     Raises:
-        ViewChangedError: somebody is lost, or has not come.
+        ViewChanged: somebody is lost, or has not come.
         ConfigError: this torch has no ``Store.clone``.
     """
     if not hasattr(store, "clone"):
@@ -440,7 +461,7 @@ def form_group(
             if not reason and form_limit_s is not None and waits.seconds > form_limit_s:
                 reason = f"the group has not formed in {form_limit_s:g} s{missing}"
             if reason:
-                raise ViewChangedError(reason)
+                raise ViewChanged(reason)
         waits.sleep()
 
     # All meet in the store first: gloo's own constructor then finds everybody's address, and blocks for as long as it
@@ -461,7 +482,7 @@ def form_group(
     thread.start()
     while not made:
         if errors:
-            raise ViewChangedError(_words(errors[0])) from errors[0]
+            raise ViewChanged(_words(errors[0])) from errors[0]
         look("; a connection is missing")
     limit = limit_s if callable(limit_s) else lambda: limit_s
     return PolledGroup(made[0], store, rank, size, lost=lost, limit_s=limit)
