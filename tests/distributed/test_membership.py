@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distaccum.distributed.elastic.membership import Expelled, Membership, TooFewMembersError
-from distaccum.distributed.elastic.polled_group import ViewChanged, leave_default
+from distaccum.distributed.elastic.membership import ExpelledError, Membership, TooFewMembersError
+from distaccum.distributed.elastic.polled_group import ViewChangedError, leave_default
 from distaccum.distributed.elastic.views import NEWCOMER, Report, View
 from tests.support.members import Members, Notes, members
 
@@ -46,12 +46,12 @@ def live(store: Any, name: str, notes: Notes, first: Sequence[str], settings: di
                             break  # somebody waits
                         done += 1
                         assert tensor[0] == len(view.members)
-            except ViewChanged as change:
+            except ViewChangedError as change:
                 notes.write("changed", text=str(change))
             leave_default()
             view, reports = membership.regroup(view, Report(member=name, position=done))
             notes.write("view", members=view.members, positions=[reports[each].position for each in view.members])
-    except (Expelled, TooFewMembersError) as error:
+    except (ExpelledError, TooFewMembersError) as error:
         notes.write(type(error).__name__, text=str(error))
 
 
@@ -128,7 +128,7 @@ def test_a_stopped_member_is_expelled(tmp_path: Path) -> None:
         print(f"{1000 * after:.0f} ms")
         assert 1.4 < after < 4
         started.signal(FOUR[1], signal.SIGCONT)
-        text = started.await_notes(FOUR[1], "Expelled")[0]["text"]
+        text = started.await_notes(FOUR[1], "ExpelledError")[0]["text"]
         assert text == "generation 1 goes on without member 0.1.0"
         assert started.ended(FOUR[1])
 
@@ -189,8 +189,8 @@ def test_words_candidates_and_views_of_the_store(tmp_path: Path) -> None:
         assert newcomer.regroup(None, Report(member="c", position=NEWCOMER)) == (next_view, reports)
         assert not newcomer.wishes()
         assert Membership(started.store, "d").lost(view)
-        with pytest.raises(Expelled, match="generation 1 goes on without member b"):
+        with pytest.raises(ExpelledError, match="generation 1 goes on without member b"):
             Membership(started.store, "b").regroup(view, Report(member="b", position=4))
         started.store.set("ended", "0")
-        with pytest.raises(Expelled, match="has ended"):
+        with pytest.raises(ExpelledError, match="has ended"):
             Membership(started.store, "d").regroup(None, Report(member="d", position=NEWCOMER))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum.distributed.elastic.polled_group import (
     NAME,
     PolledGroup,
-    ViewChanged,
+    ViewChangedError,
     form_group,
     leave_default,
     make_default,
@@ -158,10 +158,10 @@ def _goes_on(store: Any, name: str, notes: Notes, when: str) -> None:
                 else:
                     works = [dist.all_reduce(large, async_op=True) for _ in range(2)]
                     [work.wait() for work in works]
-    except ViewChanged as change:
+    except ViewChangedError as change:
         notes.write("noticed", text=str(change))
     began = time.perf_counter()
-    with pytest.raises(ViewChanged):
+    with pytest.raises(ViewChangedError):
         dist.all_reduce(torch.ones(1))
     assert time.perf_counter() - began < 0.05
     still = large.clone()
@@ -206,7 +206,7 @@ def _comes_late(store: Any, name: str, notes: Notes, how: str) -> None:
         store.wait(["left"])
     began = time.perf_counter()
     future = dist.all_reduce(tensor, async_op=True).get_future()
-    with pytest.raises(ViewChanged) as change, group.changes():
+    with pytest.raises(ViewChangedError) as change, group.changes():
         future.wait()
     notes.write("noticed", text=str(change.value), seconds=time.perf_counter() - began)
     copy = tensor.clone()
@@ -243,7 +243,7 @@ def _forms(store: Any, name: str, notes: Notes, how: str) -> None:
         PrefixStore("group", store).set("here/1", "")
         notes.write("dies")
         time.sleep(60)
-    with pytest.raises(ViewChanged) as change:
+    with pytest.raises(ViewChangedError) as change:
         _default(store, rank, form_limit_s=0.5 if how == "limit" else None)
     notes.write("noticed", text=str(change.value))
     assert not dist.is_initialized()

@@ -30,7 +30,7 @@ from distaccum.errors import ConfigError, DistaccumError
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e-2  # between two looks at the store
 
 
-class Expelled(DistaccumError):  # noqa: N818  # what happened, not what is wrong
+class ExpelledError(DistaccumError):  # what happened, not what is wrong
     """The others go on without this member: they have waited for it for too long, or the run has ended."""
 
 
@@ -134,26 +134,26 @@ class Membership:
             The next view, and the reports of its members; the same for all of them.
 
         Raises:
-            Expelled: the next view is without this member, or later ones were decided meanwhile.
+            ExpelledError: the next view is without this member, or later ones were decided meanwhile.
             TooFewMembersError: there are not as many as the run goes on with, and none has come.
         """
         with _asking():
             decided = self._named() if view is None else self._decided(view, report)
             latest = self._newest_view() or decided
             if latest.generation > decided.generation or self.member not in decided.members:
-                raise Expelled(f"generation {latest.generation} goes on without member {self.member}")
+                raise ExpelledError(f"generation {latest.generation} goes on without member {self.member}")
             return decided, self._reports_of(decided)
 
     def open_group(self, view: View) -> PolledGroup:
         """Connects the view's members, and makes their group the default process group in the place of the last one.
 
         Raises:
-            ViewChanged: a member is gone, or has not come; the next view is to be decided.
+            ViewChangedError: a member is gone, or has not come; the next view is to be decided.
             ConfigError: as :func:`~distaccum.distributed.elastic.polled_group.make_default`.
         """
         rank = view.rank_of(self.member)
         if rank is None:
-            raise Expelled(f"generation {view.generation} goes on without member {self.member}")
+            raise ExpelledError(f"generation {view.generation} goes on without member {self.member}")
         group = form_group(
             PrefixStore(f"group/{view.generation}", self._store),
             rank,
@@ -212,7 +212,7 @@ class Membership:
             if newest is not None and self.member in self._ever:
                 return newest
             if self._store.check(["ended"]):
-                raise Expelled("the run has ended")
+                raise ExpelledError("the run has ended")
             sleep(_LONGEST_S)
 
     def _decide(self, view: View) -> View:

@@ -36,7 +36,7 @@ _OF_CONNECTIONS, _DOUBTS_S = ("gloo/transport/", "Application timeout", "onnecti
 _TO_ONE, _UNTOLD = ("send", "recv", "recv_anysource"), ("reduce_scatter", "_reduce_scatter_base")  # see _InThread
 
 
-class ViewChanged(DistaccumError):  # noqa: N818  # what happened, not what is wrong
+class ViewChangedError(DistaccumError):  # what happened, not what is wrong
     """The group is of no use any more: a member is gone, or another view is to be decided."""
 
 
@@ -105,7 +105,7 @@ class _PolledWork(dist.Work):
         """Until the operation is done.
 
         Raises:
-            ViewChanged: it will not be, or ``timeout`` is over.
+            ViewChangedError: it will not be, or ``timeout`` is over.
         """
         self._group._await(self._inner, timeout.total_seconds() or None)
         return True
@@ -121,7 +121,7 @@ class _PolledWork(dist.Work):
         """Why a completed operation has failed."""
         try:
             self.wait()
-        except ViewChanged as error:
+        except ViewChangedError as error:
             return error
         return None
 
@@ -152,7 +152,7 @@ class _PolledWork(dist.Work):
 class PolledGroup(ProcessGroup):
     """A process group over gloo of which every wait ends when a member is lost; see the module.
 
-    Make one by :func:`form_group`. After one failure all that is asked of it raises :class:`ViewChanged` at once.
+    Make one by :func:`form_group`. After one failure all that is asked of it raises :class:`ViewChangedError` at once.
 
     Args:
         inner: gloo's group of ``size`` ranks, of which this is ``rank``.
@@ -185,7 +185,7 @@ class PolledGroup(ProcessGroup):
 
     @contextmanager
     def changes(self) -> Iterator[None]:
-        """Turns torch's own errors in the block, of which the failed group is the cause, into :class:`ViewChanged`.
+        """Turns torch's own errors in the block, of which the failed group is the cause, into :class:`ViewChangedError`.
 
         DDP's reducer, autograd and ``Future.wait`` pass on the text of an error and not its type.
         """
@@ -194,7 +194,7 @@ class PolledGroup(ProcessGroup):
         except RuntimeError as error:
             if self._failure is None:
                 raise
-            raise ViewChanged(self._failure) from error
+            raise ViewChangedError(self._failure) from error
 
     def leave(self) -> None:
         """No more operations. Of those that run nothing is written into a tensor after this.
@@ -221,14 +221,14 @@ class PolledGroup(ProcessGroup):
         """Asks once whether all are there.
 
         Raises:
-            ViewChanged: the group is of no use any more.
+            ViewChangedError: the group is of no use any more.
         """
         if self._failure is None:
             reason = self.lost()
             if reason:
                 raise self._fail(reason)
         if self._failure is not None:
-            raise ViewChanged(self._failure)
+            raise ViewChangedError(self._failure)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's C++ asks by this name
         return NAME
@@ -304,7 +304,7 @@ class PolledGroup(ProcessGroup):
             raise ConfigError("torch", torch.__version__, f"its gloo has no {operation}", "Use torch 2.8 or later.")
         with self._lock:
             if self._failure is not None:
-                raise ViewChanged(self._failure)
+                raise ViewChangedError(self._failure)
             try:
                 inner = start(*given, **named)
             except RuntimeError as error:
@@ -322,7 +322,7 @@ class PolledGroup(ProcessGroup):
         waits = _Waits()
         while not inner.is_completed():
             if self._failure is not None:
-                raise ViewChanged(self._failure)
+                raise ViewChangedError(self._failure)
             self._look(waits, timeout_s)
             waits.sleep()
         try:
@@ -347,7 +347,7 @@ class PolledGroup(ProcessGroup):
         return True
 
     def _look(self, waits: _Waits, timeout_s: float | None = None) -> None:
-        """Raises ViewChanged where, by what is known now, a wait has no end."""
+        """Raises ViewChangedError where, by what is known now, a wait has no end."""
         if not waits.asks():
             return
         reason = self.lost()
@@ -357,12 +357,12 @@ class PolledGroup(ProcessGroup):
         if reason:
             raise self._fail(reason)
 
-    def _fail(self, reason: str) -> ViewChanged:
+    def _fail(self, reason: str) -> ViewChangedError:
         with self._lock:  # who comes second returns when the connections are closed
             if self._failure is None:
                 self._failure = reason
                 self._close()
-        return ViewChanged(self._failure)
+        return ViewChangedError(self._failure)
 
     def _close(self) -> None:
         """Closes every connection, and waits until gloo's threads have let go of the tensors.
@@ -410,7 +410,7 @@ class PolledGroup(ProcessGroup):
             elif left:
                 try:
                     self._look(waits)
-                except ViewChanged:
+                except ViewChangedError:
                     continue
                 except Exception as error:  # `lost` itself has failed: whoever waits must not wait on
                     self._fail(f"nobody can say whether all are there: {_words(error)}")
@@ -447,7 +447,7 @@ def form_group(
         form_limit_s: how long the others may take to come here; None: as long as nobody is lost.
 
     Raises:
-        ViewChanged: somebody is lost, or has not come.
+        ViewChangedError: somebody is lost, or has not come.
         ConfigError: this torch has no ``Store.clone``.
     """
     if not hasattr(store, "clone"):
@@ -461,7 +461,7 @@ def form_group(
             if not reason and form_limit_s is not None and waits.seconds > form_limit_s:
                 reason = f"the group has not formed in {form_limit_s:g} s{missing}"
             if reason:
-                raise ViewChanged(reason)
+                raise ViewChangedError(reason)
         waits.sleep()
 
     # All meet in the store first: gloo's own constructor then finds everybody's address, and blocks for as long as it
@@ -482,7 +482,7 @@ def form_group(
     thread.start()
     while not made:
         if errors:
-            raise ViewChanged(_words(errors[0])) from errors[0]
+            raise ViewChangedError(_words(errors[0])) from errors[0]
         look("; a connection is missing")
     limit = limit_s if callable(limit_s) else lambda: limit_s
     return PolledGroup(made[0], store, rank, size, lost=lost, limit_s=limit)
