@@ -10,7 +10,7 @@ import argparse
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
-from time import monotonic
+from time import process_time
 
 from tests.support.elastic_model import FAULTS, Bounds, BrokenError, Model, Move, Rules, World
 
@@ -103,9 +103,9 @@ def main() -> None:
     parser.add_argument("cells", type=int, nargs="?", default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    began = monotonic()
+    began = process_time()
     seen = run(arguments.cells, arguments.seed)
-    print(f"{arguments.cells} cells in {monotonic() - began:.0f} s: {dict(seen)}")
+    print(f"{arguments.cells} cells in {process_time() - began:.0f} s of one core: {dict(seen)}")
 
 
 if __name__ == "__main__":

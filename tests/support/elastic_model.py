@@ -91,6 +91,8 @@ class Rules:
         reads_the_end: a member that waits for a view ends if the store says that the run has.
         all_tell_the_end: every member that completes the end tells the store; else its first rank.
         stages_the_state: the state of another is taken over at once; else a hand-over that fails leaves none.
+        reads_all_views: a newcomer goes through the views to the first that has it; else it looks at the newest.
+        asks_once: another view is asked for only while somebody waits who was in none.
         newcomer: the position a newcomer begins with.
     """
 
@@ -100,6 +102,8 @@ class Rules:
     reads_the_end: bool = True
     all_tell_the_end: bool = True
     stages_the_state: bool = True
+    reads_all_views: bool = True
+    asks_once: bool = True
     newcomer: int = NEWCOMER
 
 
@@ -328,9 +332,11 @@ class Model:
                 return True
         return False
 
-    @staticmethod
-    def _first_view_of(world: World, number: int) -> int | None:
-        return next((g for g, members in enumerate(world.views) if number in members), None)
+    def _first_view_of(self, world: World, number: int) -> int | None:
+        """The view that a newcomer comes to."""
+        last = 0 if self.rules.reads_all_views else len(world.views) - 1
+        found = (at for at, members in enumerate(world.views) if at >= last and number in members)
+        return next(found, None)
 
     # What they do
 
@@ -369,9 +375,9 @@ class Model:
         member = member._replace(about=WORKS, entered=label, at=0)
         return self._put(world, number, member, groups=groups)
 
-    @staticmethod
-    def _wishes(world: World) -> bool:
-        return any(not (world.joined | world.words) >> number & 1 for number in world.came)
+    def _wishes(self, world: World) -> bool:
+        not_waiting = world.words | (world.joined if self.rules.asks_once else 0)
+        return any(not not_waiting >> number & 1 for number in world.came)
 
     def _go_on(self, world: World, number: int, member: Member) -> World:
         """The next collective of a member that has a state."""

@@ -152,6 +152,12 @@ MUTANTS: dict[str, Mutant] = {
         patches={"propose": _goes_on_without_a_state},
     ),
     "a newcomer begins at 0": Mutant(said="with the state -1", bounds=_JOINED, rules=Rules(newcomer=0)),
+    "asks for a view for who is in it": Mutant(said="no end after", bounds=_JOINED, rules=Rules(asks_once=False)),
+    "a newcomer looks at the newest view only": Mutant(
+        said="nothing moves",
+        bounds=Bounds(newcomers=1, deaths=1, slips=1, expulsions=1, least=2, windows=1, blocks=1),
+        rules=Rules(reads_all_views=False),
+    ),
     "steps without a look at the store": Mutant(
         said="commits in a view that is over", bounds=_LATE, rules=Rules(looks=False)
     ),
