@@ -129,6 +129,8 @@ class Accumulator:
         MisuseError: another accumulator that is not closed has the model, the optimizer or the scheduler.
     """
 
+    _stepped: tuple[Window, Outcome, Loss | None] | None = None  # not noted yet
+
     def __init__(
         self,
         model: nn.Module,
@@ -253,7 +255,6 @@ class Accumulator:
         )
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         self._open: OpenWindow | None = None
-        self._stepped: tuple[Window, Outcome, Loss | None] | None = None  # not noted yet
         # The last one: the latest loop over windows().
         self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
 
@@ -569,9 +570,9 @@ class Accumulator:
         """Gives model, optimizer and scheduler back, which are then as any others: final, and for every rank.
 
         The ranks' weights are compared a last time. Where a window is open, which is dropped, while an error is
-        handled, or where this rank is ``alone``, they are not, and the call is local. The weights stay where the engine has put them: on the device, and
-        sharded where it shards. Where the engine leaves each rank a share of the optimizer's state (fsdp2, DeepSpeed)
-        make a new optimizer; zero1 gathers it, a collective in any case.
+        handled, or where this rank is ``alone``, they are not, and the call is local. The weights stay where the engine
+        has put them: on the device, and sharded where it shards. Where the engine leaves each rank a share of the
+        optimizer's state (fsdp2, DeepSpeed) make a new optimizer; zero1 gathers it, a collective in any case.
 
         Raises:
             VerificationError: the ranks' weights differ; on all ranks, and after everything was given back.

@@ -139,7 +139,7 @@ class Carried:
 
     def with_begun_of(self, before: Carried) -> Carried:
         """With what was open before and was not begun again, where the run has not moved on since."""
-        same = before.run.progress == self.run.progress
+        same = self.begun is None and before.run.progress == self.run.progress
         return replace(self, begun=before.begun) if same else self
 
     def report(self, member: str) -> Report:

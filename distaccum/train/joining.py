@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any
 
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.evaluation_weights import has_two_weights
 from distaccum.config.checks import ROLLBACK
 from distaccum.config.schema import RunConfig
@@ -16,7 +18,9 @@ from distaccum.data.plan.units import Again, UnitPlan, of_ranks
 from distaccum.distributed.elastic.membership import Membership
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.errors import ConfigError, DistaccumError
+from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
+from distaccum.train.desk import Desk
 
 _LOOK_S = 0.5
 _OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
@@ -48,6 +52,38 @@ def of_ranks_now(components: TrainingComponents, ranks: int, again: Again | None
     plan: Any = components.plan
     plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else of_ranks(plan, ranks)
     return components.found(plan=plan, engine=replace(components.engine, world_size=ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InView:
+    """What a run among the members of a view is given beside the rest.
+
+    Args:
+        begin: its state, and the window that is open.
+        rider: travels with the windows' counts.
+        desk: what rank 0 has open from view to view.
+        changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
+    """
+
+    begin: Begin
+    rider: JoinRider
+    desk: Desk
+    changes: Callable[[], AbstractContextManager[None]]
+
+    def enter(self, accumulator: Accumulator) -> None:
+        """Before the first window."""
+        accumulator.add_rider(self.rider)
+        if self.begin.carried is not None:
+            accumulator.trust()
+            accumulator.engine.take_up(self.begin.kept)
+
+    def for_loop(self) -> dict[str, Any]:
+        """The loop's own arguments."""
+        carried = self.begin.carried
+        if carried is None:
+            return {"elastic": True}
+        own = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
+        return own | {"elastic": True}
 
 
 class JoinRider:

@@ -31,7 +31,6 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
 from distaccum.config.schema import RunConfig
-from distaccum.data.counter import Rider
 from distaccum.data.factory import build_loader
 from distaccum.data.spec import is_map_style
 from distaccum.distributed.elastic.member import Member
@@ -43,7 +42,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DistaccumError, PeerError
-from distaccum.train.carried import NOT_BEGUN, Begin, Beginnings, Carried, RestoreCarried, hand_over
+from distaccum.train.carried import NOT_BEGUN, Beginnings, Carried, RestoreCarried, hand_over
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.desk import Desk
@@ -51,7 +50,7 @@ from distaccum.train.determinism import deterministic, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.joining import JoinRider, of_ranks_now
+from distaccum.train.joining import InView, JoinRider, of_ranks_now
 from distaccum.train.joining import check as check_elastic
 from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
@@ -238,10 +237,7 @@ def _in_views(
                         signals=caught,
                         began=began,
                         beginning=beginning,
-                        desk=desk,
-                        view=begin,
-                        rider=rider,
-                        changes=group.changes,
+                        view=InView(begin=begin, rider=rider, desk=desk, changes=group.changes),
                     )
             except ViewChangedError as error:
                 _log.warning("%s", error)
@@ -258,8 +254,7 @@ def _in_views(
             if isinstance(ended, RunResult):
                 member.end(0)
                 return ended
-            if ended is not None:
-                carried = ended if ended.begun is not None or carried is None else ended.with_begun_of(carried)
+            carried = ended if carried is None else ended.with_begun_of(carried)
 
 
 def _train_watched(
@@ -271,11 +266,8 @@ def _train_watched(
     signals: StopSignals,
     began: float,
     beginning: str,
-    desk: Desk,
-    view: Begin,
-    rider: Rider,
-    changes: Callable[[], AbstractContextManager[None]],
-) -> RunResult | Carried | None:
+    view: InView,
+) -> RunResult | Carried:
     """:func:`train` in a view, which nobody watches but its members."""
     config = components.config
     with (
@@ -293,10 +285,7 @@ def _train_watched(
             enter_phase=screen.and_show(_ignore),
             screen=screen,
             beginning=beginning,
-            desk=desk,
             view=view,
-            rider=rider,
-            changes=changes,
         )
 
 
@@ -415,29 +404,24 @@ def train(
     enter_phase: Callable[[str], None],
     screen: Screen,
     beginning: str,
-    desk: Desk | None = None,
-    view: Begin | None = None,
-    rider: Rider | None = None,
-    changes: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> RunResult | Carried | None:
+    view: InView | None = None,
+) -> RunResult | Carried:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
     header of a run without a checkpoint.
 
-    In an elastic run ``view`` says how it begins among the ranks that are there, ``rider`` travels with the counts,
-    ``changes`` tells an error that a lost rank has caused, and ``desk`` is what rank 0 has open from view to view.
-    Where ranks are lost or come, what this rank carries on is returned; None where it has nothing yet.
+    In an elastic run ``view`` says how it begins among the ranks that are there. Where ranks are lost or come, what
+    this rank carries on is returned.
     """
+    carried, desk = (None, None) if view is None else (view.begin.carried, view.desk)
     before = run_dir.status() if world.is_main else {}
     if world.is_main:
-        step = view.carried.run.progress.step if view is not None and view.carried is not None else 0
-        run_dir.write_status(State.RUNNING, step=step)
-    if components.config.checkpoint.saves and (view is None or view.carried is None):
+        run_dir.write_status(State.RUNNING, step=0 if carried is None else carried.run.progress.step)
+    if components.config.checkpoint.saves and carried is None:
         check_shared(run_dir.path, world)
     screen.enter("starting" if saved is None else f"restoring {saved.folder.name}")
-    carried = None if view is None else view.carried
     restore = Restore(saved, components, world) if carried is None else RestoreCarried(carried, components.callbacks)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
@@ -447,15 +431,8 @@ def train(
     with ExitStack() as closing:
         if view is not None:  # other ranks may be lost before there is anything to carry on
             closing.callback(accumulator.close, alone=True)
-        hardware = hardware_of(components, world)
-        marks = accumulator.engine.memory_marks
-        closing.enter_context(
-            memory_noted(run_dir, marks, restore.memory, hardware, world, resume=components.config.resume)
-        )
         config = components.config
-        if config.batch.rehearses:
-            screen.enter("rehearsing")
-        components = find_micro_batch(components, accumulator, world, restore.memory, hardware)
+        components = _with_micro_batch(components, accumulator, restore.memory, run_dir, screen, closing)
         _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
         loader = build_loader(
             components.data,
@@ -471,7 +448,7 @@ def train(
         wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
         generators = RNGState.capture(world.device)
         console = screen.console
-        closing.callback(accumulator.close)  # the model is its owner's again, who may train it further
+        closing.callback(accumulator.close, alone=view is not None)  # the model's owner may train it further
         loggers: Sequence[Logger] = ()
         if console is not None:
             open_loggers = partial(
@@ -487,12 +464,6 @@ def train(
                 modules=modules,
             )
             loggers = (desk or closing.enter_context(Desk())).loggers(open_loggers)
-        profiler = None
-        if config.profile.steps is not None:
-            communicates = accumulator.engine.forward_communicates
-            folder = run_dir.path / "profile"
-            profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
-            closing.callback(profiler.close)
         loop = Loop(
             components,
             accumulator,
@@ -505,12 +476,9 @@ def train(
             wandb_id=wandb_id,
             logged=restore.logged,
             utilization=utilization,
-            profiler=profiler,
+            profiler=_open_profiler(components, accumulator, run_dir, console, closing),
             recorder=_open_recorder(components, accumulator, run_dir, closing),
-            elastic=view is not None,
-            tail=None if carried is None else carried.tail,
-            evaluation=None if carried is None else carried.evaluation,
-            saved_step=None if carried is None else carried.saved_step,
+            **({} if view is None else view.for_loop()),
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
                 began=began,
@@ -519,28 +487,18 @@ def train(
         )
         screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
-        if rider is not None:
-            accumulator.add_rider(rider)
-        if view is not None and carried is not None:
-            accumulator.trust()
-            accumulator.engine.take_up(view.kept)
+        if view is not None:
+            view.enter(accumulator)
         try:
-            with signals.notify(loop.preempt), changes():
+            with signals.notify(loop.preempt), nullcontext() if view is None else view.changes():
                 evaluation = loop.fit()
         except ViewChangedError:
-            kept = loop.carried()
-            accumulator.close(alone=True)
-            return kept
+            return loop.carried()
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
-        state = State.PREEMPTED if loop.preempted else State.DONE
-        reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
-        run_dir.write_status(state, step=loop.progress.step, reason=reason)
-        print_summary(
-            components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
-        )
+        _end(components, loop, evaluation, run_dir, console)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
@@ -600,6 +558,50 @@ def _open_loggers(
     return build_loggers(
         config.metrics, config.checkpoint, info, screen.logger, device=device, given=components.loggers
     )
+
+
+def _with_micro_batch(
+    components: TrainingComponents,
+    accumulator: Accumulator,
+    known: Mapping[str, Any],
+    run_dir: RunDir,
+    screen: Screen,
+    closing: ExitStack,
+) -> TrainingComponents:
+    """The components with the micro-batch that is known or rehearsed; what fits is noted until ``closing``."""
+    world, config = accumulator.world, components.config
+    hardware = hardware_of(components, world)
+    marks = accumulator.engine.memory_marks
+    closing.enter_context(memory_noted(run_dir, marks, known, hardware, world, resume=config.resume))
+    if config.batch.rehearses:
+        screen.enter("rehearsing")
+    return find_micro_batch(components, accumulator, world, known, hardware)
+
+
+def _open_profiler(
+    components: TrainingComponents,
+    accumulator: Accumulator,
+    run_dir: RunDir,
+    console: Any,
+    closing: ExitStack,
+) -> Profiler | None:
+    profile, communicates = components.config.profile, accumulator.engine.forward_communicates
+    if profile.steps is None:
+        return None
+    folder = run_dir.path / "profile"
+    profiler = Profiler(profile, accumulator.world, folder, forward_communicates=communicates, console=console)
+    closing.callback(profiler.close)
+    return profiler
+
+
+def _end(
+    components: TrainingComponents, loop: Loop, evaluation: Mapping[str, float], run_dir: RunDir, console: Any
+) -> None:
+    """Rank 0 says how the run has ended."""
+    state = State.PREEMPTED if loop.preempted else State.DONE
+    reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
+    run_dir.write_status(state, step=loop.progress.step, reason=reason)
+    print_summary(components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
 
 
 def _open_recorder(

@@ -185,7 +185,7 @@ class PolledGroup(ProcessGroup):
 
     @contextmanager
     def changes(self) -> Iterator[None]:
-        """Turns torch's own errors in the block, of which the failed group is the cause, into :class:`ViewChangedError`.
+        """Turns errors of torch's in the block, of which the failed group is the cause, into :class:`ViewChangedError`.
 
         DDP's reducer, autograd and ``Future.wait`` pass on the text of an error and not its type.
         """
