@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distaccum.config.checks import require_annotated, require_count
+from distaccum.config.checks import require_annotated
 from distaccum.config.durations import seconds_of
 
 
@@ -25,7 +25,5 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         require_annotated("elastic", self)
-        require(
-            self.min_ranks >= 1, "elastic.min_ranks", self.min_ranks, "must be at least 1", "Give a number of ranks"
-        )
+        require_count("elastic.min_ranks", self.min_ranks, least=1)
         seconds_of("elastic.expel_after", self.expel_after)

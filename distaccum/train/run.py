@@ -50,8 +50,7 @@ from distaccum.train.determinism import deterministic, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.joining import InView, JoinRider, of_ranks_now
-from distaccum.train.joining import check as check_elastic
+from distaccum.train.joining import InView, JoinRider, adapted, of_ranks_now
 from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
@@ -135,7 +134,7 @@ def run(
                 owning.enter_context(run_dir.own())
             components = make_components()
             if member is not None:
-                check_elastic(components)
+                components = adapted(components)
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
             if environment.rank == 0 and components.config.metrics.report:
