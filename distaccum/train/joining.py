@@ -41,9 +41,8 @@ def _check(components: TrainingComponents) -> None:
     config: RunConfig = components.config
     if components.device.type != "cpu":
         problem = "an elastic run computes on CPUs, over gloo, which can be left at any moment"
-        raise ConfigError(
-            "device", components.device, problem, f"Hide the GPUs with CUDA_VISIBLE_DEVICES='', {_OTHERWISE}"
-        )
+        remedy = f"Hide the GPUs with CUDA_VISIBLE_DEVICES='', {_OTHERWISE}"
+        raise ConfigError("device", components.device, problem, remedy)
     refused: dict[str, tuple[Any, str]] = {}
     if isinstance(components.plan, StreamPlan):
         refused["data"] = type(components.data.train).__name__, "a stream's position is its rank's own"
