@@ -1,10 +1,12 @@
-"""Elastic jobs on two nodes, with stand-ins for the workers: the job goes on without a node, and without an agent."""
+"""Elastic jobs on two nodes, of which one is lost: with stand-ins for the workers, and a run that takes it in again."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +17,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.cluster.slurm.cluster import Cluster
-from tests.cluster.slurm.runs import SETTINGS, logs, submit
-from tests.support.commands import ROOT
+from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logged, logs, slow, submit
+from tests.support.commands import ROOT, metrics, status, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -92,3 +94,39 @@ def test_it_goes_on_without_a_node_and_an_agent_that_is_killed_comes_back(
     finally:
         cluster.start_node(node)
         cluster.await_node(node)
+
+
+def _ranks(run_dir: Path) -> int:
+    """Of the last record."""
+    return int(metrics(run_dir)[-1]["ranks"])
+
+
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_without_a_node_and_takes_it_in_again(cluster: Cluster, tmp_path: Path) -> None:
+    alone, run_dir, port = tmp_path / "alone", tmp_path / "run", str(random.randint(20000, 29999))  # noqa: S311
+    reproducible = ("numerics=reproducible", "model.dropout=0.1")
+    settings = (*SETTINGS, *reproducible, *slow(1.0))
+    options = ("--nodes=2", "--no-kill")
+    job = submit(cluster, *settings, options=options, RUN_DIR=str(run_dir), ELASTIC="1", RDZV_PORT=port)
+    cluster.wait_for(lambda: logged(run_dir) >= 3, job)
+    assert _ranks(run_dir) == 2
+    cluster.kill_node("n2")
+    cluster.wait_for(lambda: _ranks(run_dir) == 1, job)
+    cluster.start_node("n2")
+    cluster.wait_for(lambda: cluster.node_state("n2") in ("ALLOCATED", "MIXED"), job)  # it is the job's still
+    agent = (sys.executable, "-m", "distaccum.elastic", "--nproc=1", "--nnodes=2", "--node-rank=1")
+    step = ("--jobid", job, "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--cpu-bind=none")
+    command = ["srun", *step, *agent, f"--rdzv=127.0.0.1:{port}", *settings]
+    again = subprocess.Popen(command, env=cluster.environment(PYTHONPATH=str(ROOT)), cwd=ROOT)
+    try:
+        cluster.wait_for(lambda: _ranks(run_dir) == 2, job)
+        assert cluster.wait(job, 200) == "COMPLETED", cluster.output(job)
+        assert again.wait(60) == 0
+    finally:
+        again.kill()
+    assert cluster.fields(job)["Restarts"] == "0"
+    assert status(run_dir) == {"state": "done", "step": STEPS, "reason": ""}
+    succeed(*SETTINGS, *reproducible, f"hydra.run.dir={alone}", world=1, PYTHONPATH=str(ROOT))
+    assert exact(run_dir) == exact(alone)
+    weights = [folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors" for folder in (run_dir, alone)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
