@@ -173,6 +173,7 @@ def test_engines_are_named_in_their_factory_only() -> None:
         "memory_marks",
         "memory_report",
         "ownership",
+        "partial_sums",
         "step_memory",
     }
     shared |= {"blocks", "modules", "ownership", "state"}

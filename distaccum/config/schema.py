@@ -38,6 +38,7 @@ from distaccum.config.checks import (
 )
 from distaccum.config.compile import CompileConfig
 from distaccum.config.durations import seconds_of
+from distaccum.config.elastic import ElasticConfig
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.evaluation import EvalConfig
 from distaccum.config.precision import PrecisionConfig
@@ -603,6 +604,7 @@ class RunConfig:
         init: in what the files of ``init_from`` may differ from the model.
         profile: windows whose time is looked at.
         eval: texts that the model writes at evaluations.
+        elastic: what an elastic job does where ranks are lost or come.
         objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
             evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
             evaluation.
@@ -631,6 +633,7 @@ class RunConfig:
     init: InitConfig = field(default_factory=InitConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
         for name in ("missing", "unexpected"):

@@ -96,7 +96,9 @@ def _run_rank(environment: LaunchEnvironment) -> int:
         run_jobs = _run_main_rank if environment.rank == 0 else _run_worker_rank
         exit_code = run_jobs(environment, coordinator, signals, member)
         signals.ignore()
-    if member is not None:  # groups that were left have threads which wait for ever
+    if member is not None:  # groups that were left may have threads which wait
+        if exit_code == 0 and member.rank == 0:
+            member.end(0)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

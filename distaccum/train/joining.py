@@ -26,9 +26,23 @@ _LOOK_S = 0.5
 _OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
 
 
-def check(components: TrainingComponents) -> None:
-    """Raises ConfigError for what an elastic run cannot carry from one set of ranks to another."""
+def adapted(components: TrainingComponents) -> TrainingComponents:
+    """The components of an elastic run: training waits for saves, of which each rank writes a part.
+
+    Raises:
+        ConfigError: they have what cannot be carried from one set of ranks to another.
+    """
+    _check(components)
+    waits = replace(components.config.checkpoint, background=False)
+    return replace(components, config=replace(components.config, checkpoint=waits))
+
+
+def _check(components: TrainingComponents) -> None:
     config: RunConfig = components.config
+    if components.device.type != "cpu":
+        problem = "an elastic run computes on CPUs, over gloo, which can be left at any moment"
+        remedy = f"Hide the GPUs with CUDA_VISIBLE_DEVICES='', {_OTHERWISE}"
+        raise ConfigError("device", components.device, problem, remedy)
     refused: dict[str, tuple[Any, str]] = {}
     if isinstance(components.plan, StreamPlan):
         refused["data"] = type(components.data.train).__name__, "a stream's position is its rank's own"

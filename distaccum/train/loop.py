@@ -148,6 +148,7 @@ class Loop:
         self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
+        self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
         self._reason = ""
@@ -410,6 +411,8 @@ class Loop:
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = self._lr if self._tail is None else self._tail.lr
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
+        if self._elastic:
+            record["ranks"] = self._world.size
         if (recompiles := self._accumulator.engine.recompiles) is not None:
             record["recompiles"] = recompiles
         if self._accumulator.spikes is not None:

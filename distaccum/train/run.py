@@ -50,8 +50,7 @@ from distaccum.train.determinism import deterministic, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.joining import InView, JoinRider, of_ranks_now
-from distaccum.train.joining import check as check_elastic
+from distaccum.train.joining import InView, JoinRider, adapted, of_ranks_now
 from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
@@ -80,10 +79,14 @@ _CAUSE_S = 1.0  # within which the end of another rank's process is known, where
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it."""
+    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it.
+
+    ``carried``: of an elastic run, what this rank has at its end.
+    """
 
     evaluation: dict[str, float]
     preempted: bool
+    carried: Carried | None = None
 
 
 def _alone(_: str | None) -> None:
@@ -131,7 +134,7 @@ def run(
                 owning.enter_context(run_dir.own())
             components = make_components()
             if member is not None:
-                check_elastic(components)
+                components = adapted(components)
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
             if environment.rank == 0 and components.config.metrics.report:
@@ -214,7 +217,7 @@ def _in_views(
             view, reports = member.next_view(view, report)
             try:
                 with member.world(view, components.device) as (world, group):
-                    rank = world.rank
+                    rank = member.rank = world.rank
                     begin = hand_over(view, reports, member.name, carried, world)
                     carried = begin.carried
                     beginnings.put_back()
@@ -222,6 +225,8 @@ def _in_views(
                         owning.enter_context(run_dir.own(after=run_dir.token))
                         if carried is None:
                             saved = find_saved(components, run_dir, world.size)
+                    if world.is_main:
+                        run_dir.forget_failure()  # of a rank without which the others go on
                     path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
                     if not world.is_main:
                         run_dir = RunDir(Path(path), token=token, secrets=run_dir.secrets)
@@ -239,6 +244,10 @@ def _in_views(
                         beginning=beginning,
                         view=InView(begin=begin, rider=rider, desk=desk, changes=group.changes),
                     )
+                    if isinstance(ended, RunResult):
+                        carried = ended.carried
+                        world.barrier()  # rank 0 has written how the run has ended
+                        return ended
             except ViewChangedError as error:
                 _log.warning("%s", error)
                 del error
@@ -251,9 +260,6 @@ def _in_views(
                 if isinstance(error, DistaccumError):  # which all ranks raise
                     member.end(1)
                 raise
-            if isinstance(ended, RunResult):
-                member.end(0)
-                return ended
             carried = ended if carried is None else ended.with_begun_of(carried)
 
 
@@ -432,7 +438,9 @@ def train(
         if view is not None:  # other ranks may be lost before there is anything to carry on
             closing.callback(accumulator.close, alone=True)
         config = components.config
-        components = _with_micro_batch(components, accumulator, restore.memory, run_dir, screen, closing)
+        components = _with_micro_batch(
+            components, accumulator, restore.memory, run_dir=run_dir, screen=screen, closing=closing
+        )
         _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
         loader = build_loader(
             components.data,
@@ -494,13 +502,14 @@ def train(
                 evaluation = loop.fit()
         except ViewChangedError:
             return loop.carried()
+        at_end = None if view is None else loop.carried()
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
         _end(components, loop, evaluation, run_dir, console)
     accumulator.close()  # the model and the optimizer may be trained on with
-    return RunResult(evaluation=evaluation, preempted=loop.preempted)
+    return RunResult(evaluation=evaluation, preempted=loop.preempted, carried=at_end)
 
 
 def _open_loggers(
@@ -564,6 +573,7 @@ def _with_micro_batch(
     components: TrainingComponents,
     accumulator: Accumulator,
     known: Mapping[str, Any],
+    *,
     run_dir: RunDir,
     screen: Screen,
     closing: ExitStack,

@@ -47,8 +47,8 @@ def test_a_few_cells_are_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_covering_set_is_the_same_on_1_to_4_ranks(tmp_path: Path) -> None:
-    found = _expect_same(COVERING, (1, 2, 3, 4), tmp_path)
+def test_a_covering_set_is_the_same_on_1_to_3_ranks(tmp_path: Path) -> None:
+    found = _expect_same(COVERING, (1, 2, 3), tmp_path)
     assert len({one["all"] for one in found[1]}) > len(COVERING) - 3  # the engines of one program may agree
     by_cell = dict(zip(COVERING, found[1], strict=True))
     assert by_cell[Cell("ddp", "fp16", "few blocks")]["skips"] > 1
@@ -57,8 +57,8 @@ def test_a_covering_set_is_the_same_on_1_to_4_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_covering_set_is_the_same_on_6_and_8_ranks(tmp_path: Path) -> None:
-    _expect_same(COVERING[:6], (1, 6, 8), tmp_path)
+def test_a_covering_set_is_the_same_on_4_to_8_ranks(tmp_path: Path) -> None:
+    _expect_same(COVERING[:5], (1, 4, 6, 8), tmp_path)
 
 
 @pytest.mark.heavy

@@ -32,9 +32,11 @@ COUNTS = (
 )
 EVALUATED = "tests/unit/train/test_evaluation_sums.py::test_scores_are_added_in_the_order_of_batches"
 SAME = "tests/distributed/test_reproducible.py::test_a_few_cells_are_the_same_on_1_and_3_ranks"
+GOES_ON = "tests/unit/engines/test_elastic.py::test_the_ranks_that_are_left_finish_the_window_to_the_same_bits"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 
+_ALIAS = "self.sums[node] = list(tensors)"
 _ON_UPDATE = "    def on_update(self, run: Run, outcome: Outcome) -> None:\n"
 _ON_SKIP = "    def on_skip(self, run: Run, outcome: Outcome) -> None:\n        "
 _ASIDE = "    vars(model)[_ATTRIBUTE] = FrozenBase(names)\n"
@@ -421,8 +423,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if reproducible else None", "None"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
-                "        if self._deal is None:\n            return Outcome",
-                "        if True:\n            return Outcome",
+                "deal=self._deal,\n            by_unit=None if self._deal is None else self._units(counts),",
+                "deal=None,\n            by_unit=None,",
             ),
             "held-out batches are as large as the ranks allow": (
                 "data/held_out.py",
@@ -441,7 +443,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "losses are divided for the ranks": (
                 "engines/ddp.py",
-                "self.gradient_divide_factor = 1 if options.scaler or reproducible else world.size",
+                "self.gradient_divide_factor = 1 if options.scaler or sums else world.size",
                 "self.gradient_divide_factor = 1 if options.scaler else world.size",
             ),
             "fsdp2 adds sums that are no neighbours in the tree": (
@@ -449,6 +451,32 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "for sums in reversed(self._sums[len(self._sums) - times :]):",
                 "for sums in reversed(self._sums):",
             ),
+        }.items()
+    ),
+    *(
+        (GOES_ON, Mutant(f"elastic: {name}", (edit,)))
+        for name, edit in {
+            "a window that goes on counts what is left of it": (
+                "data/loader.py",
+                "counts=counts if begun is None else begun.counts,",
+                "counts=counts,",
+            ),
+            "losses of units that are held are lost": (
+                "engines/tree_all_reduce.py",
+                "self._along = self.taken_up.along",
+                "self._along = None",
+            ),
+            "what is held is dealt again": (
+                "data/plan/units.py",
+                "for block in self.computed[rank] for unit",
+                "for block in range(self.blocks) for unit",
+            ),
+            "a rank sends what is left in its buckets": (
+                "engines/tree_all_reduce.py",
+                "if self.keeps and nodes:",
+                "if False:",
+            ),
+            "what was sent is not kept": ("engines/partial_sums.py", "self.sums[node] = kept", _ALIAS),
         }.items()
     ),
     (

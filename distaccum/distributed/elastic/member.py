@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -24,7 +24,6 @@ JOB = "DISTACCUM_ELASTIC"
 _ANSWERS_WITHIN = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Member:
     """A process's part in an elastic job.
 
@@ -35,10 +34,11 @@ class Member:
         membership: says who else is there.
     """
 
-    name: str
-    environment: LaunchEnvironment
-    store: Store
-    membership: Membership
+    def __init__(self, name: str, environment: LaunchEnvironment, store: Store, membership: Membership) -> None:
+        self.name, self.store, self.membership = name, store, membership
+        self.environment = environment if self.is_first else replace(environment, rank=environment.size)
+        self.rank = environment.rank
+        """In the newest view."""
 
     @classmethod
     def of(cls, environment: LaunchEnvironment, variables: Mapping[str, str] = os.environ) -> Member | None:
@@ -47,26 +47,10 @@ class Member:
             return None
         name, job = variables[MEMBER], json.loads(variables[JOB])
         host, port = job["store"]
-        server = TCPStore(host, int(port), is_master=False, timeout=_ANSWERS_WITHIN)
-        store = PrefixStore(job["prefix"], server)
-        membership = Membership(
-            store,
-            name,
-            expel_after_s=float(job["expel_after_s"]),
-            least=int(job["least"]),
-            limit_s=float(job["expel_after_s"]),
-        )
-        own = cls(name=name, environment=environment, store=store, membership=membership)
-        if own.is_first:
-            return own
-        late = LaunchEnvironment(
-            rank=environment.size,
-            size=environment.size,
-            local_rank=environment.local_rank,
-            local_size=environment.local_size,
-            launched=True,
-        )
-        return cls(name=name, environment=late, store=store, membership=membership)
+        server = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWERS_WITHIN)
+        store, waits_s = PrefixStore(job["prefix"], server), float(job["expel_after_s"])
+        membership = Membership(store, name, expel_after_s=waits_s, least=int(job["least"]), limit_s=waits_s)
+        return cls(name, environment, store, membership)
 
     @property
     def is_first(self) -> bool:

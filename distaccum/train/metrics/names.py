@@ -34,6 +34,7 @@ OF_RECORDS = (
     "tokens",
     *MEASURED,
     "recompiles",
+    "ranks",
     "spikes",
     "rollbacks",
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator
+from distaccum.config.engine import DDPConfig
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.summation_tree import joined
@@ -37,13 +38,13 @@ class LostError(Exception):
 
 
 def accumulator(world: World, *, numerics: str, elastic: bool, precision: str = "fp32") -> Accumulator:
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 700), nn.Tanh(), nn.Linear(700, 3))
     generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
+        nn.init.normal_(parameter, std=0.05, generator=generator)
     prepared = prepare(
         model,
-        engine="ddp",
+        engine=DDPConfig(bucket_cap_mb=0.001),  # several, of which torch makes the first of 1 MiB
         precision=precision,
         clip_norm=1.0,
         clip_value=None,
@@ -108,11 +109,11 @@ def test_bits_are_those_of_a_run_that_is_not_elastic(ranks: int, precision: str)
 def test_in_fast_numerics_the_sum_is_the_windows() -> None:
     [(alone, losses)] = run_ranks(1, lambda world: run(world, numerics="fast", elastic=True))  # type: ignore[misc]
     for found, others in run_ranks(3, lambda world: run(world, numerics="fast", elastic=True)):  # type: ignore[misc]
-        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(others, losses)
+        assert (found - alone).norm() < 1e-4 * alone.norm()  # Adam makes much of what is nearly zero
+        torch.testing.assert_close(others, losses, rtol=1e-6, atol=0)
 
 
-def interrupted(world: World, *, place: str) -> tuple[dict[str, Any], PartialWindow]:
+def interrupted(world: World, *, place: str, after: int) -> tuple[dict[str, Any], PartialWindow]:
     """Ends at a place in the reduction of the second window: the state before, and what is kept."""
     acc = accumulator(world, numerics="reproducible", elastic=True)
     windows = acc.windows(MapWindowLoader(SAMPLES, plan_of(world, "reproducible"), world, seed=3))
@@ -120,8 +121,15 @@ def interrupted(world: World, *, place: str) -> tuple[dict[str, Any], PartialWin
     state = acc.state_dict()
     window, tree = next(windows), cast(Any, acc.engine)._tree
 
-    def lose(*_: object) -> None:
-        raise LostError
+    assert len(tree._buckets) > 1
+    calls, real = 0, getattr(tree, place)
+
+    def lose(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise LostError
+        real(*arguments)
 
     setattr(tree, place, lose)
     with pytest.raises(LostError):
@@ -157,11 +165,14 @@ def finished(world: World, state: dict[str, Any], held: list[PartialWindow]) -> 
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("place", ["_send", "_finish"])
-@pytest.mark.parametrize(("ranks", "gone"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [3])])
-def test_the_ranks_that_are_left_finish_the_window_to_the_same_bits(ranks: int, gone: list[int], place: str) -> None:
-    [(expected, losses)] = run_ranks(1, lambda world: run(world, numerics="reproducible", elastic=True))  # type: ignore[misc]
-    before: list[Any] = run_ranks(ranks, lambda world: interrupted(world, place=place))
+@pytest.mark.parametrize(("place", "after"), [("_send", 0), ("_finish", 0), ("_finish", 1)])
+@pytest.mark.parametrize(("ranks", "gone"), [(2, [0]), (3, [0, 2]), (4, [3])])
+def test_the_ranks_that_are_left_finish_the_window_to_the_same_bits(
+    ranks: int, gone: list[int], place: str, after: int
+) -> None:
+    [(expected, _)] = run_ranks(1, lambda world: run(world, numerics="reproducible", elastic=False))  # type: ignore[misc]
+    [(_, losses)] = run_ranks(1, lambda world: run(world, numerics="reproducible", elastic=True))  # type: ignore[misc]
+    before: list[Any] = run_ranks(ranks, lambda world: interrupted(world, place=place, after=after))
     left = [one for rank, one in enumerate(before) if rank not in gone]
     state, held = left[0][0], [kept for _, kept in left]
     found: list[Any] = run_ranks(len(left), lambda world: finished(world, state, held))
