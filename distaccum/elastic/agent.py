@@ -274,7 +274,7 @@ class Agent:
         if self._ended is not None or not members or not members <= self._gone.keys():
             return
         (first, *_) = (member for member in self._gone if member in members)
-        if all(self._gone[member] == how(0) for member in members):
+        if any(self._gone[member] == how(0) for member in members):  # which nobody does before the run is over
             code, why = 0, ""
         elif self._told:
             code, why = 128 + self._told, ""
