@@ -34,6 +34,7 @@ _LOOK_S, _BEAT_S = 0.1, 1.0
 _ONE_PRESS_S = 0.3  # a terminal and a wrapper may both pass on the same Ctrl-C
 _EXPELLED_S = 5.0  # for a member that goes on without being in the view: it may be leaving
 _LEAVE_S, _LEAVE_FAILED_S = 30.0, 5.0  # for workers of a job that has ended, well or not
+_LEAVE_UNSEEN_S = 1.0  # for those that were in no view, and may still be starting
 _PRESSED_S = 5.0  # after a second Ctrl-C, for their last words
 _KILL_S = 10.0  # between SIGTERM and SIGKILL
 _GRACE, _GRACE_S = "SHUTDOWN_TIMEOUT", "120"  # to save and leave, once told to
@@ -273,7 +274,7 @@ class Agent:
         if self._ended is not None or not members or not members <= self._gone.keys():
             return
         (first, *_) = (member for member in self._gone if member in members)
-        if all(self._gone[member] == how(0) for member in members):
+        if any(self._gone[member] == how(0) for member in members):  # which nobody does before the run is over
             code, why = 0, ""
         elif self._told:
             code, why = 128 + self._told, ""
@@ -317,6 +318,9 @@ class Agent:
                 worker.kill()
         if self._ended is not None:
             self._respawns.drop()
+            for worker in self._workers.values():
+                if worker.kill_at is None and worker.member not in self._seen:  # it has nothing to save
+                    worker.kill_at = now + _LEAVE_UNSEEN_S
             if self._deadline is None or not self._told:
                 self._set_deadline(now + (_LEAVE_FAILED_S if self._ended else _LEAVE_S))
         if self._deadline is None or now < self._deadline:

@@ -120,7 +120,10 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """The state of a run after a window, on one rank."""
+    """The state of a run after a window, on one rank.
+
+    ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end.
+    """
 
     run: RunState
     engine: EngineState
@@ -129,6 +132,8 @@ class Carried:
     saved_step: int
     evaluation: tuple[int, dict[str, float]] | None
     verified: bool
+    record: Mapping[str, Any] | None = None
+    stop: str = ""
     random: RNGState | None = None
     begun: Begun | None = None
 
@@ -194,7 +199,12 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     else:
         assert carried is not None
         carried = replace(
-            told, engine=carried.engine, average=carried.average, random=carried.random, begun=carried.begun
+            told,
+            engine=carried.engine,
+            average=carried.average,
+            random=carried.random,
+            begun=carried.begun,
+            stop=told.stop or carried.stop,
         )
     again = _again(view, reports)
     kept = PartialWindow()

@@ -97,7 +97,7 @@ class InView:
         if carried is None:
             return {"elastic": True}
         own = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
-        return own | {"elastic": True}
+        return own | {"elastic": True, "record": carried.record, "reason": carried.stop}
 
 
 class JoinRider:

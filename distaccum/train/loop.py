@@ -32,7 +32,7 @@ from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import TEXTS, Logger
+from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.metrics.windows import WindowRecorder
@@ -84,6 +84,8 @@ class Loop:
         elastic: whether ranks may be lost, so that what a window is owed is done before the next one.
         tail: what the window before is still owed.
         evaluation: the last one, with its step.
+        record: the last one, which nobody may have written.
+        reason: why the run is to stop.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
@@ -107,6 +109,8 @@ class Loop:
         tail: Tail | None = None,
         evaluation: tuple[int, dict[str, float]] | None = None,
         saved_step: int | None = None,
+        record: Mapping[str, Any] | None = None,
+        reason: str = "",
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -151,7 +155,8 @@ class Loop:
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
-        self._reason = ""
+        self._record, self._written = record, 0
+        self._reason = reason
         self._preempted_by = ""
         self._saves_best = False
         self._ended = False
@@ -209,6 +214,10 @@ class Loop:
         max_epochs = self._components.config.trainer.max_epochs
         if self._profiler is not None:
             self._profiler.begin()
+        if self._elastic:
+            self._take_up_records()
+        if self._reason:
+            self._accumulator.stop()
         try:
             if self._tail is not None:
                 self._pay(self.progress)
@@ -363,6 +372,8 @@ class Loop:
             tail=self._tail,
             saved_step=self._saver.saved_step,
             evaluation=self._evaluation,
+            record=self._record,
+            stop=self._reason,
             verified=bool(accumulator.verified),
             random=random,
             begun=kept,
@@ -392,15 +403,17 @@ class Loop:
         assert self._evaluator is not None
         self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
+        is_told = self._evaluation is not None and self._evaluation[0] == self.progress.step  # in the view before
         with ema.evaluated(self._components.callbacks):
-            found = self._evaluator.run()
+            found = self._evaluation[1] if self._evaluation is not None and is_told else self._evaluator.run()
             self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
-        self._evaluation = (self.progress.step, found)
         if twice := found.keys() & self._texts.keys():
             problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
             raise MisuseError(f"{problem}: give the metric or the score another name")
         self._world.activity.phase = Phase.BETWEEN
-        self._call(lambda callback: callback.on_eval(self, found))
+        if not is_told:
+            self._call(lambda callback: callback.on_eval(self, found))
+        self._evaluation = (self.progress.step, found)
         if self._components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
@@ -420,12 +433,24 @@ class Loop:
         if evaluates:
             assert self._evaluator is not None
             record |= self._evaluate() | self._evaluator.samples | self._texts
-        if self._world.is_main:
-            self._run_dir.require_owned()
-        for logger in self._loggers:
-            logger.log(record)
+        self._record = record
+        self._write(record)
         self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
+
+    def _take_up_records(self) -> None:
+        """Rank 0 writes the last record, if the rank 0 before was lost over it."""
+        if self._world.is_main:
+            self._written = last_window(self._run_dir.metrics)
+            if self._record is not None:
+                self._write(self._record)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if not self._world.is_main or record["window"] <= self._written:
+            return
+        self._run_dir.require_owned()
+        for logger in self._loggers:
+            logger.log(record)
 
     @property
     def _lr(self) -> float:

@@ -135,6 +135,16 @@ def records_of(path: Path, size: int | None = None) -> Iterator[dict[str, Any]]:
                 yield dict(json.loads(line))
 
 
+def last_window(path: Path) -> int:
+    """The window of the last whole line of a ``metrics.jsonl``; 0 without one."""
+    try:
+        lines = retried(path.read_bytes, of=path).splitlines()
+    except FileNotFoundError:
+        return 0
+    places = (_place(line)[0] for line in reversed(lines))
+    return next((int(at) for at in places if at < math.inf), 0)
+
+
 def _nothing() -> None:
     pass
 

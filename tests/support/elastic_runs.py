@@ -1,0 +1,226 @@
+"""Elastic runs whose members are killed, beside a run that nobody disturbs: ``python -m tests.support.elastic_runs``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.support.commands import ROOT, environment, metrics, run, status
+
+Fault = tuple[str, str, int, str]
+TARGETS = "tests.support.elastic_targets"
+BASE = (
+    "data=digits",
+    "~data.held_out",
+    f"data._target_={TARGETS}.data",
+    "model=cnn",
+    "~model.channels",
+    "~model.classes",
+    f"model._target_={TARGETS}.Net",
+    f"+callbacks.told._target_={TARGETS}.Told",
+    "trainer.max_steps=24",
+    "trainer.eval_every=8",
+    "trainer.log_every=1",
+    "metrics=jsonl",
+    "metrics.report=false",
+    "numerics=reproducible",
+    "batch.global_size=24",
+    "batch.micro_size=2",
+    "checkpoint.every=6",
+    "checkpoint.background=false",
+    "optim.lr=0.01",
+    "schedule.warmup_steps=4",
+)
+_TIMES = ("_per_s", "_s", "_bytes", "mfu", "slowest_rank", "slowest_over_median", "ranks", "recompiles")
+
+
+def same(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run, without what two runs need not share."""
+    return [{key: value for key, value in one.items() if not key.endswith(_TIMES)} for one in metrics(run_dir)]
+
+
+def first_difference(found: Path, expected: Path) -> str:
+    """Of two runs' records and last checkpoints, in words; empty where there is none."""
+    ours, theirs = same(found), same(expected)
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            return f"record {mine.get('window')} for {other.get('window')}: " + ", ".join(
+                f"{key} {mine.get(key)} != {other.get(key)}"
+                for key in mine.keys() | other.keys()
+                if mine.get(key) != other.get(key)
+            )
+    if len(ours) != len(theirs):
+        return f"{len(ours)} records instead of {len(theirs)}"
+    latest = [max((one / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:])) for one in (found, expected)]
+    if latest[0].name != latest[1].name:
+        return f"{latest[0].name} instead of {latest[1].name}"
+    for file in sorted(latest[1].glob("*.safetensors")):
+        mine, other = load_file(latest[0] / file.name), load_file(file)
+        if mine.keys() != other.keys() or any((mine[key] != other[key]).any() for key in other):
+            return f"{file.name} of {latest[0].name} differs"
+    states = [json.loads((one / "state.json").read_text()) for one in latest]
+    for key in ("progress", "callbacks", "spikes"):
+        if states[0].get(key) != states[1].get(key):
+            return f"{key} in state.json: {states[0].get(key)} != {states[1].get(key)}"
+    return ""
+
+
+def undisturbed(folder: Path, *arguments: str) -> Path:
+    """A run of one process."""
+    done = run(*BASE, *arguments, f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT), timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@dataclass
+class Job:
+    """Agents of one run; see :func:`job`."""
+
+    folder: Path
+    arguments: Sequence[str]
+    agents: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *flags: str, faults: Sequence[Fault] = (), **extra: str) -> subprocess.Popen[str]:
+        """Starts an agent."""
+        told = {"TEST_FAULTS": json.dumps(faults), "TEST_FOLDER": str(self.folder.parent)}
+        number = len(self.agents)
+        with self._log(number).open("w") as log:
+            agent = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "distaccum.elastic",
+                    *flags,
+                    *BASE,
+                    *self.arguments,
+                    f"hydra.run.dir={self.folder}",
+                ],
+                env=environment(PYTHONPATH=str(ROOT), **told, **extra),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        self.agents.append(agent)
+        return agent
+
+    def _log(self, number: int) -> Path:
+        return self.folder.parent / f"{self.folder.name}.agent-{number}.log"
+
+    def said(self) -> str:
+        """What the agents and their workers have printed."""
+        return "".join(self._log(number).read_text() for number in range(len(self.agents)))
+
+    def logs(self) -> str:
+        """What is in the logs of the ranks."""
+        return "".join(file.read_text() for file in sorted(self.folder.glob("logs/rank-*.log")))
+
+    def views(self) -> list[int]:
+        """The ranks of each generation, as its members have logged it."""
+        found = dict[int, int]()
+        for line in self.logs().splitlines():
+            if ": generation " in line or " generation " in line:
+                words = line.partition("generation ")[2].split()
+                if len(words) > 2 and words[2] == "ranks,":
+                    found[int(words[0].rstrip(":"))] = int(words[1])
+        return [found[number] for number in sorted(found)]
+
+    def workers(self) -> dict[str, int]:
+        """The processes of the members that are there, by member."""
+        return _members(self.folder)
+
+    def windows(self) -> int:
+        """The records that are written by now."""
+        file = self.folder / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def wait_for(self, condition: Callable[[], Any], within_s: float = 60) -> Any:
+        """Until it holds, while the agents run."""
+        latest = time.monotonic() + within_s
+        while not (found := condition()):
+            assert time.monotonic() < latest, f"waited for {within_s:.0f} s\n{self.said()}"
+            assert any(agent.poll() is None for agent in self.agents), self.said()
+            time.sleep(0.005)
+        return found
+
+    def kill(self, *members: str, number: int = signal.SIGKILL) -> None:
+        """Sends members a signal, all of them at once."""
+        there = self.workers()
+        for member in members:
+            os.kill(there[member], number)
+
+    def end(self, within_s: float = 90) -> int:
+        """Waits for the agents; returns the first one's exit code."""
+        latest = time.monotonic() + within_s
+        for agent in self.agents:
+            try:
+                agent.wait(max(0.1, latest - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                text = f"the run has not ended in {within_s:.0f} s: {self.workers()}\n{self.said()}"
+                raise AssertionError(text) from None
+        return self.agents[0].returncode
+
+    def close(self) -> None:
+        """Ends all that is left of the run."""
+        for agent in self.agents:
+            with suppress(ProcessLookupError):
+                agent.kill()
+            agent.wait()
+        for pid in _processes(self.folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def job(folder: Path, *arguments: str) -> Iterator[Job]:
+    """Of these settings beside :data:`BASE`; nothing of it is left after the block."""
+    made = Job(folder, arguments)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def elastic(folder: Path, *arguments: str, faults: Sequence[Fault] = (), ranks: int = 3, within_s: float = 90) -> Job:
+    """A run of one node with its faults, from start to end; its exit code is asserted to be 0."""
+    with job(folder, *arguments) as made:
+        made.start(f"--nproc={ranks}", faults=faults)
+        code = made.end(within_s)
+        assert code == 0, made.said() + made.logs()
+        assert status(folder)["state"] == "done"
+        return made
+
+
+def _environments(folder: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Of the processes of the run in this folder; its folder is in nobody else's command line or environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        known = dict(one.split("=", 1) for one in variables if "=" in one)
+        if known.get("TEST_FOLDER") == str(folder.parent) and words != [""]:
+            yield int(process.name), known
+
+
+def _processes(folder: Path) -> list[int]:
+    return [pid for pid, _ in _environments(folder)]
+
+
+def _members(folder: Path) -> dict[str, int]:
+    return {known["DISTACCUM_MEMBER"]: pid for pid, known in _environments(folder) if "DISTACCUM_MEMBER" in known}
