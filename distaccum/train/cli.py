@@ -92,7 +92,7 @@ def _run_rank(environment: LaunchEnvironment) -> int:
         if member is not None:
             environment = member.environment
         store = environment.store() if member is None else member.store
-        coordinator = JobCoordinator(environment, store)
+        coordinator = JobCoordinator(environment, store, lost=None if member is None else member.lost_at_start)
         run_jobs = _run_main_rank if environment.rank == 0 else _run_worker_rank
         exit_code = run_jobs(environment, coordinator, signals, member)
         signals.ignore()

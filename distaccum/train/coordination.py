@@ -48,10 +48,18 @@ class JobRejectedError(DistaccumError):
 
 
 class JobCoordinator:
-    """Passes jobs, and whether ranks can run them, through the store. Reading waits until a value is written."""
+    """Passes jobs, and whether ranks can run them, through the store. Reading waits until a value is written.
 
-    def __init__(self, environment: LaunchEnvironment, store: Store) -> None:
-        self._environment, self._store = environment, store
+    Args:
+        environment: who this process is.
+        store: of all ranks.
+        lost: how the process of a rank has ended, or an empty string; None where its launcher ends this one then.
+    """
+
+    def __init__(
+        self, environment: LaunchEnvironment, store: Store, *, lost: Callable[[int], str] | None = None
+    ) -> None:
+        self._environment, self._store, self._lost = environment, store, lost
         store.set(f"process/{environment.rank}", json.dumps([os.getpid(), socket.gethostname()]))
 
     def publish(self, job: Job) -> None:
@@ -70,6 +78,12 @@ class JobCoordinator:
 
     def await_job(self, number: int) -> Job | int:
         """The job of this number, or the exit code to leave with."""
+        lost_of = self._lost
+        while lost_of is not None and not self._store.check([f"job/{number}"]):
+            if lost := lost_of(0):
+                _log.error("rank 0 %s before the run had begun", lost)
+                return 1
+            sleep(_POLL_S)
         published = json.loads(self._store.get(f"job/{number}"))
         if isinstance(published, int):
             self._store.add("left", 1)
@@ -99,7 +113,8 @@ class JobCoordinator:
             try:
                 self._await(store, verdicts, within_s)
             except PeerError as error:
-                store.set("verdict", json.dumps(error.reason))
+                if self._lost is None:  # else the others see that this rank ends
+                    store.set("verdict", json.dumps(error.reason))
                 raise
             given = [json.loads(store.get(name)) for name in verdicts.values()]
             store.set("verdict", json.dumps(next((verdict for verdict in given if verdict), None)))
@@ -137,6 +152,9 @@ class JobCoordinator:
         """Waits until each rank has written what is named."""
         began, absent, word_s = monotonic(), list(names), _FIRST_WORD_S
         while absent := [rank for rank in absent if not store.check([names[rank]])]:
+            for rank in absent:
+                if lost := self._lost(rank) if self._lost is not None else "":
+                    raise PeerError(f"rank {rank} {lost} before the run had begun", "while this rank waited for it")
             waited = monotonic() - began
             if waited > min(word_s, within_s):
                 late = shorten(map(self._process, absent))

@@ -215,9 +215,7 @@ class Loop:
         if self._profiler is not None:
             self._profiler.begin()
         if self._elastic:
-            self._take_up_records()
-        if self._reason:
-            self._accumulator.stop()
+            self._take_up()
         try:
             if self._tail is not None:
                 self._pay(self.progress)
@@ -438,8 +436,10 @@ class Loop:
         self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
 
-    def _take_up_records(self) -> None:
-        """Rank 0 writes the last record, if the rank 0 before was lost over it."""
+    def _take_up(self) -> None:
+        """Rank 0 writes the last record, if the rank 0 before was lost over it; a stop that was asked for stays so."""
+        if self._reason:
+            self._accumulator.stop()
         if self._world.is_main:
             self._written = last_window(self._run_dir.metrics)
             if self._record is not None:

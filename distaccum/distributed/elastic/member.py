@@ -57,6 +57,11 @@ class Member:
         """Whether this process was started with the job."""
         return self.name.endswith(".1")
 
+    def lost_at_start(self, rank: int) -> str:
+        """How the process that was started with the job as ``rank`` has ended; empty while it has not."""
+        local = self.environment.local_size
+        return self.membership.gone().get(f"{rank // local}.{rank % local}.1", "")
+
     def next_view(self, view: View | None, report: Report) -> tuple[View, Mapping[str, Report]]:
         """Reports, and waits for the view that follows; the first one is that of all who were started."""
         if view is None and self.is_first:
