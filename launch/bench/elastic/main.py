@@ -3,7 +3,7 @@
 ``python launch/bench elastic`` or, with some of its keys, ``python launch/bench elastic kills=20 ways=[elastic]``.
 Every way trains the CNN on handwritten digits on ``ranks`` processes, with windows of ``batch`` samples in
 micro-batches of ``micro``, with ``trainer.verify=never``. From ``quiet_s`` seconds after the first window on, one
-process is killed by SIGKILL every ``every_s`` seconds, place after place; where not all ranks are back by then, once
+process, picked by chance, is killed by SIGKILL every ``every_s`` seconds; where not all ranks are back by then, once
 they are. ``restart`` saves a checkpoint every ``checkpoint`` windows. For ``torchft`` the variable TORCHFT_PYTHON names
 the interpreter that has it; ``lighthouse`` are the flags of its server, by default those of its README.
 
@@ -82,11 +82,11 @@ def run(way: Way, options: Options) -> list[Kill]:
     with way:
         _await(way, bool)
         due = monotonic() + options.quiet_s
-        for number in range(options.kills):
+        for _ in range(options.kills):
             sleep(max(0.0, due - monotonic()))
             _await_all(way, kills)
             sleep(chance.random() / 4)
-            place = number % options.ranks
+            place = chance.choice([place for place in range(options.ranks) if not kills or place != kills[-1].place])
             pid = way.workers()[place]
             os.kill(pid, signal.SIGKILL)
             kills.append(Kill(monotonic(), place, pid))
