@@ -15,9 +15,12 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from distaccum.accumulation.step import Outcome
+from distaccum.distributed.elastic.polled_group import PolledGroup
 from distaccum.testing.counters import CollectiveCounter
 from distaccum.train.callbacks import Callback, Run
 from launch.bench.elastic.notes import steps_of
@@ -28,6 +31,12 @@ BEGINS, COUNTED = 20, 10
 TIMED_FROM = 50
 ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 """Before a command that is to run alone in a network namespace."""
+_KINDS = {
+    "allreduce": "all-reduce",
+    "alltoall_base": "all-to-all",
+    "allgather": "all-gather",
+    "_allgather_base": "all-gather",
+}
 Figures = dict[str, Any]
 
 
@@ -56,11 +65,11 @@ class NoteCosts(Callback):
             self._counter.__enter__()  # type: ignore[no-untyped-call]
         elif step == BEGINS + COUNTED:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._found["collectives"] = {kind: n / COUNTED for kind, n in self._counter.calls.items()}
-            self._found["payload"] = sum(self._counter.payload.values()) / COUNTED
             sys.setprofile(self._note)
         elif step == BEGINS + 2 * COUNTED:
             sys.setprofile(None)
+            self._found["collectives"] = {kind: n / COUNTED for kind, n in self._counter.calls.items()}
+            self._found["payload"] = sum(self._counter.payload.values()) / COUNTED
             self._found["Python calls"] = self._calls / COUNTED
             hook = register_optimizer_step_pre_hook(lambda *_: self._held.append(sum(live_storages().values())))
             self._remove = hook.remove
@@ -73,8 +82,14 @@ class NoteCosts(Callback):
             self._found["sent"] = (self._found["sent"] + _sent()) / (self._until - TIMED_FROM)
             self._path.write_text(json.dumps(self._found))
 
-    def _note(self, _: Any, event: str, __: Any) -> None:
+    def _note(self, frame: Any, event: str, _: Any) -> None:
         self._calls += event == "call"
+        if event == "call" and frame.f_code is PolledGroup._start.__code__:  # which torch's dispatcher does not see
+            operation, (given, *_) = frame.f_locals["operation"], frame.f_locals["given"]
+            size = sum(tensor.nbytes for tensor in tree_leaves(given) if isinstance(tensor, Tensor))
+            kind = _KINDS.get(operation, operation) if size >= CollectiveCounter.SMALL else "control"
+            self._counter.calls[kind] += 1
+            self._counter.payload[kind] += size
 
 
 def _sent() -> int:

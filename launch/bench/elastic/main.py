@@ -144,7 +144,6 @@ def summary(way: Way, kills: list[Kill], options: Options) -> Figures:
     return {
         "each": each,
         **rates,
-        "lost_s": (1 - rates["with kills"] / rates["undisturbed"]) * (end - kills[0].time) / len(kills),
         "windows of fewer ranks": fewer,
         "progress": progress,
         "kills": [kill.time - start for kill in kills],
@@ -163,8 +162,8 @@ def table(runs: dict[str, Figures], options: Options) -> str:
             "windows again",
             "micro-batches again",
             "s until all ranks are back",
+            "s to a window with them",
             "samples/s with kills over without",
-            "s lost",
         ]
     ]
     for name, one in runs.items():
@@ -177,8 +176,8 @@ def table(runs: dict[str, Figures], options: Options) -> str:
                 spread([kill["windows again"] for kill in each]),
                 spread([kill["units again"] for kill in each]),
                 spread([kill["back"] for kill in each]),
+                spread([kill["joining_s"] for kill in each]),
                 f"{one['with kills']:.0f} / {one['undisturbed']:.0f} = {one['with kills'] / one['undisturbed']:.2f}",
-                f"{one['lost_s']:.1f}",
             ]
         )
     about = f"{options.ranks} ranks, {options.kills} kills, one every {options.every_s:g} s or more"
