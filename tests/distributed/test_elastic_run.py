@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.elastic_runs import Fault, Job, elastic, first_difference, jo
 
 pytestmark = pytest.mark.slow
 _ALONE = "elastic.rejoin=false"
-_SLOW = "+data.delay_s=0.02"  # a window takes a quarter of a second or more, so that a newcomer finds the run at work
 _FP16 = (
     "precision=fp16",
     "precision.scaler.initial_scale_power=22",
@@ -27,7 +25,7 @@ References = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
     """The run of one process with these settings, made once."""
     made: dict[tuple[str, ...], Path] = {}
 
@@ -36,7 +34,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
             made[arguments] = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", *arguments)
         return made[arguments]
 
-    yield get
+    return get
 
 
 def _kills(*places: tuple[str, str, int]) -> list[Fault]:
@@ -107,7 +105,7 @@ def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: Referenc
 
 def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
-    settings = "numerics=fast", "model.dropout=0"
+    settings = "numerics=fast", "+model.dropout=0"
     made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places))
     found, expected = same(made.folder), same(reference(*settings))
     assert [one["window"] for one in found] == [one["window"] for one in expected]
@@ -118,17 +116,16 @@ def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: Referen
 def test_another_process_joins_and_a_rank_that_stands_still_is_left_behind(
     tmp_path: Path, reference: References
 ) -> None:
-    settings = _SLOW, "trainer.max_steps=100"
-    with job(tmp_path / "run", *settings, "elastic.expel_after=3") as made:
-        made.start("--nproc=3", faults=[("0.2.1", "forward", 3, "stop")])
-        made.wait_for(lambda: "0.2.1" in made.workers() and made.windows() >= 4, 40)
-        made.wait_for(lambda: metrics(made.folder)[-1]["ranks"] == 3, 60)
-        made.kill("0.0.1")
-        assert made.end() == 0, made.said()
-        ranks = [one["ranks"] for one in metrics(made.folder)]
-        changes = [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before]
-        assert changes[:4] == [3, 2, 3, 2], changes
-        assert first_difference(made.folder, reference(*settings)) == ""
+    faults: list[Fault] = [
+        ("0.2.1", "forward", 3, "stop"),
+        ("*", "update", 8, "await ready-0.2.2"),
+        ("0.0.1", "reduction", 14, "kill"),
+        ("*", "update", 18, "await ready-0.0.2"),
+    ]
+    made = elastic(tmp_path / "run", "elastic.expel_after=3", faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3, 2, 3]
+    assert first_difference(made.folder, reference()) == ""
 
 
 def _port() -> int:
@@ -138,32 +135,33 @@ def _port() -> int:
 
 
 def test_a_node_is_lost_with_its_agent(tmp_path: Path, reference: References) -> None:
-    settings = (_SLOW,)
-    with job(tmp_path / "run", *settings) as made:
+    with job(tmp_path / "run") as made:
         meeting = "--nnodes=2", f"--rdzv=127.0.0.1:{_port()}", "--nproc=2"
-        made.start(*meeting, "--node-rank=0")
-        other = made.start(*meeting, "--node-rank=1")
+        faults: list[Fault] = [("*", "update", 5, "await go")]
+        made.start(*meeting, "--node-rank=0", faults=faults)
+        other = made.start(*meeting, "--node-rank=1", faults=faults)
         made.wait_for(lambda: made.windows() >= 4)
         other.kill()
+        (tmp_path / "go").touch()
         assert made.end() == 0, made.said()
-        assert {one["ranks"] for one in metrics(made.folder)} == {2, 4}
-        assert first_difference(made.folder, reference(*settings)) == ""
+        ranks = [one["ranks"] for one in metrics(made.folder)]
+        assert ranks in ([4] * 4 + [2] * 20, [4] * 5 + [2] * 19)
+        assert first_difference(made.folder, reference()) == ""
 
 
 def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, reference: References) -> None:
-    settings = (_SLOW,)
-    with job(tmp_path / "run", *settings, "resume=auto", _ALONE) as made:
-        agent = made.start("--nproc=3", faults=_kills(("0.1.1", "forward", 5)))
+    with job(tmp_path / "run", "resume=auto", _ALONE) as made:
+        agent = made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "kill"), ("*", "update", 9, "await go")])
         made.wait_for(lambda: made.windows() >= 8)
         os.kill(agent.pid, signal.SIGTERM)
+        (tmp_path / "go").touch()
         assert made.end() == 0, made.said()
         assert status(made.folder)["state"] == "preempted"
-        stopped_at = status(made.folder)["step"]
-        assert 8 <= stopped_at < 24
+        assert status(made.folder)["step"] in (8, 9)
         made.start("--nproc=2")
         assert made.end() == 0, made.said()
         assert status(made.folder)["state"] == "done"
-        assert first_difference(made.folder, reference(*settings)) == ""
+        assert first_difference(made.folder, reference()) == ""
 
 
 def _failed(made: Job) -> str:
@@ -198,10 +196,9 @@ def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> No
             assert f"rank {rank} was killed by SIGKILL before the run had begun" in made.said()
 
 
-def test_a_checkpoint_of_fewer_ranks_is_that_of_the_run(tmp_path: Path, reference: References) -> None:
-    made = elastic(tmp_path / "run", _ALONE, faults=_kills(("0.1.1", "backward", 13)))
-    for step in (18, 24):
+def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, reference: References) -> None:
+    made = elastic(tmp_path / "run", _ALONE, "checkpoint.keep=0", faults=_kills(("0.1.1", "backward", 13)))
+    for step, ranks in ((12, 3), (18, 2), (24, 2)):
         folder = made.folder / "checkpoints" / f"step-{step}"
-        assert sorted(file.name for file in folder.glob("random-*.json")) == ["random-0.json", "random-1.json"]
-        assert json.loads((folder / "state.json").read_text())["progress"]["step"] == step
-    assert first_difference(made.folder, reference()) == ""
+        assert len(list(folder.glob("random-*.json"))) == ranks
+    assert first_difference(made.folder, reference("checkpoint.keep=0")) == ""

@@ -1,12 +1,9 @@
-"""Elastic runs whose members are killed, beside a run that nobody disturbs: ``python -m tests.support.elastic_runs``."""
+"""Elastic runs whose members are killed, beside one that nobody disturbs: ``python -m tests.support.elastic_runs``."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -73,7 +70,7 @@ def first_difference(found: Path, expected: Path) -> str:
         if mine.keys() != other.keys() or any((mine[key] != other[key]).any() for key in other):
             return f"{file.name} of {latest[0].name} differs"
     states = [json.loads((one / "state.json").read_text()) for one in latest]
-    for key in ("progress", "callbacks", "spikes"):
+    for key in ("clocks", "callbacks", "spikes"):
         if states[0].get(key) != states[1].get(key):
             return f"{key} in state.json: {states[0].get(key)} != {states[1].get(key)}"
     return ""
