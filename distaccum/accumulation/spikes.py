@@ -86,6 +86,7 @@ class Spikes:
         """For a checkpoint, as JSON holds it."""
         return {
             "norms": list(self._norms),
+            "score": self._score,
             "total": self.total,
             "in_a_row": self.in_a_row,
             "rollbacks": self.rollbacks,
@@ -96,6 +97,7 @@ class Spikes:
         """Restores :meth:`state_dict`; of a longer window its last norms."""
         self.forget()
         self._norms.extend(state.get("norms", ()))
+        self._score = state.get("score")
         self.total, self.in_a_row = state.get("total", 0), state.get("in_a_row", 0)
         self.rollbacks = state.get("rollbacks", 0)
         step, times = state.get("rolled_back", (-1, 0))

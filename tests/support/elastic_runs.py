@@ -1,4 +1,4 @@
-"""Elastic runs whose members are killed, beside a run that nobody disturbs: ``python -m tests.support.elastic_runs``."""
+"""Elastic runs whose members are killed, beside one that nobody disturbs: ``python -m tests.support.elastic_runs``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def first_difference(found: Path, expected: Path) -> str:
         if mine.keys() != other.keys() or any((mine[key] != other[key]).any() for key in other):
             return f"{file.name} of {latest[0].name} differs"
     states = [json.loads((one / "state.json").read_text()) for one in latest]
-    for key in ("progress", "callbacks", "spikes"):
+    for key in ("clocks", "callbacks", "spikes"):
         if states[0].get(key) != states[1].get(key):
             return f"{key} in state.json: {states[0].get(key)} != {states[1].get(key)}"
     return ""
@@ -221,3 +221,102 @@ def _processes(folder: Path) -> list[int]:
 
 def _members(folder: Path) -> dict[str, int]:
     return {known["DISTACCUM_MEMBER"]: pid for pid, known in _environments(folder) if "DISTACCUM_MEMBER" in known}
+
+
+SOAKED: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "fp16": (
+        "precision=fp16",
+        "precision.scaler.initial_scale_power=22",
+        "precision.scaler.growth_interval=2",
+        "precision.scaler.hysteresis=1",
+    ),
+    "average": ("callbacks=ema", "callbacks.ema.decay=0.9", "callbacks.ema.evaluate=true", "optim.clip_norm=0.1"),
+    "spikes": ("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80"),
+    "loading": ("trainer.num_workers=1",),
+}
+_SOAK = ("trainer.max_steps=80", "+data.delay_s=0.003", "elastic.expel_after=5")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run of the soak: its settings, its ranks, and after how many records and seconds how many are sent what."""
+
+    settings: str
+    ranks: int
+    blows: tuple[tuple[int, float, int, int], ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Plan:
+        """The same one for a seed."""
+        chosen = random.Random(seed)  # noqa: S311  to be made again
+        ranks = chosen.randint(2, 4)
+        blows = []
+        for _ in range(chosen.randint(1, 3)):
+            number = signal.SIGSTOP if chosen.random() < 0.1 else signal.SIGKILL
+            count = chosen.choice((1, 1, 1, 2)) if number == signal.SIGKILL else 1
+            blows.append((chosen.randint(0, 70), chosen.uniform(0, 0.3), count, int(number)))
+        return cls(chosen.choice([*SOAKED]), ranks, tuple(sorted(blows)))
+
+    def __str__(self) -> str:
+        blows = ", ".join(
+            f"{count} x {signal.Signals(number).name} at {at}+{after:.2f} s" for at, after, count, number in self.blows
+        )
+        return f"{self.settings:8} {self.ranks} ranks; {blows}"
+
+
+def soak(folder: Path, seed: int, expected: Path) -> str:
+    """Makes one run; returns what is wrong with it, in words."""
+    plan, chosen = Plan.of(seed), random.Random(-seed)  # noqa: S311
+    with job(folder / "run", *_SOAK, *SOAKED[plan.settings]) as made:
+        agent = made.start(f"--nproc={plan.ranks}")
+        for at, after, count, number in plan.blows:
+            with suppress(AssertionError):
+                made.wait_for(lambda at=at: made.windows() >= max(at, 1) or agent.poll() is not None, 60)
+            time.sleep(after)
+            there = sorted(made.workers())
+            for member in chosen.sample(there, max(0, min(count, len(there) - 1))):
+                with suppress(ProcessLookupError, KeyError):
+                    made.kill(member, number=number)
+        try:
+            code = made.end(90)
+        except AssertionError as error:
+            return f"{error}"
+        if code or status(made.folder).get("state") != "done":
+            return f"exit code {code}, {status(made.folder)}\n{made.said()}\n{made.logs()}"
+        ranks = "".join(str(one["ranks"]) for one in metrics(made.folder))
+        print(f"     {ranks}", flush=True)
+        return first_difference(made.folder, expected)
+
+
+def main() -> int:
+    """Prints a line a run, and how many have gone wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--soak", type=int, default=25, metavar="N", help="runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the first; the next have the next ones")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/elastic-soak"), help="is replaced")  # noqa: S108
+    asked = parser.parse_args()
+    shutil.rmtree(asked.folder, ignore_errors=True)
+    references: dict[str, Path] = {}
+    wrong = dict[int, str]()
+    for seed in range(asked.seed, asked.seed + asked.soak):
+        plan = Plan.of(seed)
+        if plan.settings not in references:
+            folder = asked.folder / f"undisturbed-{plan.settings}"
+            folder.mkdir(parents=True)
+            references[plan.settings] = undisturbed(
+                folder / "run", *(word for word in _SOAK if not word.startswith("elastic")), *SOAKED[plan.settings]
+            )
+        folder, began = asked.folder / f"seed-{seed}", time.monotonic()
+        folder.mkdir()
+        trouble = soak(folder, seed, references[plan.settings])
+        print(f"{seed:4} {time.monotonic() - began:5.1f} s  {'WRONG' if trouble else 'same'}  {plan}", flush=True)
+        if trouble:
+            wrong[seed] = trouble
+            (asked.folder / f"seed-{seed}.txt").write_text(trouble)
+    print(f"{asked.soak} runs, {len(wrong)} wrong: {sorted(wrong)}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

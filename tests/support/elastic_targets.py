@@ -2,7 +2,8 @@
 
 The variable holds a JSON list of ``[member, phase, at, how]``. A fault comes once in a process, in the first such phase
 after ``at`` windows, or at the view that follows generation ``at``. ``how`` is ``kill``, ``stop``, ``raise``, ``nan``
-or ``exit``. A member of ``*`` is whoever is rank 0 then.
+or ``exit``; or ``await NAME``: it goes on once that file is in ``TEST_FOLDER``, and ``ready-MEMBER`` is there when a
+newcomer waits to join. A member of ``*`` is each of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from distaccum.train.callbacks import Callback, Run
 from distaccum.train.metrics.loggers import JsonlLogger
 
 FEATURES, CLASSES = 12, 5
+_FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
 
 
 class _Faults:
@@ -50,21 +52,9 @@ class _Faults:
         for fault in self._left:
             if fault[1] != phase or now is None or now < fault[2]:
                 continue
-            if fault[0] == "*" and not self._may_take(fault):
-                continue
             self._left.remove(fault)
             return self._do(fault[3])
         return False
-
-    def _may_take(self, fault: list[Any]) -> bool:
-        """Rank 0's alone, once in the run."""
-        if not dist.is_initialized() or dist.get_rank():
-            return False
-        taken = Path(os.environ["TEST_FOLDER"]) / f"{fault[1]}-{fault[2]}.taken"
-        if taken.exists():
-            return False
-        taken.touch()
-        return True
 
     def _do(self, how: str) -> bool:
         if how in ("kill", "stop"):
@@ -73,6 +63,10 @@ class _Faults:
             raise ValueError("asked to fail")
         elif how == "exit":
             os._exit(7)
+        elif how.startswith("await "):
+            while not (_FOLDER / how.removeprefix("await ")).exists():
+                time.sleep(0.01)
+            time.sleep(1)  # until everybody has looked
         return how == "nan"
 
 
@@ -115,6 +109,7 @@ def _arm() -> None:
     _around(Member, "next_view", "leaving", of=lambda _, view, report: -1 if view is None else view.generation)
     _around(Membership, "_decide", "deciding", "decided", of=lambda _, view: view.generation - 1)
     _around(Membership, "open_group", "group", "formed", of=lambda _, view: view.generation - 1)
+    _around(Membership, "say_ready", after="ready", of=lambda _: (_FOLDER / f"ready-{_FAULTS.member}").touch() or 0)
     _around(run, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
     _around(run, "build_accumulator", "", "built")
     _around(Member, "end", "ending", "ended")

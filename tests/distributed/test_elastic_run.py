@@ -1,0 +1,204 @@
+"""Real elastic runs whose processes die at chosen places: they end as the run that nobody disturbs, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import metrics, status
+from tests.support.elastic_runs import Fault, Job, elastic, first_difference, job, same, undisturbed
+
+pytestmark = pytest.mark.slow
+_ALONE = "elastic.rejoin=false"
+_FP16 = (
+    "precision=fp16",
+    "precision.scaler.initial_scale_power=22",
+    "precision.scaler.growth_interval=2",
+    "precision.scaler.hysteresis=1",
+)
+References = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """The run of one process with these settings, made once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def get(*arguments: str) -> Path:
+        if arguments not in made:
+            made[arguments] = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", *arguments)
+        return made[arguments]
+
+    return get
+
+
+def _kills(*places: tuple[str, str, int]) -> list[Fault]:
+    return [(*place, "kill") for place in places]
+
+
+CHAINS = {
+    "before the reduction": [("0.1.1", "loading", 2), ("0.2.1", "forward", 6), ("0.0.1", "backward", 11)],
+    "while it sends": [("0.3.1", "count", 2), ("0.0.1", "reduction", 5), ("0.1.1", "sent", 12)],
+    "while it gathers": [("0.0.1", "gathering", 1), ("0.1.1", "gathered", 6), ("0.2.1", "gathered", 7)],
+    "about the step": [("0.0.1", "step", 3), ("0.1.1", "stepped", 7), ("0.2.1", "update", 13)],
+    "over a record": [("0.0.1", "log", 3), ("0.1.1", "logged", 7), ("0.2.1", "log", 16)],
+    "over a checkpoint": [("0.0.1", "save", 4), ("0.1.1", "publish", 9), ("0.2.1", "published", 13)],
+    "told of a checkpoint": [("0.1.1", "save", 4), ("0.0.1", "on_checkpoint", 9), ("0.2.1", "on_checkpoint", 15)],
+    "in an evaluation": [("0.0.1", "evaluation", 4), ("0.2.1", "on_eval", 9), ("0.1.1", "evaluation data", 17)],
+    "told of an evaluation": [("0.1.1", "evaluation", 4), ("0.0.1", "on_eval", 9), ("0.2.1", "log", 24)],
+    "at the end": [("0.1.1", "update", 24), ("0.0.1", "on_end", 0), ("0.2.1", "ending", 0)],
+    "three at once": [("0.0.1", "forward", 5), ("0.2.1", "forward", 5), ("0.3.1", "forward", 5)],
+    "before the first window": [("0.0.1", "formed", -1), ("0.1.1", "built", 0), ("0.3.1", "built", 0)],
+    "when they report": [("0.3.1", "backward", 5), ("0.0.1", "leaving", 0), ("0.1.1", "deciding", 0)],
+    "when a view is decided": [("0.3.1", "reduction", 5), ("0.0.1", "decided", 0), ("0.1.1", "group", 1)],
+    "when the next group is formed": [("0.3.1", "sent", 5), ("0.0.1", "formed", 0), ("0.1.1", "hand over", 1)],
+    "when the state is handed over": [("0.3.1", "gathered", 5), ("0.0.1", "hand over", 0), ("0.1.1", "built", 1)],
+    "once all have the state": [("0.3.1", "step", 5), ("0.0.1", "handed over", 0), ("0.1.1", "built", 1)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
+def test_three_of_four_ranks_are_killed_at_a_place(
+    chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
+) -> None:
+    made = elastic(tmp_path / "run", _ALONE, faults=_kills(*chain), ranks=4)
+    assert first_difference(made.folder, reference()) == ""
+    killed = [line for line in made.said().splitlines() if "was killed by SIGKILL; its place stays empty" in line]
+    assert len(killed) >= 2, made.said()  # not all of them may be the one who decides
+    assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
+
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "fp16, some windows of which overflow": _FP16,
+    "an average that is evaluated, and clipped norms": (
+        "callbacks=ema",
+        "callbacks.ema.evaluate=true",
+        "callbacks.ema.decay=0.9",
+        "optim.clip_norm=0.1",
+    ),
+    "spikes that are skipped": ("trainer.on_spike=skip", "trainer.spike_zscore=1", "trainer.spike_window=10"),
+    "loading processes": ("trainer.num_workers=1",),
+    "a stop that is asked for": ("callbacks=early_stop", "callbacks.early_stop.patience=1", "trainer.max_steps=60"),
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
+def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
+    places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
+    made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places), ranks=4)
+    expected = reference(*settings)
+    assert first_difference(made.folder, expected) == ""
+    assert status(made.folder)["reason"] == status(expected)["reason"]
+
+
+def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: References) -> None:
+    places = ("0.0.1", "skip", 1), ("0.1.1", "gathered", 6), ("0.2.1", "log", 8)
+    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=_kills(*places), ranks=4)
+    assert any(not one["applied"] for one in same(made.folder))
+    assert first_difference(made.folder, reference(*_FP16)) == ""
+
+
+def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: References) -> None:
+    places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
+    settings = "numerics=fast", "+model.dropout=0"
+    made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places))
+    found, expected = same(made.folder), same(reference(*settings))
+    assert [one["window"] for one in found] == [one["window"] for one in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_another_process_joins_and_a_rank_that_stands_still_is_left_behind(
+    tmp_path: Path, reference: References
+) -> None:
+    faults: list[Fault] = [
+        ("0.2.1", "forward", 3, "stop"),
+        ("*", "update", 8, "await ready-0.2.2"),
+        ("0.0.1", "reduction", 14, "kill"),
+        ("*", "update", 18, "await ready-0.0.2"),
+    ]
+    made = elastic(tmp_path / "run", "elastic.expel_after=3", faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3, 2, 3]
+    assert first_difference(made.folder, reference()) == ""
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_node_is_lost_with_its_agent(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run") as made:
+        meeting = "--nnodes=2", f"--rdzv=127.0.0.1:{_port()}", "--nproc=2"
+        faults: list[Fault] = [("*", "update", 5, "await go")]
+        made.start(*meeting, "--node-rank=0", faults=faults)
+        other = made.start(*meeting, "--node-rank=1", faults=faults)
+        made.wait_for(lambda: made.windows() >= 4)
+        other.kill()
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        ranks = [one["ranks"] for one in metrics(made.folder)]
+        assert ranks in ([4] * 4 + [2] * 20, [4] * 5 + [2] * 19)
+        assert first_difference(made.folder, reference()) == ""
+
+
+def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", "resume=auto", _ALONE) as made:
+        agent = made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "kill"), ("*", "update", 9, "await go")])
+        made.wait_for(lambda: made.windows() >= 8)
+        os.kill(agent.pid, signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert status(made.folder)["state"] == "preempted"
+        assert status(made.folder)["step"] in (8, 9)
+        made.start("--nproc=2")
+        assert made.end() == 0, made.said()
+        assert status(made.folder)["state"] == "done"
+        assert first_difference(made.folder, reference()) == ""
+
+
+def _failed(made: Job) -> str:
+    assert made.end(60) == 1, made.said()
+    assert status(made.folder)["state"] == "failed"
+    assert "another is started" not in made.said().partition("the run failed")[0]
+    return str(status(made.folder)["reason"])
+
+
+def test_gradients_that_are_nan_end_the_run(tmp_path: Path) -> None:
+    with job(tmp_path / "run") as made:
+        made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "nan")])
+        assert "NonFiniteError" in _failed(made)
+        assert made.windows() == 6
+
+
+def test_an_error_on_one_rank_is_that_ranks_end_and_not_the_runs(tmp_path: Path, reference: References) -> None:
+    faults: list[Fault] = [("0.0.1", "forward", 5, "raise"), ("0.2.1", "backward", 11, "exit")]
+    made = elastic(tmp_path / "run", _ALONE, faults=faults)
+    assert "asked to fail" in made.said() + made.logs()
+    assert "0.2.1" in made.said()
+    assert first_difference(made.folder, reference()) == ""
+    assert status(made.folder) == status(reference()) | {"state": "done"}
+
+
+def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> None:
+    for member in ("0.0.1", "0.1.1"):
+        with job(tmp_path / member) as made:
+            made.start("--nproc=2", faults=_kills((member, "starting", 0)))
+            assert made.end(60) == 1, made.said()
+            rank = member.split(".")[1]
+            assert f"rank {rank} was killed by SIGKILL before the run had begun" in made.said()
+
+
+def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, reference: References) -> None:
+    made = elastic(tmp_path / "run", _ALONE, "checkpoint.keep=0", faults=_kills(("0.1.1", "backward", 13)))
+    for step, ranks in ((12, 3), (18, 2), (24, 2)):
+        folder = made.folder / "checkpoints" / f"step-{step}"
+        assert len(list(folder.glob("random-*.json"))) == ranks
+    assert first_difference(made.folder, reference("checkpoint.keep=0")) == ""
