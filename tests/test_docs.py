@@ -344,7 +344,13 @@ def test_a_slurm_command_names_what_there_is(command: str, tmp_path: Path) -> No
     words = _sbatch(command)
     assert words is not None
     at = next(i for i, word in enumerate(words) if not word.startswith("--"))
-    assert {word.split("=")[0] for word in words[:at]} <= {"--nodes", "--gpus-per-node", "--time", "--array", "--no-kill"}
+    assert {word.split("=")[0] for word in words[:at]} <= {
+        "--nodes",
+        "--gpus-per-node",
+        "--time",
+        "--array",
+        "--no-kill",
+    }
     assert (ROOT / words[at]).is_file()
     overrides = [word for word in words[at + 1 :] if not word.startswith("hydra.run.dir")]
     succeed(*overrides, "--check=16", f"hydra.run.dir={tmp_path / 'run'}")

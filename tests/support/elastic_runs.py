@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
