@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,14 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
+def _each(cases: Mapping[str, Any], *often: str) -> list[Any]:
+    """All of them, of which most are heavy."""
+    return [
+        pytest.param(case, id=name, marks=() if name in often else pytest.mark.heavy) for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize("chain", _each(CHAINS, "while it sends", "about the step", "when the state is handed over"))
 def test_three_of_four_ranks_are_killed_at_a_place(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:
@@ -87,7 +95,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("settings", _each(VARIANTS, "an average that is evaluated, and clipped norms"))
 def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
     made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places), ranks=4)
@@ -134,6 +142,7 @@ def _port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.heavy
 def test_a_node_is_lost_with_its_agent(tmp_path: Path, reference: References) -> None:
     with job(tmp_path / "run") as made:
         meeting = "--nnodes=2", f"--rdzv=127.0.0.1:{_port()}", "--nproc=2"
@@ -171,6 +180,7 @@ def _failed(made: Job) -> str:
     return str(status(made.folder)["reason"])
 
 
+@pytest.mark.heavy
 def test_gradients_that_are_nan_end_the_run(tmp_path: Path) -> None:
     with job(tmp_path / "run") as made:
         made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "nan")])
@@ -178,6 +188,7 @@ def test_gradients_that_are_nan_end_the_run(tmp_path: Path) -> None:
         assert made.windows() == 6
 
 
+@pytest.mark.heavy
 def test_an_error_on_one_rank_is_that_ranks_end_and_not_the_runs(tmp_path: Path, reference: References) -> None:
     faults: list[Fault] = [("0.0.1", "forward", 5, "raise"), ("0.2.1", "backward", 11, "exit")]
     made = elastic(tmp_path / "run", _ALONE, faults=faults)
@@ -196,6 +207,7 @@ def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> No
             assert f"rank {rank} was killed by SIGKILL before the run had begun" in made.said()
 
 
+@pytest.mark.heavy
 def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, reference: References) -> None:
     made = elastic(tmp_path / "run", _ALONE, "checkpoint.keep=0", faults=_kills(("0.1.1", "backward", 13)))
     for step, ranks in ((12, 3), (18, 2), (24, 2)):
