@@ -186,6 +186,20 @@ ELSEWHERE = {
     "python launch/bench gpu part=speed hydra.run.dir=runs/gpu": (
         "unit/launch/test_gpu_speed.py::test_a_measurement_of_speed_runs_in_small"
     ),
+    "TORCHFT_PYTHON=/path/to/python python launch/bench elastic kills=12 every_s=10 quiet_s=12 "
+    "'ways=[elastic,restart,torchft]'": (
+        "distributed/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
+    ),
+    "NPROC=4 bash launch/elastic.sh numerics=reproducible trainer.max_steps=20": (
+        "distributed/test_elastic_run.py::test_three_of_four_ranks_are_killed_at_a_place"
+    ),
+    **dict.fromkeys(
+        (
+            f"bash launch/elastic.sh --nnodes=2 --node-rank={rank} --rdzv=node1:29400 trainer.max_steps=20"
+            for rank in (0, 1)
+        ),
+        "distributed/test_elastic_agent.py::test_two_nodes_of_which_one_is_lost_and_comes_back",
+    ),
     "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
     "python launch/bench network": (
         "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"
@@ -330,7 +344,13 @@ def test_a_slurm_command_names_what_there_is(command: str, tmp_path: Path) -> No
     words = _sbatch(command)
     assert words is not None
     at = next(i for i, word in enumerate(words) if not word.startswith("--"))
-    assert {word.split("=")[0] for word in words[:at]} <= {"--nodes", "--gpus-per-node", "--time", "--array"}
+    assert {word.split("=")[0] for word in words[:at]} <= {
+        "--nodes",
+        "--gpus-per-node",
+        "--time",
+        "--array",
+        "--no-kill",
+    }
     assert (ROOT / words[at]).is_file()
     overrides = [word for word in words[at + 1 :] if not word.startswith("hydra.run.dir")]
     succeed(*overrides, "--check=16", f"hydra.run.dir={tmp_path / 'run'}")

@@ -177,7 +177,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
         return Begin(None)
     own = carried if world.rank == source else None
     plain = None if own is None else replace(own, engine=_nothing, average=None, random=None, begun=None)
-    lacks = [name for name in view.members if reports[name].position // STAGES < furthest // STAGES]
+    lacks = [name for name in view.members if _lacks(reports[name].position, furthest)]
     content = b"" if own is None or not lacks else _packed(own)
     box: list[Any] = [(plain, len(content), hashlib.blake2b(content).hexdigest())]
     _broadcast_object(box, source)
@@ -211,6 +211,11 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     if again is not None and carried.begun is not None and again.deal.held_by(world.rank):
         kept = carried.begun.kept
     return Begin(carried, again, kept)
+
+
+def _lacks(position: int, furthest: int) -> bool:
+    """Whether a member there has not the weights of the furthest one."""
+    return position <= NOT_BEGUN or position // STAGES < furthest // STAGES
 
 
 def _again(view: View, reports: Mapping[str, Report]) -> Again | None:

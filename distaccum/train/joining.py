@@ -96,8 +96,9 @@ class InView:
         carried = self.begin.carried
         if carried is None:
             return {"elastic": True}
-        own = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
-        return own | {"elastic": True, "record": carried.record, "reason": carried.stop}
+        own: dict[str, Any] = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
+        own |= {"record": carried.record, "reason": carried.stop, "proven": carried.verified}
+        return own | {"elastic": True}
 
 
 class JoinRider:

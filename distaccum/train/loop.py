@@ -86,6 +86,7 @@ class Loop:
         evaluation: the last one, with its step.
         record: the last one, which nobody may have written.
         reason: why the run is to stop.
+        proven: whether a window has proven its gradient before.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
@@ -111,6 +112,7 @@ class Loop:
         saved_step: int | None = None,
         record: Mapping[str, Any] | None = None,
         reason: str = "",
+        proven: bool = False,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -155,7 +157,7 @@ class Loop:
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
-        self._record, self._written = record, 0
+        self._record, self._written, self._proven = record, 0, proven
         self._reason = reason
         self._preempted_by = ""
         self._saves_best = False
@@ -218,7 +220,7 @@ class Loop:
             self._take_up()
         try:
             if self._tail is not None:
-                self._pay(self.progress)
+                self._pay(self._tail.window, self._tail.outcome, self.progress)
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
                 for window in self._accumulator.windows(self._loader):
                     self.step_window(window)
@@ -325,24 +327,24 @@ class Loop:
                 logger.alert("the loss scale has collapsed", text)
 
     def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
-        self._tail = Tail.after(window, outcome, self._lr)
-        self._pay(progress)
+        if self._elastic:
+            self._tail = Tail.after(window, outcome, self._lr)
+        self._pay(window, outcome, progress)
 
-    def _pay(self, progress: Progress) -> None:
-        """Does what the last update is owed; where ranks are lost meanwhile, the ranks of the next view go on here."""
-        assert self._tail is not None
+    def _pay(self, window: Window, outcome: Outcome, progress: Progress) -> None:
+        """Does what an update is owed; where ranks are lost meanwhile, those of the next view go on at its stage."""
         trainer, checkpoints, step = self._components.config.trainer, self._components.config.checkpoint, progress.step
-        window, outcome = self._tail.window, self._tail.outcome
+        stage = 0 if self._tail is None else self._tail.stage
         self._unlogged = (window, outcome)
-        if self._tail.stage == 0:
+        if stage == 0:
             self._call(lambda callback: callback.on_update(self, outcome))
-            self._tail = replace(self._tail, stage=1)
+            self._tail = self._tail and replace(self._tail, stage=1)
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
         # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
         if evaluates or step % trainer.log_every == 0 or step >= self._components.total_steps:
-            if self._tail.stage == 1:
+            if stage <= 1:
                 self._log(window, outcome, progress, evaluates=evaluates)
-                self._tail = replace(self._tail, stage=2)
+                self._tail = self._tail and replace(self._tail, stage=2)
             self._unlogged = None
         best = evaluates and self._is_best()
         if best or (checkpoints.every and step % checkpoints.every == 0):
@@ -372,7 +374,7 @@ class Loop:
             evaluation=self._evaluation,
             record=self._record,
             stop=self._reason,
-            verified=bool(accumulator.verified),
+            verified=self._proven or bool(accumulator.verified),
             random=random,
             begun=kept,
         )

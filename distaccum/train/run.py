@@ -433,7 +433,8 @@ def train(
     utilization = build_utilization(components, world.size) if world.is_main else None
     depth = components.config.metrics.summary_depth if world.is_main else 0
     modules = summarize(components.model, depth)  # an engine may take it apart
-    accumulator = build_accumulator(components, world, verify="never" if carried and carried.verified else None)
+    proven = carried is not None and carried.verified and components.config.trainer.verify == "first"
+    accumulator = build_accumulator(components, world, verify="never" if proven else None)
     with ExitStack() as closing:
         if view is not None:  # other ranks may be lost before there is anything to carry on
             closing.callback(accumulator.close, alone=True)

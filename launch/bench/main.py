@@ -12,7 +12,8 @@ Without a program it takes Hydra overrides of ``conf/bench.yaml`` and measures o
 - ``reproducible=true``: what ``numerics=reproducible`` costs.
 
 ``network`` measures two hosts with a slow link between them (``conf/link.yaml``), ``compare_engines`` trains the main
-job once on each engine, ``gpu`` measures what is right, fast and large on a GPU (``conf/gpu.yaml``).
+job once on each engine, ``elastic`` kills processes of a run, ``gpu`` measures what is right, fast and large on a GPU
+(``conf/gpu.yaml``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MEASURES = "launch.bench.one_process"
 PROGRAMS = {
     "network": "launch.bench.network.main",
     "compare_engines": "launch.bench.compare_engines",
+    "elastic": "launch.bench.elastic.main",
     "gpu": "launch.bench.gpu.main",
 }
 

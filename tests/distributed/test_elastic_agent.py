@@ -31,6 +31,12 @@ def _await(condition: Callable[[], Any], within_s: float = 30) -> Any:
     return found
 
 
+def _hears() -> None:
+    """A program that is started under ``nohup``, or in the background, ignores what its agent then leaves ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """Agents, and what their stand-ins write into one folder."""
 
@@ -42,7 +48,7 @@ class Job:
         """Starts an agent."""
         variables = environment(STANDIN=str(self.folder), PYTHONPATH=str(ROOT), **extra)
         command = [sys.executable, str(_AGENT), *arguments]
-        out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": _hears}
         agent = subprocess.Popen(command, env=variables, text=True, start_new_session=True, **out)  # type: ignore[call-overload]
         self.agents.append(agent)
         return agent

@@ -22,7 +22,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "ddp: the engine's averaging forgotten",
-            (("engines/ddp.py", "1 if options.scaler or reproducible else world.size\n", "1\n"),),
+            (("engines/ddp.py", "1 if options.scaler or sums else world.size\n", "1\n"),),
         ),
     ),
     (
@@ -30,7 +30,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "ddp: in fp16 the average is not made a sum",
-            (("engines/ddp.py", "world.size if options.scaler and not reproducible else 1", "1"),),
+            (("engines/ddp.py", "world.size if options.scaler and not sums else 1", "1"),),
         ),
     ),
     (

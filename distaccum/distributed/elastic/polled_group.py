@@ -27,7 +27,7 @@ NAME = "polled"
 
 # Gloo's own timeout closes the group, however well all are: who waits decides here, by `lost` and `limit_s`.
 _NEVER = timedelta(days=30)
-_ASKS_AFTER_S, _ASKS_OFTEN_FOR_S, _ASKS_SELDOM_S = 0.005, 0.25, 0.02
+_ASKS_AFTER_S, _ASKS_OFTEN_FOR_S, _ASKS_SELDOM_S = 0.01, 0.25, 0.02
 _SHORTEST_S, _LONGEST_S = 5e-5, 2e-3  # between two looks at an operation
 _DRAIN_S = 60.0  # gloo's threads end within milliseconds of the connections' end, unless the machine is overloaded
 _CLOSES = timedelta(milliseconds=1)
@@ -319,12 +319,17 @@ class PolledGroup(ProcessGroup):
         raise self._fail(_words(failed)) from failed
 
     def _await(self, inner: Any, timeout_s: float | None = None) -> None:
-        waits = _Waits()
-        while not inner.is_completed():
+        is_completed, pause, begun = inner.is_completed, _SHORTEST_S, monotonic()
+        asks_at = begun + _ASKS_AFTER_S
+        while not is_completed():  # written out: a look is calls of C, and none of Python's
             if self._failure is not None:
                 raise ViewChangedError(self._failure)
-            self._look(waits, timeout_s)
-            waits.sleep()
+            now = monotonic()
+            if now > asks_at:
+                self._ask(now - begun, timeout_s)
+                asks_at = now + (_ASKS_AFTER_S if now - begun < _ASKS_OFTEN_FOR_S else _ASKS_SELDOM_S)
+            sleep(pause)
+            pause = pause * 1.25 if pause < _LONGEST_S else _LONGEST_S
         try:
             inner.wait()
         except RuntimeError as error:
@@ -346,14 +351,17 @@ class PolledGroup(ProcessGroup):
             waits.sleep()
         return True
 
-    def _look(self, waits: _Waits, timeout_s: float | None = None) -> None:
+    def _look(self, waits: _Waits) -> None:
+        """As :meth:`_ask`, where it is time to."""
+        if waits.asks():
+            self._ask(waits.seconds)
+
+    def _ask(self, waited_s: float, timeout_s: float | None = None) -> None:
         """Raises ViewChangedError where, by what is known now, a wait has no end."""
-        if not waits.asks():
-            return
         reason = self.lost()
         limits = [each for each in (self.limit_s(), timeout_s) if each is not None]
-        if not reason and limits and waits.seconds > min(limits):
-            reason = f"what another member owes has not come for {waits.seconds:.1f} s"
+        if not reason and limits and waited_s > min(limits):
+            reason = f"what another member owes has not come for {waited_s:.1f} s"
         if reason:
             raise self._fail(reason)
 
