@@ -63,14 +63,23 @@ CHAINS = {
 }
 
 
-def _each(cases: Mapping[str, Any], *often: str) -> list[Any]:
-    """All of them, of which most are heavy."""
+OFTEN = (
+    "before the reduction",
+    "while it sends",
+    "over a record",
+    "told of an evaluation",
+    "when the next group is formed",
+)
+"""Run with the slow tests; the others are heavy, as they are many."""
+
+
+def _marked(cases: Mapping[str, Any], *often: str) -> list[Any]:
     return [
         pytest.param(case, id=name, marks=() if name in often else pytest.mark.heavy) for name, case in cases.items()
     ]
 
 
-@pytest.mark.parametrize("chain", _each(CHAINS, "while it sends", "about the step", "when the state is handed over"))
+@pytest.mark.parametrize("chain", _marked(CHAINS, *OFTEN))
 def test_three_of_four_ranks_are_killed_at_a_place(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:
@@ -89,13 +98,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "callbacks.ema.decay=0.9",
         "optim.clip_norm=0.1",
     ),
-    "spikes that are skipped": ("trainer.on_spike=skip", "trainer.spike_zscore=1", "trainer.spike_window=10"),
+    "spikes that are skipped": ("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80"),
     "loading processes": ("trainer.num_workers=1",),
     "a stop that is asked for": ("callbacks=early_stop", "callbacks.early_stop.patience=1", "trainer.max_steps=60"),
 }
 
 
-@pytest.mark.parametrize("settings", _each(VARIANTS, "an average that is evaluated, and clipped norms"))
+@pytest.mark.parametrize("settings", _marked(VARIANTS, "an average that is evaluated, and clipped norms"))
 def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
     made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places), ranks=4)
@@ -111,6 +120,7 @@ def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: Referenc
     assert first_difference(made.folder, reference(*_FP16)) == ""
 
 
+@pytest.mark.heavy
 def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
     settings = "numerics=fast", "+model.dropout=0"

@@ -46,7 +46,6 @@ BASE = (
     "schedule.warmup_steps=4",
 )
 _TIMES = (
-    "underflow_share",
     "_per_s",
     "_s",
     "_bytes",
@@ -55,6 +54,7 @@ _TIMES = (
     "slowest_over_median",
     "ranks",
     "recompiles",
+    "underflow_share",
 )
 
 
@@ -233,7 +233,12 @@ def _processes(folder: Path) -> list[int]:
 
 
 def _members(folder: Path) -> dict[str, int]:
-    return {known["DISTACCUM_MEMBER"]: pid for pid, known in _environments(folder) if "DISTACCUM_MEMBER" in known}
+    """Without the processes that load for them, which have come later."""
+    found = dict[str, int]()
+    for pid, known in sorted(_environments(folder), key=lambda one: one[0], reverse=True):
+        if "DISTACCUM_MEMBER" in known:
+            found[known["DISTACCUM_MEMBER"]] = pid
+    return found
 
 
 SOAKED: Mapping[str, tuple[str, ...]] = {
@@ -282,22 +287,24 @@ def soak(folder: Path, seed: int, expected: Path) -> str:
     """Makes one run; returns what is wrong with it, in words."""
     plan, chosen = Plan.of(seed), random.Random(-seed)  # noqa: S311
     with job(folder / "run", *_SOAK, *SOAKED[plan.settings]) as made:
-        agent = made.start(f"--nproc={plan.ranks}")
+        agent, struck = made.start(f"--nproc={plan.ranks}"), set[str]()
         for at, after, count, number in plan.blows:
             with suppress(AssertionError):
                 made.wait_for(lambda at=at: made.windows() >= max(at, 1) or agent.poll() is not None, 60)
             time.sleep(after)
-            there = sorted(made.workers())
-            for member in chosen.sample(there, max(0, min(count, len(there) - 1))):
+            there = sorted(set(made.workers()) - struck)
+            have_state = [member for member in there if (folder / f"in-{member}").exists()]
+            if not have_state:  # a newcomer is all that is left of the members that were not struck
+                continue
+            there.remove(chosen.choice(have_state))  # with the last one the run would be over
+            for member in chosen.sample(there, min(count, len(there))):
                 with suppress(ProcessLookupError, KeyError):
                     made.kill(member, number=number)
+                struck.add(member)
         try:
             code = made.end(90)
         except AssertionError as error:
             return f"{error}"
-        if "no rank is left" in made.said():
-            print("     all that had the state were killed", flush=True)  # before another had joined
-            return ""
         if code or status(made.folder).get("state") != "done":
             return f"exit code {code}, {status(made.folder)}\n{made.said()}\n{made.logs()}"
         ranks = "".join(str(one["ranks"]) for one in metrics(made.folder))
