@@ -86,7 +86,8 @@ def test_three_of_four_ranks_are_killed_at_a_place(
     made = elastic(tmp_path / "run", _ALONE, faults=_kills(*chain), ranks=4)
     assert first_difference(made.folder, reference()) == ""
     killed = [line for line in made.said().splitlines() if "was killed by SIGKILL; its place stays empty" in line]
-    assert len(killed) >= 2, made.said()  # not all of them may be the one who decides
+    certain = [phase for _, phase, _ in chain if phase not in ("decided", "deciding", "group")]
+    assert len(killed) >= min(2, len(certain)), made.said()  # the others may not be the one who decides
     assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
 
 
