@@ -17,6 +17,6 @@ def test_a_kill_is_put_into_a_table_and_a_picture(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "launch" / "bench"), "elastic", *keys]
     given = environment(PYTHONPATH=str(ROOT))
     finished = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=200)
-    assert "seconds to a window that is new" in finished.stdout
-    assert list(tmp_path.glob("*.png"))
-    assert list(tmp_path.glob("*.json"))
+    assert "s to the next window" in finished.stdout
+    assert (tmp_path / "elastic.md").read_text().strip() in finished.stdout
+    assert (tmp_path / "elastic.png").exists()
