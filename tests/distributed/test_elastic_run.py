@@ -63,13 +63,7 @@ CHAINS = {
 }
 
 
-OFTEN = (
-    "before the reduction",
-    "while it sends",
-    "over a record",
-    "told of an evaluation",
-    "when the next group is formed",
-)
+OFTEN = ("while it sends", "over a record", "when the next group is formed")
 """Run with the slow tests; the others are heavy, as they are many."""
 
 

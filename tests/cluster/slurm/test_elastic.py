@@ -62,6 +62,7 @@ def _await(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.heavy
 def test_it_goes_on_without_a_node_and_an_agent_that_is_killed_comes_back(
     cluster: Cluster, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
