@@ -143,7 +143,8 @@ def run(
             agree(str(error))
             raise
         except BaseException as error:
-            note_failure(run_dir, environment.rank, error)
+            if member is None or member.is_first:  # else the run goes on without this process
+                note_failure(run_dir, environment.rank, error)
             with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
                 agree(reason_of(environment.rank, error))
             raise

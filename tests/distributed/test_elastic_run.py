@@ -219,3 +219,15 @@ def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, refere
         folder = made.folder / "checkpoints" / f"step-{step}"
         assert len(list(folder.glob("random-*.json"))) == ranks
     assert first_difference(made.folder, reference("checkpoint.keep=0")) == ""
+
+
+def test_a_newcomer_that_cannot_begin_is_told_and_is_not_the_runs_end(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run") as made:
+        faults: list[Fault] = [("0.1.1", "forward", 3, "kill"), ("*", "update", 8, "await go")]
+        faults += [(f"0.1.{life}", "starting", 0, "leave") for life in (2, 3, 4)]
+        made.start("--nproc=2", faults=faults)
+        made.wait_for(lambda: "asked to leave" in made.said())
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert status(made.folder) == status(reference())
+        assert first_difference(made.folder, reference()) == ""

@@ -1,9 +1,9 @@
 """What elastic runs of tests are made of, named by ``_target_``; it fails where the variable ``TEST_FAULTS`` says.
 
 The variable holds a JSON list of ``[member, phase, at, how]``. A fault comes once in a process, in the first such phase
-after ``at`` windows, or at the view that follows generation ``at``. ``how`` is ``kill``, ``stop``, ``raise``, ``nan``
-or ``exit``; or ``await NAME``: it goes on once that file is in ``TEST_FOLDER``, and ``ready-MEMBER`` is there when a
-newcomer waits to join. A member of ``*`` is each of them.
+after ``at`` windows, or at the view that follows generation ``at``. ``how`` is ``kill``, ``stop``, ``raise``, ``nan``,
+``leave`` or ``exit``; or ``await NAME``: it goes on once that file is in ``TEST_FOLDER``, and ``ready-MEMBER`` is there
+when a newcomer waits to join. A member of ``*`` is each of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -61,6 +62,8 @@ class _Faults:
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         elif how == "raise":
             raise ValueError("asked to fail")
+        elif how == "leave":
+            sys.exit("asked to leave")
         elif how == "exit":
             os._exit(7)
         elif how.startswith("await "):
@@ -137,7 +140,7 @@ def data(*, delay_s: float = 0.0, size: int = 131, held_out: int = 23) -> DataSp
     """Two sets of points; each takes ``delay_s`` to read."""
     if _FAULTS.member:
         _arm()
-    _FAULTS.at("starting")
+    _FAULTS.at("starting", 0)
     return DataSpec(
         train=Samples(size, 0, delay_s), eval_dataset=Samples(held_out, 1), description="points", ignored={1: -100}
     )
