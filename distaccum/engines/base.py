@@ -25,9 +25,11 @@ from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.memory_marks import MemoryMarks
+from distaccum.engines.mirror import Shares
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
 from distaccum.engines.partial_sums import PartialWindow
+from distaccum.engines.shares import Share
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -457,6 +459,24 @@ class Engine(ABC):
 
     def take_up(self, kept: PartialWindow) -> None:
         """Gives the window that begins next what another engine has :attr:`kept` of it on this rank."""
+        raise NotImplementedError
+
+    @property
+    def shares(self) -> Shares | None:
+        """What this rank has of a state that is sharded, where ranks may be lost; None: each rank has all of it."""
+        return None
+
+    def load_dealt(self, state: EngineState, share: Share, *, torn: bool) -> None:
+        """Restores the state of an engine of other ranks, of which each has a share; a collective.
+
+        Args:
+            state: weights and what else every rank has.
+            share: what this rank has of one moment's state.
+            torn: whether some rank's weights are of another moment, so that those of the shares are taken.
+
+        Raises:
+            LostStateError, PeerError: as :func:`~distaccum.engines.shares.dealt`.
+        """
         raise NotImplementedError
 
     def copy_gradients(self) -> Sequence[Tensor]:

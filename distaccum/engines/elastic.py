@@ -13,7 +13,7 @@ _START = "or start it with launch/train.sh, which goes on from its last checkpoi
 def check(context: EngineContext) -> None:
     """Raises ConfigError for settings with which a window cannot go on without some of its ranks."""
     engine = context.engine
-    if engine.name != "ddp":
+    if engine.name not in ("ddp", "zero1"):
         problem = "keeps a share of the state on each rank, which a rank that is lost takes with it"
         raise ConfigError("engine", engine.name, f"in an elastic run: it {problem}", f"Use engine=ddp, {_START}")
     if context.policy.reduce_dtype is not torch.float32:

@@ -79,6 +79,11 @@ class Masters:
         """The master of a weight that this rank steps; every other parameter is its own."""
         return self._masters.get(id(parameter), parameter)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all weights that have a master, on this rank or on another."""
+        return frozenset(self._names)
+
     def by_name(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The masters of this rank, with their weights' names."""
         return [(name, self._masters[id(w)]) for name, w in self._names.items() if id(w) in self._masters]

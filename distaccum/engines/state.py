@@ -14,6 +14,7 @@ from distaccum.distributed.world import World
 from distaccum.engines import frozen_base
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
+from distaccum.engines.mirror import Shares
 from distaccum.errors import shorten
 
 _PICKLED = (
@@ -69,6 +70,13 @@ def whole_state(engine: Engine, world: World) -> EngineState:
         _copy_in_place(part)
     model, optimizer = parts
     return replace(rest, model=model, optimizer=optimizer, optimizer_values=dict(values))
+
+
+def own_state(engine: Engine, shares: Shares) -> EngineState:
+    """A copy of what every rank has, on this rank; the optimizers' state is in its ``shares``, and the loss scale's."""
+    model = dict(engine.state().model)
+    _copy_in_place(model)
+    return EngineState(model=model, optimizer={}, optimizer_values={}, scaler=shares.scaler)
 
 
 def _copy_in_place(tensors: dict[str, Tensor]) -> None:

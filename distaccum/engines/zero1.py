@@ -79,6 +79,11 @@ class ZeRO1:
                 self._addresses.append(place.data_ptr())
             self._flat_buffers.append((rank, buffer))
 
+    def owner(self, parameter: nn.Parameter) -> int | None:
+        """The rank that steps ``parameter``; None: nobody does."""
+        number = id(parameter)
+        return next((owners[number] for _, owners in self._whole if number in owners), None)
+
     def take_in(self) -> None:
         """Before a step: weights that somebody has put elsewhere (``p.data = ...``) are copied to where they lay.
 
@@ -96,7 +101,11 @@ class ZeRO1:
             work.wait()
 
     def restore(
-        self, optimizers: Sequence[Optimizer], master: Callable[[nn.Parameter], Tensor | None] | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        master: Callable[[nn.Parameter], Tensor | None] | None = None,
+        *,
+        gathers: bool = True,
     ) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective.
 
@@ -106,12 +115,13 @@ class ZeRO1:
         Args:
             optimizers: those of :meth:`partition`.
             master: of a parameter that another tensor is stepped for: that tensor, which every rank gets, too.
+            gathers: False: a rank keeps its own state alone, and nothing is sent.
         """
         error = sys.exc_info()[1]
         if isinstance(error, DistaccumError):  # every rank has one, unless it puts another error in words
             error = error.__cause__
         alone = error is not None and not isinstance(error, DistaccumError)
-        if alone:
+        if alone and gathers:
             _log.warning(
                 "closed while %s is handled: the optimizers have this rank's share of their state", repr(error)
             )
@@ -124,6 +134,7 @@ class ZeRO1:
                 for i, p in enumerate(held)
                 if owners[id(p)] == self._world.rank and p in optimizer.state
             }
+            alone = alone or not gathers
             for rank, given in enumerate([] if alone else self._world.all_gather_object(own)):
                 for i, state in given.items() if rank != self._world.rank else ():
                     optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}

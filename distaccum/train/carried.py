@@ -27,7 +27,9 @@ from distaccum.distributed.elastic.views import Report, View, shares_of, source_
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
+from distaccum.engines.mirror import Shares
 from distaccum.engines.partial_sums import PartialWindow
+from distaccum.engines.shares import Share
 from distaccum.errors import PeerError
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, named
@@ -123,10 +125,12 @@ class Carried:
     """The state of a run after a window, on one rank.
 
     ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end.
+    ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``.
     """
 
     run: RunState
     engine: EngineState
+    shares: Shares | None = None
     average: Mapping[str, Tensor] | None
     tail: Tail | None
     saved_step: int
@@ -142,18 +146,30 @@ class Carried:
         """How far the run has come here."""
         return self.run.progress.window * STAGES + (STAGES - 1 if self.tail is None else self.tail.stage)
 
-    def with_begun_of(self, before: Carried) -> Carried:
-        """With what was open before and was not begun again, where the run has not moved on since."""
-        same = self.begun is None and before.run.progress == self.run.progress
-        return replace(self, begun=before.begun) if same else self
+    def with_all_of(self, before: Carried) -> Carried:
+        """With what was open before and was not begun again, where the run has not moved on since.
+
+        Then other ranks may not have what was dealt anew, and the shares of before count as well.
+        """
+        if before.run.progress != self.run.progress:
+            return self
+        shares = self.shares
+        if shares is not None and before.shares is not None:
+            shares = replace(shares, now=shares.now | before.shares.now)
+        return replace(self, begun=self.begun or before.begun, shares=shares)
 
     def report(self, member: str) -> Report:
         """What the other members are told."""
-        begun = self.begun
+        begun, torn = self.begun, self.shares is not None and self.shares.torn
+        note = {_TORN: True} if torn else {}
         if begun is None:
-            return Report(member=member, position=self.position)
+            return Report(member=member, position=self.position, note=note)
         held = tuple(sorted(begun.kept.sums))
-        return Report(member=member, position=self.position, held=held, note=begun.note)
+        return Report(member=member, position=self.position, held=held, note=begun.note | note)
+
+
+_TORN = "torn"
+"""Noted by a member some of whose weights may be those of after a step that is not made."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +192,15 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     if furthest <= NOT_BEGUN:
         return Begin(None)
     own = carried if world.rank == source else None
-    plain = None if own is None else replace(own, engine=_nothing, average=None, random=None, begun=None)
+    shares = None if own is None or own.shares is None else Shares(now=Share())
+    plain = None if own is None else replace(own, engine=_nothing, shares=shares, average=None, random=None, begun=None)
     lacks = [name for name in view.members if _lacks(reports[name].position, furthest)]
     content = b"" if own is None or not lacks else _packed(own)
     box: list[Any] = [(plain, len(content), hashlib.blake2b(content).hexdigest())]
     _broadcast_object(box, source)
     told, size, digest = box[0]
+    if told.shares is not None and any(reports[name].position == NOT_BEGUN for name in view.members):
+        return Begin(None)  # somebody of the first view has no share yet, so that no window was stepped
     tensors: dict[str, Any] = {}
     if lacks:
         sent = (
@@ -193,14 +212,16 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
             if hashlib.blake2b(whole).hexdigest() != digest:
                 raise PeerError(f"the state that {view.members[source]} sent has come damaged", "while this one joined")
             tensors = torch.load(io.BytesIO(whole), weights_only=True)
+    shares = _shares(carried, view, reports, member) if told.shares is not None else None
     if tensors:
         engine = EngineState(**tensors["engine"])
-        carried = replace(told, engine=engine, average=tensors["average"])
+        carried = replace(told, engine=engine, shares=shares, average=tensors["average"])
     else:
         assert carried is not None
         carried = replace(
             told,
             engine=carried.engine,
+            shares=shares,
             average=carried.average,
             random=carried.random,
             begun=carried.begun,
@@ -211,6 +232,17 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     if again is not None and carried.begun is not None and again.deal.held_by(world.rank):
         kept = carried.begun.kept
     return Begin(carried, again, kept)
+
+
+def _shares(carried: Carried | None, view: View, reports: Mapping[str, Report], member: str) -> Shares:
+    """What this member has of the state that all go on from: that of after the step, if anybody has made it."""
+    furthest = reports[source_of(view, reports)].position // STAGES
+    there = [reports[name] for name in view.members if reports[name].position // STAGES == furthest]
+    torn = any(report.note.get(_TORN, False) for report in there)
+    if carried is None or carried.shares is None:
+        return Shares(now=Share(), torn=torn)
+    own = carried.shares.now if reports[member].position // STAGES == furthest else carried.shares.ahead
+    return Shares(now=own or Share(), torn=torn)
 
 
 def _lacks(position: int, furthest: int) -> bool:
@@ -262,7 +294,10 @@ class RestoreCarried:
             The id of the W&B run, and no note.
         """
         carried = self._carried
-        accumulator.engine.load_state(carried.engine)
+        if carried.shares is None:
+            accumulator.engine.load_state(carried.engine)
+        else:
+            accumulator.engine.load_dealt(carried.engine, carried.shares.now, torn=carried.shares.torn)
         run = carried.run
         accumulator.restore(run.progress, run.position, None, run.spikes)
         for name, callback in named(self._callbacks).items():

@@ -21,7 +21,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.random import RNGState
-from distaccum.engines.state import whole_state
+from distaccum.engines.state import own_state, whole_state
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
@@ -365,9 +365,12 @@ class Loop:
         if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
             kept = Begun.of(progress, begun, begun.deal, accumulator.engine.kept)
         average = ema.of(self._components.callbacks)
+        engine = accumulator.engine
+        shares = engine.shares
         return Carried(
             run=self._saver.run_state(self._logged),
-            engine=whole_state(accumulator.engine, self._world),
+            engine=whole_state(engine, self._world) if shares is None else own_state(engine, shares),
+            shares=shares,
             average=None if average is None else {n: t.clone() for n, t in average.whole(lambda _: True).items()},
             tail=self._tail,
             saved_step=self._saver.saved_step,

@@ -261,7 +261,7 @@ def _in_views(
                 if isinstance(error, DistaccumError):  # which all ranks raise
                     member.end(1)
                 raise
-            carried = ended if carried is None else ended.with_begun_of(carried)
+            carried = ended if carried is None else ended.with_all_of(carried)
 
 
 def _train_watched(

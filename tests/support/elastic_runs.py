@@ -78,15 +78,22 @@ def first_difference(found: Path, expected: Path) -> str:
     latest = [max((one / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:])) for one in (found, expected)]
     if latest[0].name != latest[1].name:
         return f"{latest[0].name} instead of {latest[1].name}"
-    for file in sorted(latest[1].glob("*.safetensors")):
-        mine, other = load_file(latest[0] / file.name), load_file(file)
-        if mine.keys() != other.keys() or any((mine[key] != other[key]).any() for key in other):
-            return f"{file.name} of {latest[0].name} differs"
+    for kind in ("model", "optimizer", "ema"):
+        mine, other = (_tensors(one, kind) for one in latest)
+        wrong = [key for key in other if key not in mine or (mine[key] != other[key]).any()]
+        if mine.keys() != other.keys() or wrong:
+            return f"the {kind} of {latest[0].name} differs in {(wrong or [*mine.keys() ^ other.keys()])[:3]}"
     states = [json.loads((one / "state.json").read_text()) for one in latest]
     for key in ("clocks", "callbacks", "spikes"):
         if states[0].get(key) != states[1].get(key):
             return f"{key} in state.json: {states[0].get(key)} != {states[1].get(key)}"
     return ""
+
+
+def _tensors(checkpoint: Path, kind: str) -> dict[str, Any]:
+    """Of all files in which ranks have written some."""
+    files = [*checkpoint.glob(f"{kind}.safetensors"), *checkpoint.glob(f"{kind}-*.safetensors")]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def undisturbed(folder: Path, *arguments: str) -> Path:

@@ -1,0 +1,175 @@
+"""What a rank has of a sharded state, by parameter: packed, united with another's, and dealt among other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distaccum.distributed.world import World
+from distaccum.engines.optimizer_state import by_owner
+from distaccum.errors import DistaccumError, PeerError, shorten
+
+_ALIGNMENT = 64  # bytes, torch's own on the CPU: the bits that a kernel gives depend on it
+_LENGTH = 8  # bytes, of the length of the heading
+
+
+class LostStateError(DistaccumError):  # what happened, not what is wrong
+    """No rank that is left has the optimizer's state of a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Some parameters' part of a state.
+
+    Args:
+        parameters: their names, also of those that have no state yet.
+        model: weights by name; of none, where every rank has them.
+        optimizer: the optimizers' tensors, as in ``EngineState``.
+        values: their plain values, and those that belong to no parameter.
+    """
+
+    parameters: frozenset[str] = frozenset()
+    model: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __or__(self, other: Share) -> Share:
+        return Share(
+            parameters=self.parameters | other.parameters,
+            model={**other.model, **self.model},
+            optimizer={**other.optimizer, **self.optimizer},
+            values={**other.values, **self.values},
+        )
+
+    def of(self, parameters: Collection[str], *, weights: Collection[str] = ()) -> Share:
+        """The part of these ``parameters``, and the ``weights`` that it has; what belongs to none stays with it."""
+        kept, _ = by_owner(self.optimizer, self.values)
+        left_out = {full for name, entries in kept.items() if name not in parameters for full in entries.values()}
+        return Share(
+            parameters=self.parameters.intersection(parameters),
+            # Of a checkpoint's files only what is asked for is read.
+            model={name: self.model[name] for name in weights if name in self.model},
+            optimizer={name: self.optimizer[name] for name in self.optimizer if name not in left_out},
+            values={name: value for name, value in self.values.items() if name not in left_out},
+        )
+
+    def packed(self) -> Tensor:
+        """A copy as bytes, in one piece: a heading, and the tensors as they lie in memory."""
+        tensors = {"model": self.model, "optimizer": self.optimizer}
+        rows = [(kind, name, tensor.detach()) for kind, given in tensors.items() for name, tensor in given.items()]
+        dense = [tensor if _is_dense(tensor) else tensor.contiguous() for _, _, tensor in rows]
+        heading = {
+            "parameters": sorted(self.parameters),
+            "values": dict(self.values),
+            "tensors": [
+                (kind, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()))
+                for (kind, name, _), tensor in zip(rows, dense, strict=True)
+            ],
+        }
+        text = json.dumps(heading).encode()
+        starts, end = list[int](), _aligned(_LENGTH + len(text))
+        for tensor in dense:
+            starts.append(end)
+            end += _aligned(tensor.nbytes)
+        content = torch.zeros(end, dtype=torch.uint8)
+        content[:_LENGTH] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little")), dtype=torch.uint8)
+        content[_LENGTH : _LENGTH + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        for start, tensor in zip(starts, dense, strict=True):
+            _placed(content, start, tensor.dtype, tensor.shape, tensor.stride()).copy_(tensor)
+        return content
+
+    @classmethod
+    def unpacked(cls, content: Tensor) -> Share:
+        """What was :meth:`packed`; its tensors lie in ``content``."""
+        length = int.from_bytes(content[:_LENGTH].numpy().tobytes(), "little")
+        heading = json.loads(content[_LENGTH : _LENGTH + length].numpy().tobytes())
+        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        start = _aligned(_LENGTH + length)
+        for kind, name, dtype, shape, stride in heading["tensors"]:
+            tensor = _placed(content, start, getattr(torch, dtype), shape, stride)
+            found[kind][name] = tensor
+            start += _aligned(tensor.nbytes)
+        return cls(parameters=frozenset(heading["parameters"]), values=heading["values"], **found)
+
+    def copy(self) -> Share:
+        """In memory of its own."""
+        return Share.unpacked(self.packed())
+
+
+def dealt(share: Share, wanted: Sequence[Collection[str]], world: World, *, weights: bool) -> Share:
+    """What this rank is to have of the state, from whoever has it; a collective.
+
+    The shares are of one moment, so that those who have the same have the same bits; the first rank sends it. Each
+    rank's part comes with its digest.
+
+    Args:
+        share: what this rank has.
+        wanted: by rank, of which parameters it is to have the state.
+        world: this rank.
+        weights: whether every rank gets the weights that are in the shares, too.
+
+    Returns:
+        A copy.
+
+    Raises:
+        LostStateError: nobody has what a rank is to have; on every rank.
+        PeerError: what came is not what was sent.
+    """
+    held = [frozenset(names) for names in world.all_gather_object(sorted(share.parameters))]
+    sender = {name: rank for rank in reversed(range(world.size)) for name in held[rank]}
+    lost = sorted({name for names in wanted for name in names} - sender.keys())
+    if lost:
+        problem = f"the optimizer's state of {shorten(lost)} is gone: who has stepped it and who had a copy of it"
+        raise LostStateError(f"{problem} have ended together")
+    mine = [name for name, rank in sender.items() if rank == world.rank]
+    due = {name for name in mine for rank, names in enumerate(wanted) if name in names and name not in held[rank]}
+    given = share.of(due, weights=mine if weights else ())
+    content = given.packed() if due or given.model or given.values else torch.empty(0, dtype=torch.uint8)
+    sent = world.all_gather_object((len(content), _digest(content)))
+    found = share.of(wanted[world.rank], weights=mine if weights else ()).copy()
+    for rank, (size, digest) in enumerate(sent):
+        if not size:
+            continue
+        arriving = content if rank == world.rank else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(arriving, src=rank)
+        if rank == world.rank:
+            continue
+        if _digest(arriving) != digest:
+            raise PeerError(f"the state that rank {rank} sent has come damaged", "while the state was dealt anew")
+        other = Share.unpacked(arriving)
+        found = found | other.of(wanted[world.rank], weights=list(other.model)).copy()
+    return found
+
+
+def _digest(content: Tensor) -> str:
+    return hashlib.blake2b(content.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a piece of memory, in whatever order."""
+    order = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in order:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _placed(content: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    elements = 1
+    for size in shape:
+        elements *= size
+    flat = content[start : start + elements * dtype.itemsize].view(dtype)
+    return flat.as_strided(list(shape), list(stride), flat.storage_offset())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
