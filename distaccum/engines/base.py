@@ -25,11 +25,10 @@ from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.memory_marks import MemoryMarks
-from distaccum.engines.mirror import Shares
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
 from distaccum.engines.partial_sums import PartialWindow
-from distaccum.engines.shares import Share
+from distaccum.engines.shares import Share, Shares
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy

@@ -31,14 +31,14 @@ from distaccum.engines.ddp_model import DDPModel
 from distaccum.engines.fused_update import StepOptions, zero_in_place
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.masters import Masters
-from distaccum.engines.mirror import Mirror, Shares
+from distaccum.engines.mirror import Mirror
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.partial_sums import PartialWindow
 from distaccum.engines.reached_leaves import ReachedLeaves
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
-from distaccum.engines.shares import Share, dealt
+from distaccum.engines.shares import Share, Shares
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.tree_all_reduce import TreeAllReduce
 from distaccum.engines.unused_parameters import UnusedParameters
@@ -92,7 +92,7 @@ class DDPEngine(Engine):
         self.gradient_divide_factor = 1 if options.scaler or sums else world.size
         # A factor that the reduced gradient is still to get.
         self._sums_to = world.size if options.scaler and not sums else 1
-        self.reproducible, self.reduces_after, mirrors = reproducible, elastic, elastic and shards is not None
+        self.reproducible, self.reduces_after = reproducible, elastic
         self._tree = TreeAllReduce(world, by_units=reproducible, keeps=elastic) if sums else None
         self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
         self._shards = shards
@@ -161,7 +161,7 @@ class DDPEngine(Engine):
             if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
         }
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
-        self._mirror = Mirror(world, self._weights_of, self._own_share, self._scaler_state) if mirrors else None
+        self._mirror = self._make_mirror() if elastic else None
 
     def _divide(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
@@ -613,31 +613,19 @@ class DDPEngine(Engine):
             self._masters.load(state.model)
         with self.stepped_groups:
             self._optimizer_step.load_state(state)
+        if self._mirror is not None:
+            self._mirror.load(state)
 
-    # --- what is kept of other ranks' shares, in an elastic run
+    # --- where ranks may be lost
 
-    def _stepped_by(self, rank: int) -> list[str]:
-        assert self._shards is not None
-        return [name for name, parameter in self._named.items() if self._shards.owner(parameter) == rank]
+    def _make_mirror(self) -> Mirror | None:
+        if self._shards is None:
+            return None
+        return Mirror(self._world, self._shards, self._named, self._masters, self._stepped_state)
 
-    def _weights_of(self, rank: int) -> dict[str, Tensor]:
-        """Those without masters."""
-        rounded = set() if self._masters is None else self._masters.names
-        return {name: self._named[name].detach() for name in self._stepped_by(rank) if name not in rounded}
-
-    def _own_share(self) -> Share:
-        masters = {} if self._masters is None else {name: p.detach() for name, p in self._masters.by_name()}
+    def _stepped_state(self) -> EngineState:
         with self.stepped_groups:
-            state = self._optimizer_step.state({}, owns=lambda _: True)
-        return Share(
-            parameters=frozenset(self._stepped_by(self._world.rank)),
-            model=masters,
-            optimizer=state.optimizer,
-            values=state.optimizer_values,
-        )
-
-    def _scaler_state(self) -> Mapping[str, Any]:
-        return self._scaler.state_dict() if self._scaler else {}
+            return self._optimizer_step.state({}, owns=lambda _: True)
 
     @property
     def shares(self) -> Shares | None:
@@ -647,11 +635,7 @@ class DDPEngine(Engine):
     def load_dealt(self, state: EngineState, share: Share, *, torn: bool) -> None:
         """See :class:`Engine`."""
         assert self._mirror is not None
-        ranks = range(self._world.size)
-        wanted = [{*self._stepped_by(rank), *self._stepped_by((rank - 1) % len(ranks))} for rank in ranks]
-        found = dealt(share, wanted, self._world, weights=torn or self._masters is not None)
-        model = {**state.model, **found.model}
-        self.load_state(replace(state, model=model, optimizer=found.optimizer, optimizer_values=found.values))
+        self.load_state(self._mirror.completed(state, share, torn=torn))
 
 
 def check(model: nn.Module, context: EngineContext) -> None:

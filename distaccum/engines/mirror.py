@@ -9,80 +9,98 @@ from there. If none is, nobody has told of the step, and all go back to before i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distaccum.distributed.world import World
-from distaccum.engines.shares import Share
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shares:
-    """What a rank has of the state when ranks are lost.
-
-    Args:
-        now: of the last step that was made, with the weights of its parameters.
-        ahead: of the next one, if this rank has its own part and its predecessor's.
-        torn: whether some weights may be the next step's.
-        scaler: the loss scale's state, of ``now``.
-    """
-
-    now: Share
-    ahead: Share | None = None
-    torn: bool = False
-    scaler: Mapping[str, Any] = field(default_factory=dict)
+from distaccum.engines.base import EngineState
+from distaccum.engines.masters import Masters
+from distaccum.engines.shares import Share, Shares, dealt
+from distaccum.engines.zero1 import ZeRO1
 
 
 class Mirror:
-    """The copies on one rank.
+    """The copies on one rank. Making it is a collective.
 
     Args:
         world: this rank.
-        weights: by the rank that steps them, by name; those that travel with the state are not among them.
-        own: this rank's share, as it is: its tensors are read at once.
-        scaler: the loss scale's state.
+        shards: who steps what.
+        weights: the trained parameters by name, where they stay.
+        masters: of the weights that have some.
+        stepped: the optimizers' state on this rank, and the loss scale's: its tensors are read at once.
     """
 
     def __init__(
         self,
         world: World,
-        weights: Callable[[int], dict[str, Tensor]],
-        own: Callable[[], Share],
-        scaler: Callable[[], Mapping[str, Any]],
+        shards: ZeRO1,
+        weights: Mapping[str, nn.Parameter],
+        masters: Masters | None,
+        stepped: Callable[[], EngineState],
     ) -> None:
-        self._world, self._own, self._read_scaler = world, own, scaler
-        self._weights = weights(world.rank) | weights((world.rank - 1) % world.size)
+        self._world, self._masters, self._stepped = world, masters, stepped
+        ranks = range(world.size)
+        owners = {name: shards.owner(parameter) for name, parameter in weights.items()}
+        self._names = [frozenset(name for name, owner in owners.items() if owner == rank) for rank in ranks]
+        self._wanted = [self._names[rank] | self._names[rank - 1] for rank in ranks]
+        kept = self._wanted[world.rank] - self._rounded
+        self._weights = {name: weight.detach() for name, weight in weights.items() if name in kept}
         self._before = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
-        self._sent, self._received = own().packed(), Share().packed()
+        self._sent = self._own().packed()
+        self._received = _to_successor(self._sent, world)
         self._next: tuple[Tensor, Tensor] | None = None
-        self._steps, self._scaler = False, scaler()
+        self._steps, self._scaler = False, stepped().scaler
 
     @property
-    def bytes(self) -> int:
-        """Sent in the last step."""
-        return self._sent.nbytes
+    def _rounded(self) -> frozenset[str]:
+        """Weights whose masters travel with the state."""
+        return frozenset() if self._masters is None else self._masters.names
 
-    def load(self, of_predecessor: Share) -> None:
-        """The state of now, this rank's being in its optimizers."""
-        self._sent = self._own().packed()
-        self._received = of_predecessor.packed()
+    @property
+    def _of_predecessor(self) -> frozenset[str]:
+        return self._names[self._world.rank - 1]
+
+    def _own(self) -> Share:
+        state = self._stepped()
+        return Share(
+            parameters=self._names[self._world.rank],
+            model={} if self._masters is None else {name: p.detach() for name, p in self._masters.by_name()},
+            optimizer=state.optimizer,
+            values=state.optimizer_values,
+        )
+
+    def load(self, state: EngineState) -> None:
+        """Takes the predecessor's part of a state that is loaded: at least its part and this rank's."""
+        whole = Share(
+            parameters=frozenset().union(*self._names),
+            model=state.model,
+            optimizer=state.optimizer,
+            values=state.optimizer_values,
+        )
+        of_masters = self._of_predecessor.intersection(self._rounded)
+        self._sent, self._received = self._own().packed(), whole.of(self._of_predecessor, weights=of_masters).packed()
+
+    def completed(self, state: EngineState, share: Share, *, torn: bool) -> EngineState:
+        """The state that this rank loads, with its parts from whoever has them: see ``Engine.load_dealt``."""
+        found = dealt(share, self._wanted, self._world, weights=torn or self._masters is not None)
+        model = {**state.model, **found.model}
+        return replace(state, model=model, optimizer=found.optimizer, optimizer_values=found.values)
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Keeps weights that the step, or a broadcast after it, changes in place."""
-        torch._foreach_copy_(list(self._before.values()), list(self._weights.values()))
-        self._scaler = self._read_scaler()
-        self._steps = True
+        """Keeps the weights that the step, or a broadcast after it, changes in place."""
+        if self._weights:  # with masters there are none
+            torch._foreach_copy_(list(self._before.values()), list(self._weights.values()))
+        self._steps, self._scaler = True, self._stepped().scaler
 
     def exchange(self) -> None:
         """After the step, and before any weight is sent: the state goes to the successor, and the predecessor's comes.
 
         Raises:
-            ViewChangedError: a rank is lost; where the weights are not sent, nobody else gets beyond this either.
+            ViewChangedError: a rank is lost. This one sends no weights then, so that nobody makes the window.
         """
         content = self._own().packed()
         self._next = content, _to_successor(content, self._world)
@@ -97,9 +115,9 @@ class Mirror:
     def shares(self) -> Shares:
         """What there is, in memory that later steps leave alone."""
         now = Share.unpacked(self._sent) | Share.unpacked(self._received)
-        weights = self._before if self._steps else {n: weight.detach().clone() for n, weight in self._weights.items()}
+        weights = self._before if self._steps else {n: weight.clone() for n, weight in self._weights.items()}
         ahead = None if self._next is None else Share.unpacked(self._next[0]) | Share.unpacked(self._next[1])
-        scaler = self._scaler if self._steps else self._read_scaler()
+        scaler = self._scaler if self._steps else self._stepped().scaler
         return Shares(now=now | Share(model=weights), ahead=ahead, torn=self._steps, scaler=scaler)
 
 

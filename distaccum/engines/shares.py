@@ -103,6 +103,23 @@ class Share:
         return Share.unpacked(self.packed())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What a rank has of the state when ranks are lost.
+
+    Args:
+        now: of the last step that was made, with the weights of its parameters.
+        ahead: of the next one, if this rank has its own part and its predecessor's.
+        torn: whether some weights may be the next step's.
+        scaler: the loss scale's state, of ``now``.
+    """
+
+    now: Share
+    ahead: Share | None = None
+    torn: bool = False
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+
+
 def dealt(share: Share, wanted: Sequence[Collection[str]], world: World, *, weights: bool) -> Share:
     """What this rank is to have of the state, from whoever has it; a collective.
 

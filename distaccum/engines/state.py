@@ -14,7 +14,7 @@ from distaccum.distributed.world import World
 from distaccum.engines import frozen_base
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
-from distaccum.engines.mirror import Shares
+from distaccum.engines.shares import Shares
 from distaccum.errors import shorten
 
 _PICKLED = (

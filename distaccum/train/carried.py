@@ -27,9 +27,8 @@ from distaccum.distributed.elastic.views import Report, View, shares_of, source_
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
-from distaccum.engines.mirror import Shares
 from distaccum.engines.partial_sums import PartialWindow
-from distaccum.engines.shares import Share
+from distaccum.engines.shares import Share, Shares
 from distaccum.errors import PeerError
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, named

@@ -33,6 +33,8 @@ COUNTS = (
 EVALUATED = "tests/unit/train/test_evaluation_sums.py::test_scores_are_added_in_the_order_of_batches"
 SAME = "tests/distributed/test_reproducible.py::test_a_few_cells_are_the_same_on_1_and_3_ranks"
 GOES_ON = "tests/unit/engines/test_elastic.py::test_the_ranks_that_are_left_finish_the_window_to_the_same_bits"
+MIRRORED = "tests/unit/engines/test_mirror.py::test_those_who_are_left_go_on_to_the_same_bits"
+MIRROR_SEARCH = "tests/simulation/test_mirror.py::test_what_is_left_is_of_one_window_and_whole"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 
@@ -478,6 +480,36 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "what was sent is not kept": ("engines/partial_sums.py", "self.sums[node] = kept", _ALIAS),
         }.items()
+    ),
+    *(
+        (test, Mutant(f"elastic: {name}", (edit,)))
+        for test, name, edit in (
+            (
+                MIRRORED,
+                "a step that is not made leaves its weights",
+                ("engines/mirror.py", "weights = self._before if self._steps else {", "weights = {"),
+            ),
+            (
+                MIRRORED,
+                "a step that is not made moves the loss scale",
+                ("engines/mirror.py", "scaler = self._scaler if self._steps else self", "scaler = self"),
+            ),
+            (
+                MIRRORED,
+                "the predecessor's state is not kept",
+                ("engines/mirror.py", "self._sent, self._received = self._next", "self._sent, _ = self._next"),
+            ),
+            (
+                MIRROR_SEARCH,
+                "who is behind goes on with the state of before",
+                ("train/carried.py", "else carried.shares.ahead", "else carried.shares.now"),
+            ),
+            (
+                MIRROR_SEARCH,
+                "what was dealt before is forgotten at once",
+                ("train/carried.py", "now=shares.now | before.shares.now", "now=shares.now"),
+            ),
+        )
     ),
     (
         COUNTS,
