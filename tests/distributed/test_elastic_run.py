@@ -85,6 +85,45 @@ def test_three_of_four_ranks_are_killed_at_a_place(
     assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
 
 
+SHARDED = {
+    "while state is sent to the next rank": [
+        ("0.3.1", "exchange", 2),
+        ("0.0.1", "exchanging", 6),
+        ("0.1.1", "exchanged", 11),
+    ],
+    "while weights are sent": [("0.1.1", "broadcast", 2), ("0.3.1", "broadcasted", 6), ("0.0.1", "committed", 11)],
+    "about a step": [("0.0.1", "step", 3), ("0.1.1", "stepped", 7), ("0.2.1", "update", 13)],
+    "two at once": [("0.0.1", "broadcasted", 5), ("0.2.1", "broadcast", 5)],
+    "when the state is dealt anew": [("0.2.1", "stepped", 5), ("0.0.1", "dealing", 1)],
+    "over a checkpoint": [("0.1.1", "save", 4), ("0.0.1", "publish", 9), ("0.2.1", "published", 13)],
+    "at the end": [("0.1.1", "update", 24), ("0.0.1", "on_end", 0), ("0.2.1", "ending", 0)],
+}
+
+
+@pytest.mark.parametrize("chain", _marked(SHARDED, "while weights are sent"))
+def test_of_a_sharded_optimizer_nothing_is_lost_with_a_rank(
+    chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
+) -> None:
+    made = elastic(tmp_path / "run", _ALONE, "engine=zero1", faults=_kills(*chain), ranks=4)
+    assert first_difference(made.folder, reference()) == ""
+    assert made.views()[-1] < 4
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("settings", [(), _FP16, ("precision=bf16-weights",)], ids=["fp32", "fp16", "masters"])
+def test_another_process_gets_its_share(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
+    faults: list[Fault] = [
+        ("0.2.1", "forward", 3, "stop"),
+        ("*", "update", 8, "await ready-0.2.2"),
+        ("0.0.1", "broadcasted", 14, "kill"),
+        ("*", "update", 18, "await ready-0.0.2"),
+    ]
+    made = elastic(tmp_path / "run", "elastic.expel_after=3", "engine=zero1", *settings, faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3, 2, 3]
+    assert first_difference(made.folder, reference(*settings)) == ""
+
+
 VARIANTS: dict[str, tuple[str, ...]] = {
     "fp16, some windows of which overflow": _FP16,
     "an average that is evaluated, and clipped norms": (

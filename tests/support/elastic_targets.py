@@ -119,7 +119,7 @@ def _arm() -> None:
     _around(Membership, "open_group", "group", "formed", of=lambda _, view: view.generation - 1)
     _around(Membership, "say_ready", after="ready", of=lambda _: (_FOLDER / f"ready-{_FAULTS.member}").touch() or 0)
     _around(run, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
-    _around(mirror, "dealt", "dealing", "dealt", of=lambda *_, **__: 1)
+    _around(mirror, "dealt", "dealing", "dealt", of=lambda share, wanted, *_, **__: 4 - len(wanted))
     _around(run, "build_accumulator", after="in", of=lambda *_, **__: (_FOLDER / f"in-{_FAULTS.member}").touch() or 0)
     _around(run, "build_accumulator", "", "built")
     _around(Member, "end", "ending", "ended")
