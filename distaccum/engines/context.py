@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -36,6 +36,7 @@ class EngineContext:
         compile: what of the model is compiled.
         reproducible: whether gradients are summed in an order that does not depend on the ranks.
         elastic: whether a window goes on where ranks are lost.
+        keepers: then, by rank, which one keeps a copy of a share of the state; empty: the next one.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
 
@@ -53,6 +54,7 @@ class EngineContext:
     compile: CompileConfig = field(default_factory=CompileConfig)
     reproducible: bool = False
     elastic: bool = False
+    keepers: Sequence[int] = ()
     generated: Mapping[str, Any] = field(default_factory=dict)
 
     @property

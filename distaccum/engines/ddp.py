@@ -70,6 +70,7 @@ class DDPEngine(Engine):
         shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
         reproducible: whether gradients are summed in an order that does not depend on the ranks.
         elastic: whether a window goes on where ranks are lost: what a rank has sent is kept until the step.
+        keepers: then, by rank, which one keeps a copy of its shard; empty: the next one.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class DDPEngine(Engine):
         shards: ZeRO1 | None = None,
         reproducible: bool = False,
         elastic: bool = False,
+        keepers: Sequence[int] = (),
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
         sums = reproducible or elastic  # and averages nothing
@@ -161,7 +163,7 @@ class DDPEngine(Engine):
             if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
         }
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
-        self._mirror = self._make_mirror() if elastic else None
+        self._mirror = self._make_mirror(keepers) if elastic else None
 
     def _divide(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
@@ -211,7 +213,8 @@ class DDPEngine(Engine):
         if self._shards is None:
             return line if self._masters is None else f"{line}; {held} too"
         spread = size_of(sum(p.nbytes for p in self._parameters))
-        return f"{line}; {held} on one rank each, {spread} of parameters broadcast a window"
+        copied = "" if self._mirror is None else ", with a copy on another"
+        return f"{line}; {held} on one rank each{copied}, {spread} of parameters broadcast a window"
 
     def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.
@@ -618,10 +621,11 @@ class DDPEngine(Engine):
 
     # --- where ranks may be lost
 
-    def _make_mirror(self) -> Mirror | None:
+    def _make_mirror(self, keepers: Sequence[int]) -> Mirror | None:
         if self._shards is None:
             return None
-        return Mirror(self._world, self._shards, self._named, self._masters, self._stepped_state)
+        stepped, masters = self._stepped_state, self._masters
+        return Mirror(self._world, self._shards, self._named, stepped, masters=masters, keepers=keepers)
 
     def _stepped_state(self) -> EngineState:
         with self.stepped_groups:
@@ -670,6 +674,7 @@ def _create(
         shards=shards,
         reproducible=context.reproducible,
         elastic=context.elastic,
+        keepers=context.keepers,
     )
 
 

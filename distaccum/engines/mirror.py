@@ -1,14 +1,14 @@
-"""zero1's copies of optimizer state: each rank has its own parameters' and its predecessor's, of before a step too.
+"""zero1's copies of optimizer state: each rank has its own parameters' and another rank's, of before a step too.
 
 The order of a step is what makes it whole or undone, wherever ranks are lost. A rank steps its parameters, sends their
-state to its successor and receives its predecessor's; only then it broadcasts its weights. Who has all broadcasts
-knows, therefore, that every rank has both states of after the step: if one such rank is left, all that are left go on
-from there. If none is, nobody has told of the step, and all go back to before it.
+state to its keeper, and receives that of the rank whose keeper it is; only then it broadcasts its weights. Who has all
+broadcasts knows, therefore, that every rank has both states of after the step: if one such rank is left, all that are
+left go on from there. If none is, nobody has told of the step, and all go back to before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,8 +29,9 @@ class Mirror:
         world: this rank.
         shards: who steps what.
         weights: the trained parameters by name, where they stay.
-        masters: of the weights that have some.
         stepped: the optimizers' state on this rank, and the loss scale's: its tensors are read at once.
+        masters: of the weights that have some.
+        keepers: by rank, which one keeps a copy of its state; empty: the next one.
     """
 
     def __init__(
@@ -38,19 +39,23 @@ class Mirror:
         world: World,
         shards: ZeRO1,
         weights: Mapping[str, nn.Parameter],
-        masters: Masters | None,
         stepped: Callable[[], EngineState],
+        *,
+        masters: Masters | None = None,
+        keepers: Sequence[int] = (),
     ) -> None:
         self._world, self._masters, self._stepped = world, masters, stepped
         ranks = range(world.size)
         owners = {name: shards.owner(parameter) for name, parameter in weights.items()}
         self._names = [frozenset(name for name, owner in owners.items() if owner == rank) for rank in ranks]
-        self._wanted = [self._names[rank] | self._names[rank - 1] for rank in ranks]
+        keepers = keepers or [(rank + 1) % world.size for rank in ranks]
+        self._wanted = [self._names[rank] | self._names[keepers.index(rank)] for rank in ranks]
+        self._keeper, self._kept = keepers[world.rank], keepers.index(world.rank)
         kept = self._wanted[world.rank] - self._rounded
         self._weights = {name: weight.detach() for name, weight in weights.items() if name in kept}
         self._before = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
         self._sent = self._own().packed()
-        self._received = _to_successor(self._sent, world)
+        self._received = self._exchanged(self._sent)
         self._next: tuple[Tensor, Tensor] | None = None
         self._steps, self._scaler = False, stepped().scaler
 
@@ -58,10 +63,6 @@ class Mirror:
     def _rounded(self) -> frozenset[str]:
         """Weights whose masters travel with the state."""
         return frozenset() if self._masters is None else self._masters.names
-
-    @property
-    def _of_predecessor(self) -> frozenset[str]:
-        return self._names[self._world.rank - 1]
 
     def _own(self) -> Share:
         state = self._stepped()
@@ -73,15 +74,15 @@ class Mirror:
         )
 
     def load(self, state: EngineState) -> None:
-        """Takes the predecessor's part of a state that is loaded: at least its part and this rank's."""
+        """Takes the other rank's part of a state that is loaded, of which it needs that and this rank's own."""
         whole = Share(
             parameters=frozenset().union(*self._names),
             model=state.model,
             optimizer=state.optimizer,
             values=state.optimizer_values,
         )
-        of_masters = self._of_predecessor.intersection(self._rounded)
-        self._sent, self._received = self._own().packed(), whole.of(self._of_predecessor, weights=of_masters).packed()
+        names = self._names[self._kept]
+        self._sent, self._received = self._own().packed(), whole.of(names, weights=names & self._rounded).packed()
 
     def completed(self, state: EngineState, share: Share, *, torn: bool) -> EngineState:
         """The state that this rank loads, with its parts from whoever has them: see ``Engine.load_dealt``."""
@@ -97,13 +98,13 @@ class Mirror:
         self._steps, self._scaler = True, self._stepped().scaler
 
     def exchange(self) -> None:
-        """After the step, and before any weight is sent: the state goes to the successor, and the predecessor's comes.
+        """After the step, and before any weight is sent: the state goes to its keeper, and another one's comes.
 
         Raises:
             ViewChangedError: a rank is lost. This one sends no weights then, so that nobody makes the window.
         """
         content = self._own().packed()
-        self._next = content, _to_successor(content, self._world)
+        self._next = content, self._exchanged(content)
 
     def commit(self) -> None:
         """All weights have come."""
@@ -120,20 +121,18 @@ class Mirror:
         scaler = self._scaler if self._steps else self._stepped().scaler
         return Shares(now=now | Share(model=weights), ahead=ahead, torn=self._steps, scaler=scaler)
 
-
-def _to_successor(content: Tensor, world: World) -> Tensor:
-    """Each rank's bytes go to the next rank, the last one's to the first; what comes from the one before."""
-    if world.size == 1:
-        return Share().packed()
-    successor, predecessor = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    length = torch.empty(1, dtype=torch.int64)
-    _ring(length, torch.tensor([len(content)]), world.size, to=successor, of=predecessor)
-    received = torch.empty(int(length), dtype=torch.uint8)
-    _ring(received, content, world.size, to=successor, of=predecessor)
-    return received
+    def _exchanged(self, content: Tensor) -> Tensor:
+        """Each rank's bytes go to its keeper; those that come."""
+        if self._world.size == 1:
+            return Share().packed()
+        length = torch.empty(1, dtype=torch.int64)
+        _send(torch.tensor([len(content)]), length, self._world.size, to=self._keeper, of=self._kept)
+        received = torch.empty(int(length), dtype=torch.uint8)
+        _send(content, received, self._world.size, to=self._keeper, of=self._kept)
+        return received
 
 
-def _ring(received: Tensor, content: Tensor, ranks: int, *, to: int, of: int) -> None:
+def _send(content: Tensor, received: Tensor, ranks: int, *, to: int, of: int) -> None:
     outgoing = [len(content) if rank == to else 0 for rank in range(ranks)]
     arriving = [len(received) if rank == of else 0 for rank in range(ranks)]
     dist.all_to_all_single(received, content, output_split_sizes=arriving, input_split_sizes=outgoing)

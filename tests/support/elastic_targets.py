@@ -106,7 +106,7 @@ def _arm() -> None:
     _around(dist, "all_to_all_single", "reduction", "sent")
     _around(tree_all_reduce, "_all_gather", "gathering", "gathered")
     _around(ZeRO1, "broadcast", "broadcast")
-    _around(mirror, "_ring", "exchange", "exchanging")
+    _around(mirror, "_send", "exchange", "exchanging")
     _around(mirror.Mirror, "exchange", "", "exchanged")
     _around(mirror.Mirror, "commit", "broadcasted", "committed")
     register_optimizer_step_pre_hook(_hook("step"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ class Left:
     shares: Shares
 
 
-def accumulator(world: World, precision: str) -> Accumulator:
+def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Accumulator:
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 3))
     generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
     for parameter in model.parameters():
@@ -77,7 +77,7 @@ def accumulator(world: World, precision: str) -> Accumulator:
         micro_batch_size=2,
         count=LOSS.count,
         world=world,
-        prepared=prepared,
+        prepared=replace(prepared, keepers=keepers),
         numerics="reproducible",
         verify="never",
         seed=3,
@@ -102,9 +102,9 @@ def undisturbed(world: World, precision: str) -> tuple[Tensor, Any]:
     return end_of(accumulator(world, precision), world)
 
 
-def left_at(world: World, place: str, precision: str, window: int) -> Left:
+def left_at(world: World, place: str, precision: str, window: int, keepers: Sequence[int] = ()) -> Left:
     """Ends in the step of a window; of ``broadcast`` some weights have come, and ``commit`` is reached by rank 0."""
-    acc = accumulator(world, precision)
+    acc = accumulator(world, precision, keepers)
     steps = windows(acc, world)
     for _ in range(window):
         acc.step(next(steps), LOSS)
@@ -179,6 +179,15 @@ def test_those_who_are_left_go_on_to_the_same_bits(
     for weights, own_scale in found:
         assert torch.equal(weights, expected)
         assert own_scale == scale
+
+
+@pytest.mark.parametrize("place", ["broadcast", "commit"])
+def test_copies_on_another_node_outlive_a_node(place: str) -> None:
+    [(expected, _)] = run_ranks(1, lambda world: undisturbed(world, "fp32"))  # type: ignore[misc]
+    before: list[Any] = run_ranks(4, lambda world: left_at(world, place, "fp32", 2, keepers=(2, 3, 0, 1)))
+    for node in (before[:2], before[2:]):
+        found: list[Any] = run_ranks(2, lambda world, node=node: gone_on(world, node, "fp32"))
+        assert all(torch.equal(weights, expected) for weights, _ in found)
 
 
 def test_neighbours_that_are_lost_together_take_a_state_with_them() -> None:
