@@ -21,6 +21,7 @@ from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
 from distaccum.train.desk import Desk
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
 
 _LOOK_S = 0.5
 _OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
@@ -77,28 +78,35 @@ class InView:
         rider: travels with the windows' counts.
         desk: what rank 0 has open from view to view.
         changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
+        memory: checkpoints in memory, of an engine whose windows cannot go on without a rank.
     """
 
     begin: Begin
     rider: JoinRider
     desk: Desk
     changes: Callable[[], AbstractContextManager[None]]
+    memory: MemoryCheckpoints | None = None
 
     def enter(self, accumulator: Accumulator) -> None:
         """Before the first window."""
         accumulator.add_rider(self.rider)
         if self.begin.carried is not None:
             accumulator.trust()
-            accumulator.engine.take_up(self.begin.kept)
+            if self.memory is None:
+                accumulator.engine.take_up(self.begin.kept)
 
     def for_loop(self) -> dict[str, Any]:
         """The loop's own arguments."""
-        carried = self.begin.carried
+        carried, given = self.begin.carried, {"elastic": True, "memory": self.memory}
         if carried is None:
-            return {"elastic": True}
+            return given
         own: dict[str, Any] = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
         own |= {"record": carried.record, "reason": carried.stop, "proven": carried.verified}
-        return own | {"elastic": True}
+        return own | given
+
+
+class JoinsError(ViewChangedError):  # what happens, not what is wrong
+    """The view ends between two windows, on all its ranks alike, for somebody who waits: its group is whole."""
 
 
 class JoinRider:
@@ -131,7 +139,7 @@ class JoinRider:
         """Ends the view before its next window where any rank does: on all of them.
 
         Raises:
-            ViewChangedError: somebody waits to join.
+            JoinsError: somebody waits to join.
         """
         if sums[0]:
-            raise ViewChangedError("a member waits to join")
+            raise JoinsError("a member waits to join")

@@ -31,6 +31,7 @@ from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
 from distaccum.train.metrics.meter import Meter
@@ -87,6 +88,7 @@ class Loop:
         record: the last one, which nobody may have written.
         reason: why the run is to stop.
         proven: whether a window has proven its gradient before.
+        memory: where a lost rank takes a part of the state with it: checkpoints in memory.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
@@ -113,6 +115,7 @@ class Loop:
         record: Mapping[str, Any] | None = None,
         reason: str = "",
         proven: bool = False,
+        memory: MemoryCheckpoints | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -158,6 +161,7 @@ class Loop:
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
         self._record, self._written, self._proven = record, 0, proven
+        self._memory = memory
         self._reason = reason
         self._preempted_by = ""
         self._saves_best = False
@@ -218,6 +222,8 @@ class Loop:
             self._profiler.begin()
         if self._elastic:
             self._take_up()
+        if self._memory is not None:  # what was kept before is of other ranks
+            self.keep_in_memory()
         try:
             if self._tail is not None:
                 self._pay(self._tail.window, self._tail.outcome, self.progress)
@@ -273,6 +279,11 @@ class Loop:
             self.preempt("trainer.max_time is about to be over")
         if self._profiler is not None and self._profiler.window_ended():
             self._write_profile()
+        if self._memory is not None:
+            self._memory.prove()
+            self._memory.reached = window_number = self.progress.window
+            if self._memory.due(window_number, self._saver.saved_step):
+                self.keep_in_memory()
 
     def _write_profile(self) -> None:
         assert self._profiler is not None
@@ -378,6 +389,25 @@ class Loop:
             random=random,
             begun=kept,
         )
+
+    def keep_in_memory(self) -> None:
+        """Makes a checkpoint in memory, with all that was due done; a collective between two windows."""
+        assert self._memory is not None
+        average = ema.of(self._components.callbacks)
+        size, rank = self._world.size, self._world.rank
+        share = Carried(
+            run=self._saver.run_state(self._logged),
+            engine=self._accumulator.engine.state(),
+            average=None if average is None else average.whole(lambda i: i % size == rank),
+            tail=None,
+            saved_step=self._saver.saved_step,
+            evaluation=self._evaluation,
+            record=self._record,
+            stop=self._reason,
+            verified=self._proven or bool(self._accumulator.verified),
+            random=RNGState.capture(self._world.device),
+        )
+        self._memory.take(share)
 
     @property
     def _evaluates(self) -> bool:

@@ -1,0 +1,205 @@
+"""Checkpoints in the ranks' memory: each rank keeps its share of a run's state, and a copy of a neighbour's.
+
+For engines that keep a part of the state on each rank, which a rank that is lost takes with it. Where one is, the others
+go back to the newest checkpoint of which they still have every share between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distaccum.config.sizes import size_of
+from distaccum.distributed.elastic.mirrors import Mark, keepers_of, newest_whole, to_note
+from distaccum.distributed.elastic.views import Report, View
+from distaccum.distributed.random import RNGState
+from distaccum.distributed.world import World
+from distaccum.engines.base import EngineState
+from distaccum.errors import PeerError
+from distaccum.train.carried import NOT_BEGUN, STAGES, Carried
+
+_ALIGNED = 64
+_KINDS = ("model", "optimizer", "average")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checkpoint:
+    """What one rank has of a checkpoint: shares, as bytes, by the rank that made them."""
+
+    mark: Mark
+    shares: Mapping[int, Tensor]
+    random: RNGState
+
+
+class MemoryCheckpoints:
+    """This rank's part of the checkpoints in memory, from view to view.
+
+    Args:
+        every: windows from one to the next.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.reached = 0
+        """How many windows of the run have ended here, those included that are to be computed again."""
+        self.cost = ""
+        """What the last one took of this rank's memory, of the network and of its time, in words."""
+        self._kept = list[_Checkpoint]()  # ascending
+        self._view, self._world = View(generation=-1, members=()), World(rank=0, size=1, device=torch.device("cpu"))
+        self._saved_step = 0
+
+    def enter(self, view: View, world: World) -> None:
+        """Checkpoints are those of this view from here on."""
+        self._view, self._world = view, world
+
+    def due(self, window: int, saved_step: int) -> bool:
+        """Whether one is due at the end of a window; the same on every rank.
+
+        After each checkpoint on disk, too: so nobody goes back behind it, and makes it once more.
+        """
+        last = self._kept[-1].mark if self._kept else None
+        return last is None or window - last.window >= self.every or saved_step > self._saved_step
+
+    def take(self, share: Carried) -> None:
+        """Keeps this rank's share, and the one of which it is the keeper; a collective between two windows.
+
+        The one before is kept until :meth:`prove` says that all ranks have this one.
+        """
+        began, world, progress = perf_counter(), self._world, share.run.progress
+        own = _packed(share)
+        sizes = world.all_gather_object(own.numel())
+        shares, keepers = {world.rank: own}, keepers_of(self._view.members)
+        if world.size > 1:
+            given = keepers.index(world.rank)
+            shares[given] = torch.empty(sizes[given], dtype=torch.uint8)
+            to, of = [0] * world.size, [0] * world.size
+            to[keepers[world.rank]], of[given] = own.numel(), sizes[given]
+            dist.all_to_all_single(shares[given], own, of, to)
+        assert share.random is not None
+        mark = Mark(
+            window=progress.window, generation=self._view.generation, step=progress.step, ranks=len(keepers)
+        )
+        self._kept = [*self._kept[-1:], _Checkpoint(mark=mark, shares=shares, random=share.random)]
+        self._saved_step = share.saved_step
+        held = sum(map(Tensor.numel, shares.values()))
+        self.cost = (
+            f"rank {world.rank} keeps {size_of(held)}, while one is made twice that, and sends "
+            f"{size_of(own.numel() if world.size > 1 else 0)} beside what gathers its share; the last took "
+            f"{1000 * (perf_counter() - began):.0f} ms"
+        )
+
+    def prove(self) -> None:
+        """All ranks have the newest one, for they have computed a window since."""
+        del self._kept[:-1]
+
+    def report(self, member: str) -> Report:
+        """What the other members are told."""
+        held = {one.mark: tuple(one.shares) for one in self._kept}
+        position = max((mark.window for mark in held), default=0) * STAGES + STAGES - 1 if held else NOT_BEGUN
+        return Report(
+            member=member, position=position, note={"memory": to_note(held), "reached": self.reached}
+        )
+
+    def hand_over(self, view: View, reports: Mapping[str, Report]) -> Carried:
+        """The state of the newest whole one on every rank, whose whole it takes in memory; a collective of a new view.
+
+        Raises:
+            PeerError: what came is not what was sent.
+        """
+        found = newest_whole(view, reports)
+        assert found is not None
+        mark, holders = found
+        own = next((one for one in self._kept if one.mark == mark), None)
+        carried: list[Carried] = []
+        for share, holder in enumerate(holders):
+            here = None if own is None else own.shares.get(share)
+            carried.append(_unpacked(self._received(here, holder)))
+        first = carried[0]
+        engine, average = EngineState(model={}, optimizer={}, optimizer_values={}), dict[str, Tensor]()
+        for one in carried:
+            engine = EngineState(
+                model={**engine.model, **one.engine.model},
+                optimizer={**engine.optimizer, **one.engine.optimizer},
+                optimizer_values={**engine.optimizer_values, **one.engine.optimizer_values},
+                scaler=first.engine.scaler,
+            )
+            average |= one.average or {}
+        return replace(
+            first,
+            engine=engine,
+            average=None if first.average is None else average,
+            random=None if own is None else own.random,
+            stop=next((one.stop for one in carried if one.stop), ""),
+        )
+
+    def _received(self, here: Tensor | None, holder: int) -> Tensor:
+        """A share, from the rank that holds it."""
+        sends = self._world.rank == holder
+        digest = hashlib.blake2b(here.numpy()).hexdigest() if sends and here is not None else ""
+        box: list[Any] = [(0 if here is None else here.numel(), digest)]
+        dist.broadcast_object_list(box, src=holder, device=torch.device("cpu"))
+        size, told = box[0]
+        content = here if sends and here is not None else torch.empty(size, dtype=torch.uint8)
+        if self._world.size > 1:
+            dist.broadcast(content, src=holder)
+        if not sends and hashlib.blake2b(content.numpy()).hexdigest() != told:
+            raise PeerError(f"the state that rank {holder} has sent has come damaged", "while the run went back")
+        return content.clone() if sends else content  # what is kept stays as it is, whatever an engine does with it
+
+
+def _packed(share: Carried) -> Tensor:
+    """A copy of all of it as bytes: the length of the head, the head, and the tensors."""
+    kinds: dict[str, Mapping[str, Tensor]] = {
+        "model": share.engine.model,
+        "optimizer": share.engine.optimizer,
+        "average": share.average or {},
+    }
+    places, contents, size = list[Any](), list[Tensor](), 0
+    for kind in _KINDS:
+        for name, tensor in kinds[kind].items():
+            content = tensor.detach().cpu().contiguous()
+            places.append((kind, name, content.dtype, tuple(content.shape), size))
+            contents.append(content)
+            size += -(-content.nbytes // _ALIGNED) * _ALIGNED
+    rest = replace(
+        share,
+        engine=replace(share.engine, model={}, optimizer={}),
+        average=None if share.average is None else {},
+        random=None,
+    )
+    head = pickle.dumps((rest, places))
+    begin = -(-(8 + len(head)) // _ALIGNED) * _ALIGNED
+    packed = torch.zeros(begin + size, dtype=torch.uint8)
+    packed[:8].view(torch.int64)[0] = len(head)
+    packed[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for (*_, at), content in zip(places, contents, strict=True):
+        packed[begin + at : begin + at + content.nbytes] = content.reshape(-1).view(torch.uint8)
+    return packed
+
+
+def _unpacked(packed: Tensor) -> Carried:
+    """What :func:`_packed` was given; its tensors are views of the bytes."""
+    length = int(packed[:8].view(torch.int64)[0])
+    rest, places = pickle.loads(packed[8 : 8 + length].numpy().tobytes())  # noqa: S301  of this run's own ranks
+    begin = -(-(8 + length) // _ALIGNED) * _ALIGNED
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+    for kind, name, dtype, shape, at in places:
+        count = 1
+        for each in shape:
+            count *= each
+        content = packed[begin + at : begin + at + count * dtype.itemsize]
+        found[kind][name] = content.view(dtype).reshape(shape)
+    carried: Carried = rest
+    return replace(
+        carried,
+        engine=replace(carried.engine, model=found["model"], optimizer=found["optimizer"]),
+        average=None if carried.average is None else found["average"],
+    )
