@@ -75,18 +75,9 @@ class MemoryCheckpoints:
         """
         began, world, progress = perf_counter(), self._world, share.run.progress
         own = _packed(share)
-        sizes = world.all_gather_object(own.numel())
-        shares, keepers = {world.rank: own}, keepers_of(self._view.members)
-        if world.size > 1:
-            given = keepers.index(world.rank)
-            shares[given] = torch.empty(sizes[given], dtype=torch.uint8)
-            to, of = [0] * world.size, [0] * world.size
-            to[keepers[world.rank]], of[given] = own.numel(), sizes[given]
-            dist.all_to_all_single(shares[given], own, of, to)
+        shares = {world.rank: own} | (self._exchanged(own) if world.size > 1 else {})
         assert share.random is not None
-        mark = Mark(
-            window=progress.window, generation=self._view.generation, step=progress.step, ranks=len(keepers)
-        )
+        mark = Mark(window=progress.window, generation=self._view.generation, step=progress.step, ranks=world.size)
         self._kept = [*self._kept[-1:], _Checkpoint(mark=mark, shares=shares, random=share.random)]
         self._saved_step = share.saved_step
         held = sum(map(Tensor.numel, shares.values()))
@@ -95,6 +86,15 @@ class MemoryCheckpoints:
             f"{size_of(own.numel() if world.size > 1 else 0)} beside what gathers its share; the last took "
             f"{1000 * (perf_counter() - began):.0f} ms"
         )
+
+    def _exchanged(self, own: Tensor) -> dict[int, Tensor]:
+        """The share of which this rank is the keeper, by its rank; a collective."""
+        rank, size, keepers = self._world.rank, self._world.size, keepers_of(self._view.members)
+        sizes, given = self._world.all_gather_object(own.numel()), keepers.index(rank)
+        came, to, of = torch.empty(sizes[given], dtype=torch.uint8), [0] * size, [0] * size
+        to[keepers[rank]], of[given] = own.numel(), sizes[given]
+        dist.all_to_all_single(came, own, of, to)
+        return {given: came}
 
     def prove(self) -> None:
         """All ranks have the newest one, for they have computed a window since."""

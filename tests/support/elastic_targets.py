@@ -31,6 +31,8 @@ from distaccum.distributed.elastic.membership import Membership
 from distaccum.engines import tree_all_reduce
 from distaccum.train import run
 from distaccum.train.callbacks import Callback, Run
+from distaccum.train.in_place import InPlace
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.loggers import JsonlLogger
 
 FEATURES, CLASSES = 12, 5
@@ -45,7 +47,7 @@ class _Faults:
         asked = json.loads(os.environ.get("TEST_FAULTS", "[]")) if self.member else []
         self._left = [fault for fault in asked if fault[0] in (self.member, "*")]
         self.windows: int | None = 0 if self.member.endswith(".1") else None
-        self.generation = -1
+        self.generation, self.armed = -1, False
 
     def at(self, phase: str, now: int | None = None) -> bool:
         """Does what is due; returns whether the caller is to give NaN."""
@@ -114,6 +116,9 @@ def _arm() -> None:
     _around(Membership, "open_group", "group", "formed", of=lambda _, view: view.generation - 1)
     _around(Membership, "say_ready", after="ready", of=lambda _: (_FOLDER / f"ready-{_FAULTS.member}").touch() or 0)
     _around(run, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
+    _around(MemoryCheckpoints, "take", "keeping", "kept")
+    _around(MemoryCheckpoints, "_exchanged", "exchanging", "exchanged")
+    _around(InPlace, "begin", "going back", "went back", of=lambda _, __, ___, view, *____: view.generation - 1)
     _around(run, "build_accumulator", after="in", of=lambda *_, **__: (_FOLDER / f"in-{_FAULTS.member}").touch() or 0)
     _around(run, "build_accumulator", "", "built")
     _around(Member, "end", "ending", "ended")
@@ -138,7 +143,8 @@ class Samples:
 
 def data(*, delay_s: float = 0.0, size: int = 131, held_out: int = 23) -> DataSpec:
     """Two sets of points; each takes ``delay_s`` to read."""
-    if _FAULTS.member:
+    if _FAULTS.member and not _FAULTS.armed:
+        _FAULTS.armed = True
         _arm()
     _FAULTS.at("starting", 0)
     return DataSpec(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum.errors import ConfigError
@@ -336,6 +337,18 @@ def check_version(deepspeed: Any) -> None:
     missing = [name for name in _OF_ENGINE if not hasattr(deepspeed.DeepSpeedEngine, name)]
     if missing:
         raise _other_version(deepspeed.__version__, f"DeepSpeedEngine.{missing[0]}")
+
+
+def forget_left_group(deepspeed: Any) -> None:
+    """Has DeepSpeed make a group of the ranks that are there, where the one that it has kept was destroyed since."""
+    groups = deepspeed.utils.groups
+    kept = getattr(groups, "_WORLD_GROUP", None)
+    if kept is None:
+        return
+    try:
+        dist.get_process_group_ranks(kept)
+    except (KeyError, ValueError):
+        groups._WORLD_GROUP = None
 
 
 def check(engine: Any, gradients: Gradients, version: str) -> None:
