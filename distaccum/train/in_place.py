@@ -53,17 +53,15 @@ class InPlace:
 
     def __init__(self, make: Callable[[], TrainingComponents], components: TrainingComponents) -> None:
         self._make = make
-        self._is_fresh = True
+        self._fresh: TrainingComponents | None = components  # which no engine has wrapped
         self.memory = MemoryCheckpoints(components.config.elastic.memory_every)
 
     def let_go(self, components: TrainingComponents) -> TrainingComponents:
         """The components without the model and the optimizers, whose memory the next ones are to have."""
-        self._is_fresh = False
         return components.found(model=nn.Module(), optimizers=())
 
     def begin(
         self,
-        components: TrainingComponents,
         saved: SavedState | None,
         view: View,
         reports: Mapping[str, Report],
@@ -73,7 +71,6 @@ class InPlace:
         """Components that no engine has wrapped, and what they go on from; a collective of the view's group.
 
         Args:
-            components: those before, or fresh ones.
             saved: what the run has begun from, as rank 0 of the first view has it.
             view: the new one.
             reports: of its members.
@@ -81,11 +78,10 @@ class InPlace:
             run_dir: of the run.
         """
         self.memory.enter(view, world)
-        if not self._is_fresh:
-            components = adapted(self._make())
-        self._is_fresh = True
+        components = self._fresh = self._fresh or adapted(self._make())
         components.facts  # noqa: B018  of the model that is not wrapped yet
         if view.generation == 0:
+            self._fresh = None
             return components, saved, Begin(None)
         components = _for_ranks(components, world.size)
         found = newest_whole(view, reports)
@@ -104,11 +100,11 @@ class InPlace:
         log = _log.warning if world.is_main else _log.info
         log("%d ranks go on from %s; %d windows are computed again", world.size, where, again)
         self.memory.reached = max(self.memory.reached, window)
-        if goes.to == _MEMORY:
-            return components, None, Begin(self.memory.hand_over(view, reports))
+        begin = Begin(self.memory.hand_over(view, reports) if goes.to == _MEMORY else None)
         if goes.to == _DISK:
-            components = replace(components, config=replace(components.config, resume=AUTO))  # as if it were resumed
-        return components, saved, Begin(None)
+            components = components.found(config=replace(components.config, resume=AUTO))  # as if it were resumed
+        self._fresh = None
+        return components, saved, begin
 
     def _find(
         self, components: TrainingComponents, run_dir: RunDir, step: int | None, ranks: int

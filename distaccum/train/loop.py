@@ -393,9 +393,13 @@ class Loop:
     def keep_in_memory(self) -> None:
         """Makes a checkpoint in memory, with all that was due done; a collective between two windows."""
         assert self._memory is not None
+        self._memory.take(self._share)
+
+    def _share(self) -> Carried:
+        """What this rank keeps of the run, for all of them; a collective."""
         average = ema.of(self._components.callbacks)
         size, rank = self._world.size, self._world.rank
-        share = Carried(
+        return Carried(
             run=self._saver.run_state(self._logged),
             engine=self._accumulator.engine.state(),
             average=None if average is None else average.whole(lambda i: i % size == rank),
@@ -407,7 +411,6 @@ class Loop:
             verified=self._proven or bool(self._accumulator.verified),
             random=RNGState.capture(self._world.device),
         )
-        self._memory.take(share)
 
     @property
     def _evaluates(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -50,8 +50,8 @@ class MemoryCheckpoints:
         self.every = every
         self.reached = 0
         """How many windows of the run have ended here, those included that are to be computed again."""
-        self.cost = ""
-        """What the last one took of this rank's memory, of the network and of its time, in words."""
+        self.tell: Callable[[str], None] | None = None
+        """Told once what a checkpoint costs."""
         self._kept = list[_Checkpoint]()  # ascending
         self._view, self._world = View(generation=-1, members=()), World(rank=0, size=1, device=torch.device("cpu"))
         self._saved_step = 0
@@ -68,24 +68,28 @@ class MemoryCheckpoints:
         last = self._kept[-1].mark if self._kept else None
         return last is None or window - last.window >= self.every or saved_step > self._saved_step
 
-    def take(self, share: Carried) -> None:
+    def take(self, make: Callable[[], Carried]) -> None:
         """Keeps this rank's share, and the one of which it is the keeper; a collective between two windows.
 
         The one before is kept until :meth:`prove` says that all ranks have this one.
+
+        Args:
+            make: gives this rank's share of the engine's state and of the average, and the rest whole.
         """
-        began, world, progress = perf_counter(), self._world, share.run.progress
-        own = _packed(share)
+        began, world = perf_counter(), self._world
+        share = make()
+        own, progress = _packed(share), share.run.progress
         shares = {world.rank: own} | (self._exchanged(own) if world.size > 1 else {})
         assert share.random is not None
         mark = Mark(window=progress.window, generation=self._view.generation, step=progress.step, ranks=world.size)
         self._kept = [*self._kept[-1:], _Checkpoint(mark=mark, shares=shares, random=share.random)]
         self._saved_step = share.saved_step
-        held = sum(map(Tensor.numel, shares.values()))
-        self.cost = (
-            f"rank {world.rank} keeps {size_of(held)}, while one is made twice that, and sends "
-            f"{size_of(own.numel() if world.size > 1 else 0)} beside what gathers its share; the last took "
-            f"{1000 * (perf_counter() - began):.0f} ms"
-        )
+        if self.tell is not None:
+            held, sent = size_of(sum(map(Tensor.numel, shares.values()))), size_of(own.numel())
+            cost = f"this rank holds {held} for it, twice that while one is made, and sends {sent} to a neighbour"
+            took = f"the first took {1000 * (perf_counter() - began):.0f} ms"
+            self.tell(f"memory     a checkpoint every {self.every} windows (elastic.memory_every): {cost}; {took}")
+            self.tell = None
 
     def _exchanged(self, own: Tensor) -> dict[int, Tensor]:
         """The share of which this rank is the keeper, by its rank; a collective."""

@@ -250,7 +250,7 @@ def _in_views(
                     logs = True
                     _log.info("generation %d: %d ranks, this is rank %d", view.generation, world.size, rank)
                     if in_place is not None:
-                        components, saved, begin = in_place.begin(components, saved, view, reports, world, run_dir)
+                        components, saved, begin = in_place.begin(saved, view, reports, world, run_dir)
                     ended = _train_watched(
                         of_ranks_now(components, world.size, begin.again),
                         saved,
@@ -512,6 +512,8 @@ def train(
                 parameters=components.parameters,
             ),
         )
+        if view is not None and view.memory is not None and console is not None:
+            view.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         if view is not None:

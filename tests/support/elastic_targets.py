@@ -118,7 +118,7 @@ def _arm() -> None:
     _around(run, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
     _around(MemoryCheckpoints, "take", "keeping", "kept")
     _around(MemoryCheckpoints, "_exchanged", "exchanging", "exchanged")
-    _around(InPlace, "begin", "going back", "went back", of=lambda _, __, ___, view, *____: view.generation - 1)
+    _around(InPlace, "begin", "going back", "went back", of=lambda _, saved, view, *__: view.generation - 1)
     _around(run, "build_accumulator", after="in", of=lambda *_, **__: (_FOLDER / f"in-{_FAULTS.member}").touch() or 0)
     _around(run, "build_accumulator", "", "built")
     _around(Member, "end", "ending", "ended")
