@@ -98,7 +98,9 @@ class InPlace:
         }[goes.to]
         again = max(0, reached - window)
         log = _log.warning if world.is_main else _log.info
-        log("%d ranks go on from %s; %d windows are computed again", world.size, where, again)
+        ranks = "1 rank goes" if world.size == 1 else f"{world.size} ranks go"
+        windows = "1 window is" if again == 1 else f"{again} windows are"
+        log("%s on from %s; %s computed again", ranks, where, windows)
         self.memory.reached = max(self.memory.reached, window)
         begin = Begin(self.memory.hand_over(view, reports) if goes.to == _MEMORY else None)
         if goes.to == _DISK:

@@ -86,7 +86,8 @@ class MemoryCheckpoints:
         self._saved_step = share.saved_step
         if self.tell is not None:
             held, sent = size_of(sum(map(Tensor.numel, shares.values()))), size_of(own.numel())
-            cost = f"this rank holds {held} for it, twice that while one is made, and sends {sent} to a neighbour"
+            goes = f", and sends {sent} to a neighbour" if world.size > 1 else ""
+            cost = f"this rank holds {held} for it, twice that while one is made{goes}"
             took = f"the first took {1000 * (perf_counter() - began):.0f} ms"
             self.tell(f"memory     a checkpoint every {self.every} windows (elastic.memory_every): {cost}; {took}")
             self.tell = None
