@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from distaccum.config.engine import FSDP2Config
 from distaccum.engines.context import EngineContext
 from distaccum.errors import ConfigError
 
@@ -18,9 +19,9 @@ def check(context: EngineContext) -> None:
     if engine.name not in ("ddp", *GOES_BACK):
         problem = "keeps a share of the state on each rank, which a rank that is lost takes with it"
         raise ConfigError("engine", engine.name, f"in an elastic run: it {problem}", f"Use engine=ddp, {_START}")
-    if getattr(engine, "replicas", 1) > 1:
+    if isinstance(engine, FSDP2Config) and engine.replicas > 1:
         problem = "in an elastic run the number of ranks changes, and may be none that replicas divide"
-        raise ConfigError("engine.replicas", getattr(engine, "replicas"), problem, f"Use engine.replicas=1, {_START}")
+        raise ConfigError("engine.replicas", engine.replicas, problem, f"Use engine.replicas=1, {_START}")
     if context.policy.reduce_dtype is not torch.float32:
         problem = "in an elastic run gradients travel in fp32"
         raise ConfigError("precision.reduce_dtype", context.policy.reduce_dtype, problem, "Use fp32")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +78,7 @@ class InPlace:
             world: this rank in it.
             run_dir: of the run.
         """
+        os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}  # DeepSpeed reads them at stage 3
         self.memory.enter(view, world)
         components = self._fresh = self._fresh or adapted(self._make())
         components.facts  # noqa: B018  of the model that is not wrapped yet

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.evaluation_weights import has_two_weights
@@ -22,6 +23,9 @@ from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
 from distaccum.train.desk import Desk
 from distaccum.train.memory_checkpoint import MemoryCheckpoints
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LOOK_S = 0.5
 _OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
@@ -87,8 +91,10 @@ class InView:
     changes: Callable[[], AbstractContextManager[None]]
     memory: MemoryCheckpoints | None = None
 
-    def enter(self, accumulator: Accumulator) -> None:
-        """Before the first window."""
+    def enter(self, accumulator: Accumulator, console: Console | None) -> None:
+        """Before the first window; ``console`` is rank 0's."""
+        if self.memory is not None and console is not None:
+            self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         accumulator.add_rider(self.rider)
         if self.begin.carried is not None:
             accumulator.trust()

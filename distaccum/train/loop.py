@@ -222,8 +222,6 @@ class Loop:
             self._profiler.begin()
         if self._elastic:
             self._take_up()
-        if self._memory is not None:  # what was kept before is of other ranks
-            self.keep_in_memory()
         try:
             if self._tail is not None:
                 self._pay(self._tail.window, self._tail.outcome, self.progress)
@@ -279,11 +277,8 @@ class Loop:
             self.preempt("trainer.max_time is about to be over")
         if self._profiler is not None and self._profiler.window_ended():
             self._write_profile()
-        if self._memory is not None:
-            self._memory.prove()
-            self._memory.reached = window_number = self.progress.window
-            if self._memory.due(window_number, self._saver.saved_step):
-                self.keep_in_memory()
+        if self._memory is not None and self._memory.window_ended(self.progress.window, self._saver.saved_step):
+            self.keep_in_memory()
 
     def _write_profile(self) -> None:
         assert self._profiler is not None
@@ -479,6 +474,8 @@ class Loop:
             self._written = last_window(self._run_dir.metrics)
             if self._record is not None:
                 self._write(self._record)
+        if self._memory is not None:  # what was kept before is of other ranks
+            self.keep_in_memory()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if not self._world.is_main or record["window"] <= self._written:

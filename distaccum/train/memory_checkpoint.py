@@ -1,7 +1,7 @@
 """Checkpoints in the ranks' memory: each rank keeps its share of a run's state, and a copy of a neighbour's.
 
-For engines that keep a part of the state on each rank, which a rank that is lost takes with it. Where one is, the others
-go back to the newest checkpoint of which they still have every share between them.
+For engines that keep a part of the state on each rank, which a rank that is lost takes with it. The others go back to
+the newest checkpoint of which they still have every share between them.
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ class MemoryCheckpoints:
         """Checkpoints are those of this view from here on."""
         self._view, self._world = view, world
 
-    def due(self, window: int, saved_step: int) -> bool:
-        """Whether one is due at the end of a window; the same on every rank.
+    def window_ended(self, window: int, saved_step: int) -> bool:
+        """Whether one is due now; the same on every rank. All ranks have the newest one by now: so the others go.
 
-        After each checkpoint on disk, too: so nobody goes back behind it, and makes it once more.
+        One is due after each checkpoint on disk, too: so nobody goes back behind it, and makes it once more.
         """
-        last = self._kept[-1].mark if self._kept else None
-        return last is None or window - last.window >= self.every or saved_step > self._saved_step
+        del self._kept[:-1]
+        self.reached = window
+        return window - self._kept[-1].mark.window >= self.every or saved_step > self._saved_step
 
     def take(self, make: Callable[[], Carried]) -> None:
         """Keeps this rank's share, and the one of which it is the keeper; a collective between two windows.
 
-        The one before is kept until :meth:`prove` says that all ranks have this one.
+        The one before is kept until a window has ended on all ranks, by which all of them have this one.
 
         Args:
             make: gives this rank's share of the engine's state and of the average, and the rest whole.
@@ -101,17 +102,11 @@ class MemoryCheckpoints:
         dist.all_to_all_single(came, own, of, to)
         return {given: came}
 
-    def prove(self) -> None:
-        """All ranks have the newest one, for they have computed a window since."""
-        del self._kept[:-1]
-
     def report(self, member: str) -> Report:
         """What the other members are told."""
         held = {one.mark: tuple(one.shares) for one in self._kept}
         position = max((mark.window for mark in held), default=0) * STAGES + STAGES - 1 if held else NOT_BEGUN
-        return Report(
-            member=member, position=position, note={"memory": to_note(held), "reached": self.reached}
-        )
+        return Report(member=member, position=position, note={"memory": to_note(held), "reached": self.reached})
 
     def hand_over(self, view: View, reports: Mapping[str, Report]) -> Carried:
         """The state of the newest whole one on every rank, whose whole it takes in memory; a collective of a new view.
@@ -148,16 +143,21 @@ class MemoryCheckpoints:
     def _received(self, here: Tensor | None, holder: int) -> Tensor:
         """A share, from the rank that holds it."""
         sends = self._world.rank == holder
-        digest = hashlib.blake2b(here.numpy()).hexdigest() if sends and here is not None else ""
+        digest = _digest(here) if sends and here is not None else ""
         box: list[Any] = [(0 if here is None else here.numel(), digest)]
         dist.broadcast_object_list(box, src=holder, device=torch.device("cpu"))
         size, told = box[0]
         content = here if sends and here is not None else torch.empty(size, dtype=torch.uint8)
         if self._world.size > 1:
             dist.broadcast(content, src=holder)
-        if not sends and hashlib.blake2b(content.numpy()).hexdigest() != told:
+        if not sends and _digest(content) != told:
             raise PeerError(f"the state that rank {holder} has sent has come damaged", "while the run went back")
         return content.clone() if sends else content  # what is kept stays as it is, whatever an engine does with it
+
+
+def _digest(content: Tensor) -> str:
+    found: Any = content.numpy()
+    return hashlib.blake2b(found).hexdigest()
 
 
 def _packed(share: Carried) -> Tensor:

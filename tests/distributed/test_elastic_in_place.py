@@ -49,7 +49,7 @@ CHAINS = {
     "over a checkpoint on disk": [("0.1.1", "save", 4), ("0.0.1", "publish", 9), ("0.2.1", "published", 13)],
     "in an evaluation": [("0.0.1", "evaluation", 4), ("0.2.1", "on_eval", 9), ("0.1.1", "evaluation data", 17)],
     "over a record": [("0.0.1", "log", 3), ("0.1.1", "logged", 7), ("0.2.1", "log", 16)],
-    "when they go back": [("0.3.1", "backward", 5), ("0.0.1", "going back", 0), ("0.1.1", "went back", 1)],
+    "when they go back": [("0.3.1", "backward", 5), ("0.1.1", "going back", 0), ("0.2.1", "went back", 1)],
     "at the end": [("0.1.1", "update", 24), ("0.0.1", "on_end", 0), ("0.2.1", "ending", 0)],
 }
 _OFTEN = "over a checkpoint in memory"
@@ -66,20 +66,24 @@ def test_three_of_four_ranks_are_killed_at_a_place(
     assert first_difference(made.folder, reference("engine=fsdp2")) == ""
     assert len([line for line in made.said().splitlines() if "was killed by SIGKILL; its place" in line]) >= 2
     assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
-    assert all(again <= 4 for _, _, again in _back(made)), _back(made)
+    assert all(again <= 4 for to, _, again in _back(made) if "memory" in to), _back(made)
     assert "(elastic.memory_every)" in made.said()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(("callbacks=ema", "callbacks.ema.evaluate=true", "callbacks.ema.decay=0.9", "optim.clip_norm=0.1")),
-        pytest.param(("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80")),
-        pytest.param(_FP16),
-        pytest.param(("engine.sync=every", "engine.reshard_after_forward=false")),
-    ],
-    ids=["an average that is evaluated", "spikes that are skipped", "fp16", "other settings of the engine"],
-)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "an average that is evaluated, and clipped norms": (
+        "callbacks=ema",
+        "callbacks.ema.evaluate=true",
+        "callbacks.ema.decay=0.9",
+        "optim.clip_norm=0.1",
+    ),
+    "spikes that are skipped": ("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80"),
+    "fp16, some windows of which overflow": _FP16,
+    "loading processes": ("engine.reshard_after_forward=false", "trainer.num_workers=1"),
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.heavy
 def test_other_runs_go_back_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
@@ -130,9 +134,7 @@ def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, ref
         assert first_difference(made.folder, reference("engine=fsdp2")) == ""
 
 
-@pytest.mark.parametrize(
-    "stage", [2, *(pytest.param(stage, marks=pytest.mark.heavy) for stage in (0, 1, 3))]
-)
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.heavy) for stage in (0, 1, 3))])
 def test_deepspeed_goes_back_in_the_same_processes(stage: int, tmp_path: Path, reference: References) -> None:
     pytest.importorskip("deepspeed")
     faults: list[Fault] = [("0.1.1", "backward", 3, "kill"), ("*", "update", 9, "await ready-0.1.2")]

@@ -157,7 +157,9 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all([work.wait(timeout) for work in self._works])
+        for work in self._works:
+            work.wait(timeout)
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -316,15 +318,12 @@ class PolledGroup(ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> dist.Work:
         return _Works([self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)])
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
-        each = dist.ReduceScatterOptions()
-        if options is not None:
-            each.reduceOp = options.reduceOp
-        return _Works([self._reduce_scatter_base(*pair, each) for pair in zip(outputs, inputs, strict=True)])
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
+        return _Works([self._reduce_scatter_base(*pair, *options) for pair in zip(outputs, inputs, strict=True)])
 
     # The names of torch before 2.13.
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     def barrier(self, *given: Any, **named: Any) -> dist.Work:
         return self._start("barrier", *given, **named)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib import import_module
+from inspect import unwrap
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -340,7 +342,11 @@ def check_version(deepspeed: Any) -> None:
 
 
 def forget_left_group(deepspeed: Any) -> None:
-    """Has DeepSpeed make a group of the ranks that are there, where the one that it has kept was destroyed since."""
+    """Where the process group that DeepSpeed has kept was destroyed, begins as in a new process.
+
+    It keeps the group, and of stage 3 the modules of a forward that did not end, and the numbers of the next module and
+    the next parameter, which it compares over the ranks.
+    """
     groups = deepspeed.utils.groups
     kept = getattr(groups, "_WORLD_GROUP", None)
     if kept is None:
@@ -349,6 +355,12 @@ def forget_left_group(deepspeed: Any) -> None:
         dist.get_process_group_ranks(kept)
     except (KeyError, ValueError):
         groups._WORLD_GROUP = None
+        deepspeed.zero.Init.param_id = 0
+        stage_3 = import_module("deepspeed.runtime.zero.parameter_offload")
+        stage_3.FWD_MODULE_STACK.clear()
+        register = unwrap(stage_3.DeepSpeedZeRoOffload._register_deepspeed_module)
+        (numbers,) = register.__defaults__ or ([0],)
+        numbers[:] = [0]
 
 
 def check(engine: Any, gradients: Gradients, version: str) -> None:
