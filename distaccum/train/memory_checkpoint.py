@@ -51,7 +51,8 @@ class MemoryCheckpoints:
         self.reached = 0
         """How many windows of the run have ended here, those included that are to be computed again."""
         self.tell: Callable[[str], None] | None = None
-        """Told once what a checkpoint costs."""
+        """Told what a checkpoint costs, once in this process."""
+        self._is_told = False
         self._kept = list[_Checkpoint]()  # ascending
         self._view, self._world = View(generation=-1, members=()), World(rank=0, size=1, device=torch.device("cpu"))
         self._saved_step = 0
@@ -85,13 +86,13 @@ class MemoryCheckpoints:
         mark = Mark(window=progress.window, generation=self._view.generation, step=progress.step, ranks=world.size)
         self._kept = [*self._kept[-1:], _Checkpoint(mark=mark, shares=shares, random=share.random)]
         self._saved_step = share.saved_step
-        if self.tell is not None:
+        if self.tell is not None and not self._is_told:
             held, sent = size_of(sum(map(Tensor.numel, shares.values()))), size_of(own.numel())
             goes = f", and sends {sent} to a neighbour" if world.size > 1 else ""
             cost = f"this rank holds {held} for it, twice that while one is made{goes}"
             took = f"the first took {1000 * (perf_counter() - began):.0f} ms"
             self.tell(f"memory     a checkpoint every {self.every} windows (elastic.memory_every): {cost}; {took}")
-            self.tell = None
+            self._is_told = True
 
     def _exchanged(self, own: Tensor) -> dict[int, Tensor]:
         """The share of which this rank is the keeper, by its rank; a collective."""
