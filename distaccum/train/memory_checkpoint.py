@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -81,27 +81,32 @@ class MemoryCheckpoints:
         began, world = perf_counter(), self._world
         share = make()
         own, progress = _packed(share), share.run.progress
-        shares = {world.rank: own} | (self._exchanged(own) if world.size > 1 else {})
+        sizes, keepers = _gathered(own.numel(), world), keepers_of(self._view.members)
+        shares = {world.rank: own} | (self._exchanged(own, sizes, keepers) if world.size > 1 else {})
         assert share.random is not None
         mark = Mark(window=progress.window, generation=self._view.generation, step=progress.step, ranks=world.size)
         self._kept = [*self._kept[-1:], _Checkpoint(mark=mark, shares=shares, random=share.random)]
         self._saved_step = share.saved_step
-        if self.tell is not None and not self._is_told:
-            held, sent = size_of(sum(map(Tensor.numel, shares.values()))), size_of(own.numel())
-            goes = f", and sends {sent} to a neighbour" if world.size > 1 else ""
-            cost = f"this rank holds {held} for it, twice that while one is made{goes}"
-            took = f"the first took {1000 * (perf_counter() - began):.0f} ms"
-            self.tell(f"memory     a checkpoint every {self.every} windows (elastic.memory_every): {cost}; {took}")
+        if self.tell is not None and progress.step and not self._is_told:  # before a step optimizers have no state
             self._is_told = True
+            self.tell(self._cost(sizes, keepers, took_s=perf_counter() - began))
 
-    def _exchanged(self, own: Tensor) -> dict[int, Tensor]:
+    def _exchanged(self, own: Tensor, sizes: Sequence[int], keepers: Sequence[int]) -> dict[int, Tensor]:
         """The share of which this rank is the keeper, by its rank; a collective."""
-        rank, size, keepers = self._world.rank, self._world.size, keepers_of(self._view.members)
-        sizes, given = self._world.all_gather_object(own.numel()), keepers.index(rank)
+        rank, size = self._world.rank, self._world.size
+        given = keepers.index(rank)
         came, to, of = torch.empty(sizes[given], dtype=torch.uint8), [0] * size, [0] * size
         to[keepers[rank]], of[given] = own.numel(), sizes[given]
         dist.all_to_all_single(came, own, of, to)
         return {given: came}
+
+    def _cost(self, sizes: Sequence[int], keepers: Sequence[int], *, took_s: float) -> str:
+        alone = len(sizes) == 1
+        held = max(size + (0 if alone else sizes[keepers.index(rank)]) for rank, size in enumerate(sizes))
+        sent = "nothing" if alone else f"up to {size_of(max(sizes))}"
+        cost = f"a rank holds up to {size_of(held)} for it, twice that while one is made, and sends {sent} to another"
+        each = f"a checkpoint every {self.every} windows (elastic.memory_every)"
+        return f"memory     {each}: {cost}; it took {1000 * took_s:.0f} ms"
 
     def report(self, member: str) -> Report:
         """What the other members are told."""
@@ -154,6 +159,10 @@ class MemoryCheckpoints:
         if not sends and _digest(content) != told:
             raise PeerError(f"the state that rank {holder} has sent has come damaged", "while the run went back")
         return content.clone() if sends else content  # what is kept stays as it is, whatever an engine does with it
+
+
+def _gathered(number: int, world: World) -> list[int]:
+    return [number] if world.size == 1 else world.all_gather_object(number)
 
 
 def _digest(content: Tensor) -> str:
