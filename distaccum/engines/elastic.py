@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from distaccum.config.engine import FSDP2Config
 from distaccum.engines.context import EngineContext
 from distaccum.errors import ConfigError
 
+GOES_BACK = ("fsdp2", "deepspeed")
+"""Engines that keep a part of the state on each rank, and go back to a checkpoint in memory where one is lost."""
 _START = "or start it with launch/train.sh, which goes on from its last checkpoint"
 
 
 def check(context: EngineContext) -> None:
-    """Raises ConfigError for settings with which a window cannot go on without some of its ranks."""
+    """Raises ConfigError for settings with which a run cannot go on without some of its ranks."""
     engine = context.engine
-    if engine.name not in ("ddp", "zero1"):
+    if engine.name not in ("ddp", "zero1", *GOES_BACK):
         problem = "keeps a share of the state on each rank, which a rank that is lost takes with it"
         raise ConfigError("engine", engine.name, f"in an elastic run: it {problem}", f"Use engine=ddp, {_START}")
+    if isinstance(engine, FSDP2Config) and engine.replicas > 1:
+        problem = "in an elastic run the number of ranks changes, and may be none that replicas divide"
+        raise ConfigError("engine.replicas", engine.replicas, problem, f"Use engine.replicas=1, {_START}")
     if context.policy.reduce_dtype is not torch.float32:
         problem = "in an elastic run gradients travel in fp32"
         raise ConfigError("precision.reduce_dtype", context.policy.reduce_dtype, problem, "Use fp32")

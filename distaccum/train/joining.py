@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.evaluation_weights import has_two_weights
@@ -21,6 +22,10 @@ from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
 from distaccum.train.desk import Desk
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LOOK_S = 0.5
 _OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
@@ -77,28 +82,37 @@ class InView:
         rider: travels with the windows' counts.
         desk: what rank 0 has open from view to view.
         changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
+        memory: checkpoints in memory, of an engine whose windows cannot go on without a rank.
     """
 
     begin: Begin
     rider: JoinRider
     desk: Desk
     changes: Callable[[], AbstractContextManager[None]]
+    memory: MemoryCheckpoints | None = None
 
-    def enter(self, accumulator: Accumulator) -> None:
-        """Before the first window."""
+    def enter(self, accumulator: Accumulator, console: Console | None) -> None:
+        """Before the first window; ``console`` is rank 0's."""
+        if self.memory is not None and console is not None:
+            self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         accumulator.add_rider(self.rider)
         if self.begin.carried is not None:
             accumulator.trust()
-            accumulator.engine.take_up(self.begin.kept)
+            if self.memory is None:
+                accumulator.engine.take_up(self.begin.kept)
 
     def for_loop(self) -> dict[str, Any]:
         """The loop's own arguments."""
-        carried = self.begin.carried
+        carried, given = self.begin.carried, {"elastic": True, "memory": self.memory}
         if carried is None:
-            return {"elastic": True}
+            return given
         own: dict[str, Any] = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
         own |= {"record": carried.record, "reason": carried.stop, "proven": carried.verified}
-        return own | {"elastic": True}
+        return own | given
+
+
+class JoinsError(ViewChangedError):  # what happens, not what is wrong
+    """The view ends between two windows, on all its ranks alike, for somebody who waits: its group is whole."""
 
 
 class JoinRider:
@@ -131,7 +145,7 @@ class JoinRider:
         """Ends the view before its next window where any rank does: on all of them.
 
         Raises:
-            ViewChangedError: somebody waits to join.
+            JoinsError: somebody waits to join.
         """
         if sums[0]:
-            raise ViewChangedError("a member waits to join")
+            raise JoinsError("a member waits to join")

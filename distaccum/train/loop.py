@@ -31,6 +31,7 @@ from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
 from distaccum.train.metrics.meter import Meter
@@ -87,6 +88,7 @@ class Loop:
         record: the last one, which nobody may have written.
         reason: why the run is to stop.
         proven: whether a window has proven its gradient before.
+        memory: where a lost rank takes a part of the state with it: checkpoints in memory.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
@@ -113,6 +115,7 @@ class Loop:
         record: Mapping[str, Any] | None = None,
         reason: str = "",
         proven: bool = False,
+        memory: MemoryCheckpoints | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -158,6 +161,7 @@ class Loop:
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
         self._record, self._written, self._proven = record, 0, proven
+        self._memory = memory
         self._reason = reason
         self._preempted_by = ""
         self._saves_best = False
@@ -273,6 +277,8 @@ class Loop:
             self.preempt("trainer.max_time is about to be over")
         if self._profiler is not None and self._profiler.window_ended():
             self._write_profile()
+        if self._memory is not None and self._memory.window_ended(self.progress.window, self._saver.saved_step):
+            self.keep_in_memory()
 
     def _write_profile(self) -> None:
         assert self._profiler is not None
@@ -382,6 +388,28 @@ class Loop:
             begun=kept,
         )
 
+    def keep_in_memory(self) -> None:
+        """Makes a checkpoint in memory, with all that was due done; a collective between two windows."""
+        assert self._memory is not None
+        self._memory.take(self._share)
+
+    def _share(self) -> Carried:
+        """What this rank keeps of the run, for all of them; a collective."""
+        average = ema.of(self._components.callbacks)
+        size, rank = self._world.size, self._world.rank
+        return Carried(
+            run=self._saver.run_state(self._logged),
+            engine=self._accumulator.engine.state(),
+            average=None if average is None else average.whole(lambda i: i % size == rank),
+            tail=None,
+            saved_step=self._saver.saved_step,
+            evaluation=self._evaluation,
+            record=self._record,
+            stop=self._reason,
+            verified=self._proven or bool(self._accumulator.verified),
+            random=RNGState.capture(self._world.device),
+        )
+
     @property
     def _evaluates(self) -> bool:
         return evaluates(self._components.data, self._components.config)
@@ -449,6 +477,8 @@ class Loop:
             self._written = last_window(self._run_dir.metrics)
             if self._record is not None:
                 self._write(self._record)
+        if self._memory is not None:  # what was kept before is of other ranks
+            self.keep_in_memory()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if not self._world.is_main or record["window"] <= self._written:

@@ -41,8 +41,9 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
+from distaccum.engines.elastic import GOES_BACK
 from distaccum.errors import ConfigError, DistaccumError, PeerError
-from distaccum.train.carried import NOT_BEGUN, Beginnings, Carried, RestoreCarried, hand_over
+from distaccum.train.carried import NOT_BEGUN, Begin, Beginnings, Carried, RestoreCarried, hand_over
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.desk import Desk
@@ -50,8 +51,10 @@ from distaccum.train.determinism import deterministic, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.joining import InView, JoinRider, adapted, of_ranks_now
+from distaccum.train.in_place import InPlace
+from distaccum.train.joining import InView, JoinRider, JoinsError, adapted, of_ranks_now
 from distaccum.train.loop import Loop
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
@@ -154,6 +157,9 @@ def run(
             note_failure(run_dir, environment.rank, error)
             raise
         if member is not None:
+            in_place = None
+            if components.config.engine.name in GOES_BACK:
+                in_place = InPlace(make_components, components)
             return _in_views(
                 components,
                 saved,
@@ -164,6 +170,7 @@ def run(
                 beginning=beginning,
                 log=log,
                 owning=owning,
+                in_place=in_place,
             )
         return _in_group(
             components,
@@ -201,10 +208,14 @@ def _in_views(
     beginning: str,
     log: RunLog,
     owning: ExitStack,
+    in_place: InPlace | None,
 ) -> RunResult:
-    """Trains with the members that are there: each view has a group of its own, and goes on with the open window."""
+    """Trains with the members that are there: each view has a group of its own, and goes on with the open window.
+
+    With ``in_place`` it goes back to a checkpoint instead.
+    """
     components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
-    beginnings = Beginnings(components.optimizers)
+    beginnings = Beginnings(components.optimizers if in_place is None else ())
     carried: Carried | None = None
     view: View | None = None
     rank, logs = member.environment.rank, False
@@ -214,27 +225,26 @@ def _in_views(
         Desk() as desk,
     ):
         while True:
-            report = Report(member=member.name, position=NOT_BEGUN) if carried is None else carried.report(member.name)
-            view, reports = member.next_view(view, report)
+            view, reports = member.next_view(view, _report(member, carried if in_place is None else in_place.memory))
             try:
                 with member.world(view, components.device) as (world, group):
                     rank = member.rank = world.rank
-                    begin = hand_over(view, reports, member.name, carried, world)
+                    begin = Begin(None) if in_place else hand_over(view, reports, member.name, carried, world)
                     carried = begin.carried
                     beginnings.put_back()
                     if world.is_main and not run_dir.owned:
                         owning.enter_context(run_dir.own(after=run_dir.token))
-                        if carried is None:
+                        if carried is None and in_place is None:
                             saved = find_saved(components, run_dir, world.size)
                     if world.is_main:
                         run_dir.forget_failure()  # of a rank without which the others go on
-                    path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
-                    if not world.is_main:
-                        run_dir = RunDir(Path(path), token=token, secrets=run_dir.secrets)
+                    run_dir = _of_main(run_dir, world)
                     if not logs:
                         log.open(run_dir.logs)
                     logs = True
                     _log.info("generation %d: %d ranks, this is rank %d", view.generation, world.size, rank)
+                    if in_place is not None:
+                        components, saved, begin = in_place.begin(saved, view, reports, world, run_dir)
                     ended = _train_watched(
                         of_ranks_now(components, world.size, begin.again),
                         saved,
@@ -243,7 +253,13 @@ def _in_views(
                         signals=caught,
                         began=began,
                         beginning=beginning,
-                        view=InView(begin=begin, rider=rider, desk=desk, changes=group.changes),
+                        view=InView(
+                            begin=begin,
+                            rider=rider,
+                            desk=desk,
+                            changes=group.changes,
+                            memory=in_place.memory if in_place else None,
+                        ),
                     )
                     if isinstance(ended, RunResult):
                         carried = ended.carried
@@ -252,6 +268,7 @@ def _in_views(
             except ViewChangedError as error:
                 _log.warning("%s", error)
                 del error
+                components = in_place.let_go(components) if in_place else components
                 gc.collect()  # a half-made engine leaves its hooks with its last reference
                 continue
             except ExpelledError:
@@ -262,6 +279,16 @@ def _in_views(
                     member.end(1)
                 raise
             carried = ended if carried is None else ended.with_all_of(carried)
+
+
+def _report(member: Member, has: Carried | MemoryCheckpoints | None) -> Report:
+    return Report(member=member.name, position=NOT_BEGUN) if has is None else has.report(member.name)
+
+
+def _of_main(run_dir: RunDir, world: World) -> RunDir:
+    """The folder as rank 0 names it; a collective."""
+    path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
+    return run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
 
 
 def _train_watched(
@@ -322,8 +349,7 @@ def _in_group(
                 nullcontext(signals) if signals else StopSignals() as caught,
             ):
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
-                path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
-                run_dir = run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
+                run_dir = _of_main(run_dir, world)
                 joined = True
                 log.open(run_dir.logs)
                 peers.enter_phase("preparing")
@@ -498,13 +524,13 @@ def train(
         screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         if view is not None:
-            view.enter(accumulator)
+            view.enter(accumulator, console)
         try:
             with signals.notify(loop.preempt), nullcontext() if view is None else view.changes():
                 evaluation = loop.fit()
-        except ViewChangedError:
-            return loop.carried()
-        at_end = None if view is None else loop.carried()
+        except ViewChangedError as error:
+            return _left(loop, view, error)
+        at_end = None if view is None or view.memory is not None else loop.carried()
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
@@ -512,6 +538,16 @@ def train(
         _end(components, loop, evaluation, run_dir, console)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted, carried=at_end)
+
+
+def _left(loop: Loop, view: InView | None, error: ViewChangedError) -> Carried:
+    """What a rank carries on, where it may: with a part of the state it goes back, and ``error`` is raised."""
+    if view is None or view.memory is None:
+        return loop.carried()
+    if isinstance(error, JoinsError):  # so that nothing is computed again
+        with view.changes():
+            loop.keep_in_memory()
+    raise error
 
 
 def _open_loggers(

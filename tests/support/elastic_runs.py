@@ -78,8 +78,9 @@ def first_difference(found: Path, expected: Path) -> str:
     latest = [max((one / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:])) for one in (found, expected)]
     if latest[0].name != latest[1].name:
         return f"{latest[0].name} instead of {latest[1].name}"
-    for kind in ("model", "optimizer", "ema"):
-        mine, other = (_tensors(one, kind) for one in latest)
+    tensors = [_tensors(one) for one in latest]
+    for kind in sorted({*tensors[0], *tensors[1]}):
+        mine, other = (one.get(kind, {}) for one in tensors)
         wrong = [key for key in other if key not in mine or (mine[key] != other[key]).any()]
         if mine.keys() != other.keys() or wrong:
             return f"the {kind} of {latest[0].name} differs in {(wrong or [*mine.keys() ^ other.keys()])[:3]}"
@@ -90,10 +91,12 @@ def first_difference(found: Path, expected: Path) -> str:
     return ""
 
 
-def _tensors(checkpoint: Path, kind: str) -> dict[str, Any]:
-    """Of all files in which ranks have written some."""
-    files = [*checkpoint.glob(f"{kind}.safetensors"), *checkpoint.glob(f"{kind}-*.safetensors")]
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+def _tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Of a checkpoint's files by kind: how many files there are of one is a matter of the engine and the ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        found.setdefault(file.name.partition(".")[0].partition("-")[0], {}).update(load_file(file))
+    return found
 
 
 def undisturbed(folder: Path, *arguments: str) -> Path:

@@ -32,6 +32,8 @@ from distaccum.engines import mirror, tree_all_reduce
 from distaccum.engines.zero1 import ZeRO1
 from distaccum.train import run
 from distaccum.train.callbacks import Callback, Run
+from distaccum.train.in_place import InPlace
+from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.loggers import JsonlLogger
 
 FEATURES, CLASSES = 12, 5
@@ -46,7 +48,7 @@ class _Faults:
         asked = json.loads(os.environ.get("TEST_FAULTS", "[]")) if self.member else []
         self._left = [fault for fault in asked if fault[0] in (self.member, "*")]
         self.windows: int | None = 0 if self.member.endswith(".1") else None
-        self.generation = -1
+        self.generation, self.armed = -1, False
 
     def at(self, phase: str, now: int | None = None) -> bool:
         """Does what is due; returns whether the caller is to give NaN."""
@@ -120,6 +122,9 @@ def _arm() -> None:
     _around(Membership, "say_ready", after="ready", of=lambda _: (_FOLDER / f"ready-{_FAULTS.member}").touch() or 0)
     _around(run, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
     _around(mirror, "dealt", "dealing", "dealt", of=lambda share, wanted, *_, **__: 4 - len(wanted))
+    _around(MemoryCheckpoints, "take", "keeping", "kept")
+    _around(MemoryCheckpoints, "_exchanged", "exchanging", "exchanged")
+    _around(InPlace, "begin", "going back", "went back", of=lambda _, saved, view, *__: view.generation - 1)
     _around(run, "build_accumulator", after="in", of=lambda *_, **__: (_FOLDER / f"in-{_FAULTS.member}").touch() or 0)
     _around(run, "build_accumulator", "", "built")
     _around(Member, "end", "ending", "ended")
@@ -144,7 +149,8 @@ class Samples:
 
 def data(*, delay_s: float = 0.0, size: int = 131, held_out: int = 23) -> DataSpec:
     """Two sets of points; each takes ``delay_s`` to read."""
-    if _FAULTS.member:
+    if _FAULTS.member and not _FAULTS.armed:
+        _FAULTS.armed = True
         _arm()
     _FAULTS.at("starting", 0)
     return DataSpec(

@@ -9,7 +9,7 @@ arrives any more in a tensor that the next group uses, and that those who wait f
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Lock, Thread
@@ -149,6 +149,25 @@ class _PolledWork(dist.Work):
         return future
 
 
+class _Works(dist.Work):
+    """Several operations of one call."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
 class PolledGroup(ProcessGroup):
     """A process group over gloo of which every wait ends when a member is lost; see the module.
 
@@ -174,6 +193,7 @@ class PolledGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the one without a store is not in the stubs
         self._inner, self.store, self._rank, self._ranks = inner, store, rank, size
         self.lost, self.limit_s = lost, limit_s
+        self._name = ""
         self._failure: str | None = None
         self._started, self._lock = list[Any](), Lock()
         self._watched, self._watching = list[tuple[Any, torch.futures.Future[Any]]](), False
@@ -235,6 +255,13 @@ class PolledGroup(ProcessGroup):
 
     _get_backend_name = name = getBackendName
 
+    def getGroupName(self) -> str:  # noqa: N802
+        """By which torch's device meshes and functional collectives find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
     def shutdown(self) -> None:
         """What ``destroy_process_group`` calls."""
         self.leave()
@@ -285,6 +312,18 @@ class PolledGroup(ProcessGroup):
 
     # torch 2.13's names of the three; its functions use either.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+
+    # What functional collectives call, by which a DTensor becomes whole; gloo's Python class has neither.
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> dist.Work:
+        return _Works([self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> dist.Work:
+        return _Works([self._reduce_scatter_base(*pair, *options) for pair in zip(outputs, inputs, strict=True)])
+
+    # The names of torch before 2.13.
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     def barrier(self, *given: Any, **named: Any) -> dist.Work:
         return self._start("barrier", *given, **named)

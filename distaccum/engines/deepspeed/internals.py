@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib import import_module
+from inspect import unwrap
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum.errors import ConfigError
@@ -336,6 +339,28 @@ def check_version(deepspeed: Any) -> None:
     missing = [name for name in _OF_ENGINE if not hasattr(deepspeed.DeepSpeedEngine, name)]
     if missing:
         raise _other_version(deepspeed.__version__, f"DeepSpeedEngine.{missing[0]}")
+
+
+def forget_left_group(deepspeed: Any) -> None:
+    """Where the process group that DeepSpeed has kept was destroyed, begins as in a new process.
+
+    It keeps the group, and of stage 3 the modules of a forward that did not end, and the numbers of the next module and
+    the next parameter, which it compares over the ranks.
+    """
+    groups = deepspeed.utils.groups
+    kept = getattr(groups, "_WORLD_GROUP", None)
+    if kept is None:
+        return
+    try:
+        dist.get_process_group_ranks(kept)
+    except (KeyError, ValueError):
+        groups._WORLD_GROUP = None
+        deepspeed.zero.Init.param_id = 0
+        stage_3 = import_module("deepspeed.runtime.zero.parameter_offload")
+        stage_3.FWD_MODULE_STACK.clear()
+        register = unwrap(stage_3.DeepSpeedZeRoOffload._register_deepspeed_module)
+        (numbers,) = register.__defaults__ or ([0],)
+        numbers[:] = [0]
 
 
 def check(engine: Any, gradients: Gradients, version: str) -> None:

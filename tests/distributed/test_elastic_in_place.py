@@ -1,0 +1,151 @@
+"""Real elastic runs of engines that shard the state: a rank dies, and the others go back to a checkpoint in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import metrics
+from tests.support.elastic_runs import Fault, Job, elastic, first_difference, job, same, undisturbed
+
+pytestmark = pytest.mark.slow
+_ALONE = "elastic.rejoin=false"
+_FSDP2 = "engine=fsdp2", "elastic.memory_every=4"
+_FP16 = "precision=fp16", "precision.scaler.initial_scale_power=22", "precision.scaler.growth_interval=2"
+References = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """The run of one process with these settings, made once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def get(*arguments: str) -> Path:
+        if arguments not in made:
+            made[arguments] = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", *arguments)
+        return made[arguments]
+
+    return get
+
+
+def _kills(*places: tuple[str, str, int]) -> list[Fault]:
+    return [(*place, "kill") for place in places]
+
+
+def _back(made: Job) -> list[tuple[str, int, int]]:
+    """Where each view went back to, after which window, and how many windows were computed again; as rank 0 says it."""
+    said = re.findall(r"WARNING .*: \d+ ranks? goe?s? on from (.*); (\d+) windows? ", made.logs())
+    places = [(*to.partition(" after window ")[::2], int(again)) for to, again in said]
+    return [(to.partition(":")[0], int(window or 0), again) for to, window, again in places]
+
+
+CHAINS = {
+    "in a window": [("0.0.1", "backward", 3), ("0.2.1", "step", 9), ("0.3.1", "forward", 17)],
+    "over a checkpoint in memory": [("0.1.1", "keeping", 4), ("0.3.1", "exchanging", 8), ("0.0.1", "kept", 12)],
+    "before the first one": [("0.0.1", "exchanging", 0), ("0.2.1", "keeping", 0), ("0.1.1", "built", 0)],
+    "over a checkpoint on disk": [("0.1.1", "save", 4), ("0.0.1", "publish", 9), ("0.2.1", "published", 13)],
+    "in an evaluation": [("0.0.1", "evaluation", 4), ("0.2.1", "on_eval", 9), ("0.1.1", "evaluation data", 17)],
+    "over a record": [("0.0.1", "log", 3), ("0.1.1", "logged", 7), ("0.2.1", "log", 16)],
+    "when they go back": [("0.3.1", "backward", 5), ("0.1.1", "going back", 0), ("0.2.1", "went back", 1)],
+    "at the end": [("0.1.1", "update", 24), ("0.0.1", "on_end", 0), ("0.2.1", "ending", 0)],
+}
+_OFTEN = "over a checkpoint in memory"
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [pytest.param(one, id=name, marks=() if name == _OFTEN else pytest.mark.heavy) for name, one in CHAINS.items()],
+)
+def test_three_of_four_ranks_are_killed_at_a_place(
+    chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
+) -> None:
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, faults=_kills(*chain), ranks=4)
+    assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+    assert len([line for line in made.said().splitlines() if "was killed by SIGKILL; its place" in line]) >= 2
+    assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
+    assert all(again <= 4 for to, _, again in _back(made) if "memory" in to), _back(made)
+    assert "(elastic.memory_every)" in made.said()
+
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "an average that is evaluated, and clipped norms": (
+        "callbacks=ema",
+        "callbacks.ema.evaluate=true",
+        "callbacks.ema.decay=0.9",
+        "optim.clip_norm=0.1",
+    ),
+    "spikes that are skipped": ("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80"),
+    "fp16, some windows of which overflow": _FP16,
+    "loading processes": ("engine.reshard_after_forward=false", "trainer.num_workers=1"),
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.heavy
+def test_other_runs_go_back_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
+    places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *settings, faults=_kills(*places), ranks=4)
+    assert first_difference(made.folder, reference("engine=fsdp2", *settings)) == ""
+
+
+def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, reference: References) -> None:
+    faults: list[Fault] = [("0.2.1", "forward", 3, "kill"), ("*", "update", 9, "await ready-0.2.2")]
+    made = elastic(tmp_path / "run", *_FSDP2, faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3]
+    assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+    (_, _, first), (to, window, again) = _back(made)
+    assert first == 3  # of the three windows since the beginning
+    assert (to, again) == ("the checkpoint in memory", 0)
+    assert window in (9, 10)
+
+
+@pytest.mark.parametrize(
+    ("after", "to", "window"),
+    [
+        (8, "the checkpoint on disk", 6),
+        pytest.param(3, "the beginning", 0, marks=pytest.mark.heavy),
+    ],
+)
+def test_two_neighbours_die_at_once(after: int, to: str, window: int, tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", *_FSDP2, _ALONE) as made:
+        made.start("--nproc=4", faults=[("*", "update", after, "await go")])
+        made.wait_for(lambda: made.windows() >= after - 1)
+        made.kill("0.1.1", "0.2.1")
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert _back(made)[0][:2] == (to, window), made.logs()
+        assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+
+
+@pytest.mark.heavy
+def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", "resume=auto", *_FSDP2, _ALONE) as made:
+        agent = made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "kill"), ("*", "update", 9, "await go")])
+        made.wait_for(lambda: made.windows() >= 8)
+        agent.terminate()
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        made.start("--nproc=2")
+        assert made.end() == 0, made.said()
+        assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.heavy) for stage in (0, 1, 3))])
+def test_deepspeed_goes_back_in_the_same_processes(stage: int, tmp_path: Path, reference: References) -> None:
+    pytest.importorskip("deepspeed")
+    faults: list[Fault] = [("0.1.1", "backward", 3, "kill"), ("*", "update", 9, "await ready-0.1.2")]
+    faults += [("0.0.1", "step", 14, "kill"), ("*", "update", 19, "await ready-0.0.2")]
+    plain = "numerics=fast", "+model.dropout=0"
+    settings = "engine=deepspeed", f"engine.stage={stage}", "elastic.memory_every=4"
+    made = elastic(tmp_path / "run", *settings, *plain, faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3, 2, 3]
+    assert {to for to, _, _ in _back(made)} == {"the checkpoint in memory"}
+    found, expected = same(made.folder), same(reference(*plain))
+    assert [one["window"] for one in found] == [one["window"] for one in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
