@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distaccum.distributed.message import from_message, to_message
 from distaccum.distributed.world import World
 from distaccum.engines.optimizer_state import by_owner
 from distaccum.errors import DistaccumError, PeerError, shorten
-
-_ALIGNMENT = 64  # bytes, torch's own on the CPU: the bits that a kernel gives depend on it
-_LENGTH = 8  # bytes, of the length of the heading
 
 
 class LostStateError(DistaccumError):  # what happened, not what is wrong
@@ -61,42 +59,27 @@ class Share:
         )
 
     def packed(self) -> Tensor:
-        """A copy as bytes, in one piece: a heading, and the tensors as they lie in memory."""
-        tensors = {"model": self.model, "optimizer": self.optimizer}
-        rows = [(kind, name, tensor.detach()) for kind, given in tensors.items() for name, tensor in given.items()]
-        dense = [tensor if _is_dense(tensor) else tensor.contiguous() for _, _, tensor in rows]
-        heading = {
+        """A copy in one piece."""
+        words = {
             "parameters": sorted(self.parameters),
             "values": dict(self.values),
-            "tensors": [
-                (kind, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()))
-                for (kind, name, _), tensor in zip(rows, dense, strict=True)
-            ],
+            "model": list(self.model),
+            "optimizer": list(self.optimizer),
         }
-        text = json.dumps(heading).encode()
-        starts, end = list[int](), _aligned(_LENGTH + len(text))
-        for tensor in dense:
-            starts.append(end)
-            end += _aligned(tensor.nbytes)
-        content = torch.zeros(end, dtype=torch.uint8)
-        content[:_LENGTH] = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little")), dtype=torch.uint8)
-        content[_LENGTH : _LENGTH + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        for start, tensor in zip(starts, dense, strict=True):
-            _placed(content, start, tensor.dtype, tensor.shape, tensor.stride()).copy_(tensor)
-        return content
+        return to_message(json.dumps(words).encode(), [*self.model.values(), *self.optimizer.values()])
 
     @classmethod
     def unpacked(cls, content: Tensor) -> Share:
         """What was :meth:`packed`; its tensors lie in ``content``."""
-        length = int.from_bytes(content[:_LENGTH].numpy().tobytes(), "little")
-        heading = json.loads(content[_LENGTH : _LENGTH + length].numpy().tobytes())
-        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-        start = _aligned(_LENGTH + length)
-        for kind, name, dtype, shape, stride in heading["tensors"]:
-            tensor = _placed(content, start, getattr(torch, dtype), shape, stride)
-            found[kind][name] = tensor
-            start += _aligned(tensor.nbytes)
-        return cls(parameters=frozenset(heading["parameters"]), values=heading["values"], **found)
+        heading, tensors = from_message(content)
+        words = json.loads(heading)
+        weights = len(words["model"])
+        return cls(
+            parameters=frozenset(words["parameters"]),
+            model=dict(zip(words["model"], tensors[:weights], strict=True)),
+            optimizer=dict(zip(words["optimizer"], tensors[weights:], strict=True)),
+            values=words["values"],
+        )
 
     def copy(self) -> Share:
         """In memory of its own."""
@@ -167,26 +150,3 @@ def dealt(share: Share, wanted: Sequence[Collection[str]], world: World, *, weig
 
 def _digest(content: Tensor) -> str:
     return hashlib.blake2b(content.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a piece of memory, in whatever order."""
-    order = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-    expected = 1
-    for stride, size in order:
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _placed(content: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    elements = 1
-    for size in shape:
-        elements *= size
-    flat = content[start : start + elements * dtype.itemsize].view(dtype)
-    return flat.as_strided(list(shape), list(stride), flat.storage_offset())
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

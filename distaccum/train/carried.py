@@ -7,7 +7,7 @@ furthest, over the new group; its digest travels with it.
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,7 @@ from distaccum.checkpoint.state import RunState
 from distaccum.data.plan.units import Again, Deal, SecondDeal
 from distaccum.data.window import Window
 from distaccum.distributed.elastic.views import Report, View, shares_of, source_of
+from distaccum.distributed.message import from_message, to_message
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
@@ -194,27 +195,25 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     shares = None if own is None or own.shares is None else Shares(now=Share())
     plain = None if own is None else replace(own, engine=_nothing, shares=shares, average=None, random=None, begun=None)
     lacks = [name for name in view.members if _lacks(reports[name].position, furthest)]
-    content = b"" if own is None or not lacks else _packed(own)
-    box: list[Any] = [(plain, len(content), hashlib.blake2b(content).hexdigest())]
+    content = _packed(own) if own is not None and lacks else torch.empty(0, dtype=torch.uint8)
+    box: list[Any] = [(plain, len(content), _digest(content))]
     _broadcast_object(box, source)
     told, size, digest = box[0]
     if told.shares is not None and any(reports[name].position == NOT_BEGUN for name in view.members):
         return Begin(None)  # somebody of the first view has no share yet, so that no window was stepped
-    tensors: dict[str, Any] = {}
+    came: tuple[EngineState, Mapping[str, Tensor] | None] | None = None
     if lacks:
-        sent = (
-            torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(size, dtype=torch.uint8)
-        )
-        torch.distributed.broadcast(sent, src=source)
+        if own is None:
+            content = torch.empty(size, dtype=torch.uint8)
+        torch.distributed.broadcast(content, src=source)
         if member in lacks:
-            whole = sent.numpy().tobytes()
-            if hashlib.blake2b(whole).hexdigest() != digest:
+            if _digest(content) != digest:
                 raise PeerError(f"the state that {view.members[source]} sent has come damaged", "while this one joined")
-            tensors = torch.load(io.BytesIO(whole), weights_only=True)
+            came = _unpacked(content)
     shares = _shares(carried, view, reports, member) if told.shares is not None else None
-    if tensors:
-        engine = EngineState(**tensors["engine"])
-        carried = replace(told, engine=engine, shares=shares, average=tensors["average"])
+    if came is not None:
+        engine, average = came
+        carried = replace(told, engine=engine, shares=shares, average=average)
     else:
         assert carried is not None
         carried = replace(
@@ -265,12 +264,32 @@ def _again(view: View, reports: Mapping[str, Report]) -> Again | None:
 _nothing = EngineState(model={}, optimizer={}, optimizer_values={})
 
 
-def _packed(carried: Carried) -> bytes:
-    state, stream = carried.engine, io.BytesIO()
-    engine = {"model": dict(state.model), "optimizer": dict(state.optimizer)}
-    engine |= {"optimizer_values": dict(state.optimizer_values), "scaler": dict(state.scaler)}
-    torch.save({"engine": engine, "average": None if carried.average is None else dict(carried.average)}, stream)
-    return stream.getvalue()
+def _packed(carried: Carried) -> Tensor:
+    state, average = carried.engine, carried.average
+    words = {
+        "model": list(state.model),
+        "optimizer": list(state.optimizer),
+        "average": None if average is None else list(average),
+        "values": dict(state.optimizer_values),
+        "scaler": dict(state.scaler),
+    }
+    tensors = [*state.model.values(), *state.optimizer.values(), *(average or {}).values()]
+    return to_message(json.dumps(words).encode(), tensors)
+
+
+def _unpacked(content: Tensor) -> tuple[EngineState, Mapping[str, Tensor] | None]:
+    """The engine's state and the average, if there is one."""
+    words, tensors = from_message(content)
+    told, left = json.loads(words), iter(tensors)
+    model, optimizer, average = (
+        dict(zip(told[kind] or (), left, strict=False)) for kind in ("model", "optimizer", "average")
+    )
+    state = EngineState(model=model, optimizer=optimizer, optimizer_values=told["values"], scaler=told["scaler"])
+    return state, None if told["average"] is None else average
+
+
+def _digest(content: Tensor) -> str:
+    return hashlib.blake2b(content.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer
 
 
 def _broadcast_object(box: list[Any], source: int) -> None:

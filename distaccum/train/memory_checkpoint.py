@@ -20,14 +20,12 @@ from torch import Tensor
 from distaccum.config.sizes import size_of
 from distaccum.distributed.elastic.mirrors import Mark, keepers_of, newest_whole, to_note
 from distaccum.distributed.elastic.views import Report, View
+from distaccum.distributed.message import from_message, to_message
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
 from distaccum.errors import PeerError
 from distaccum.train.carried import NOT_BEGUN, STAGES, Carried
-
-_ALIGNED = 64
-_KINDS = ("model", "optimizer", "average")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,47 +169,25 @@ def _digest(content: Tensor) -> str:
 
 
 def _packed(share: Carried) -> Tensor:
-    """A copy of all of it as bytes: the length of the head, the head, and the tensors."""
-    kinds: dict[str, Mapping[str, Tensor]] = {
-        "model": share.engine.model,
-        "optimizer": share.engine.optimizer,
-        "average": share.average or {},
-    }
-    places, contents, size = list[Any](), list[Tensor](), 0
-    for kind in _KINDS:
-        for name, tensor in kinds[kind].items():
-            content = tensor.detach().cpu().contiguous()
-            places.append((kind, name, content.dtype, tuple(content.shape), size))
-            contents.append(content)
-            size += -(-content.nbytes // _ALIGNED) * _ALIGNED
+    """A copy of all of it in one piece."""
+    kinds = {"model": share.engine.model, "optimizer": share.engine.optimizer, "average": share.average or {}}
     rest = replace(
         share,
         engine=replace(share.engine, model={}, optimizer={}),
         average=None if share.average is None else {},
         random=None,
     )
-    head = pickle.dumps((rest, places))
-    begin = -(-(8 + len(head)) // _ALIGNED) * _ALIGNED
-    packed = torch.zeros(begin + size, dtype=torch.uint8)
-    packed[:8].view(torch.int64)[0] = len(head)
-    packed[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    for (*_, at), content in zip(places, contents, strict=True):
-        packed[begin + at : begin + at + content.nbytes] = content.reshape(-1).view(torch.uint8)
-    return packed
+    names = [(kind, name) for kind, tensors in kinds.items() for name in tensors]
+    return to_message(pickle.dumps((rest, names)), [kinds[kind][name] for kind, name in names])
 
 
-def _unpacked(packed: Tensor) -> Carried:
-    """What :func:`_packed` was given; its tensors are views of the bytes."""
-    length = int(packed[:8].view(torch.int64)[0])
-    rest, places = pickle.loads(packed[8 : 8 + length].numpy().tobytes())  # noqa: S301  of this run's own ranks
-    begin = -(-(8 + length) // _ALIGNED) * _ALIGNED
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
-    for kind, name, dtype, shape, at in places:
-        count = 1
-        for each in shape:
-            count *= each
-        content = packed[begin + at : begin + at + count * dtype.itemsize]
-        found[kind][name] = content.view(dtype).reshape(shape)
+def _unpacked(content: Tensor) -> Carried:
+    """What :func:`_packed` was given; its tensors lie in ``content``."""
+    words, tensors = from_message(content)
+    rest, names = pickle.loads(words)  # noqa: S301  of this run's own ranks
+    found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "average": {}}
+    for (kind, name), tensor in zip(names, tensors, strict=True):
+        found[kind][name] = tensor
     carried: Carried = rest
     return replace(
         carried,
