@@ -49,6 +49,8 @@ class EngineConfig(ABC):
     blocks: list[str] = field(default_factory=list)
     over_gloo: ClassVar[bool] = True
     """Whether a GPU's tensors may go over gloo between ranks."""
+    goes_back: ClassVar[bool] = False
+    """Whether an elastic run goes back to a checkpoint in memory where a rank is lost, and not on with its window."""
 
     def __post_init__(self) -> None:
         require_annotated("engine", self)
@@ -129,6 +131,7 @@ class FSDP2Config(EngineConfig):
     """
 
     name: str = "fsdp2"
+    goes_back: ClassVar[bool] = True
     sync: str = "boundary"
     reshard_after_forward: bool = True
     gather_dtype: str = "compute"
@@ -175,6 +178,7 @@ class DeepSpeedConfig(EngineConfig):
 
     name: str = "deepspeed"
     over_gloo: ClassVar[bool] = False  # it asks its accelerator for the backend, which is NCCL's on a GPU
+    goes_back: ClassVar[bool] = True
     stage: int = 2
     offload_optimizer: bool = False
     offload_parameters: bool = False

@@ -8,15 +8,13 @@ from distaccum.config.engine import FSDP2Config
 from distaccum.engines.context import EngineContext
 from distaccum.errors import ConfigError
 
-GOES_BACK = ("fsdp2", "deepspeed")
-"""Engines that keep a part of the state on each rank, and go back to a checkpoint in memory where one is lost."""
 _START = "or start it with launch/train.sh, which goes on from its last checkpoint"
 
 
 def check(context: EngineContext) -> None:
     """Raises ConfigError for settings with which a run cannot go on without some of its ranks."""
     engine = context.engine
-    if engine.name not in ("ddp", "zero1", *GOES_BACK):
+    if engine.name not in ("ddp", "zero1") and not engine.goes_back:
         problem = "keeps a share of the state on each rank, which a rank that is lost takes with it"
         raise ConfigError("engine", engine.name, f"in an elastic run: it {problem}", f"Use engine=ddp, {_START}")
     if isinstance(engine, FSDP2Config) and engine.replicas > 1:

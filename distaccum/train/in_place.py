@@ -55,6 +55,7 @@ class InPlace:
     def __init__(self, make: Callable[[], TrainingComponents], components: TrainingComponents) -> None:
         self._make = make
         self._fresh: TrainingComponents | None = components  # which no engine has wrapped
+        self._facts = components.facts
         self.memory = MemoryCheckpoints(components.config.elastic.memory_every)
 
     def let_go(self, components: TrainingComponents) -> TrainingComponents:
@@ -81,7 +82,7 @@ class InPlace:
         os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}  # DeepSpeed reads them at stage 3
         self.memory.enter(view, world)
         components = self._fresh = self._fresh or adapted(self._make())
-        components.facts  # noqa: B018  of the model that is not wrapped yet
+        vars(components)["facts"] = self._facts  # of the same settings
         if view.generation == 0:
             self._fresh = None
             return components, saved, Begin(None)
@@ -118,7 +119,8 @@ class InPlace:
         store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
         store.recover()
         on_disk = [int(path.name.partition("-")[2]) for path in store.steps()]
-        if on_disk and (step is None or max(on_disk) > step):
+        is_newer = step is not None and max(on_disk, default=0) > step and store.newest_valid() is not None
+        if is_newer or (step is None and on_disk):
             saved = find_checkpoint(
                 config,
                 run_dir,

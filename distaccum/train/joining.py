@@ -93,8 +93,10 @@ class InView:
 
     def enter(self, accumulator: Accumulator, console: Console | None) -> None:
         """Before the first window; ``console`` is rank 0's."""
-        if self.memory is not None and console is not None:
-            self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        if self.memory is not None:
+            self.memory.forget_handed()
+            if console is not None:
+                self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         accumulator.add_rider(self.rider)
         if self.begin.carried is not None:
             accumulator.trust()

@@ -54,6 +54,7 @@ class MemoryCheckpoints:
         self._kept = list[_Checkpoint]()  # ascending
         self._view, self._world = View(generation=-1, members=()), World(rank=0, size=1, device=torch.device("cpu"))
         self._saved_step = 0
+        self._handed = list[dict[str, Tensor]]()
 
     def enter(self, view: View, world: World) -> None:
         """Checkpoints are those of this view from here on."""
@@ -126,16 +127,14 @@ class MemoryCheckpoints:
         for share, holder in enumerate(holders):
             here = None if own is None else own.shares.get(share)
             carried.append(_unpacked(self._received(here, holder)))
-        first = carried[0]
-        engine, average = EngineState(model={}, optimizer={}, optimizer_values={}), dict[str, Tensor]()
+        first, values = carried[0], dict[str, Any]()
+        model, optimizer, average = self._handed = [{}, {}, {}]
         for one in carried:
-            engine = EngineState(
-                model={**engine.model, **one.engine.model},
-                optimizer={**engine.optimizer, **one.engine.optimizer},
-                optimizer_values={**engine.optimizer_values, **one.engine.optimizer_values},
-                scaler=first.engine.scaler,
-            )
+            model |= one.engine.model
+            optimizer |= one.engine.optimizer
+            values |= one.engine.optimizer_values
             average |= one.average or {}
+        engine = EngineState(model=model, optimizer=optimizer, optimizer_values=values, scaler=first.engine.scaler)
         return replace(
             first,
             engine=engine,
@@ -143,6 +142,11 @@ class MemoryCheckpoints:
             random=None if own is None else own.random,
             stop=next((one.stop for one in carried if one.stop), ""),
         )
+
+    def forget_handed(self) -> None:
+        """Frees what :meth:`hand_over` has given: an engine has taken its part of it."""
+        for tensors in self._handed:
+            tensors.clear()
 
     def _received(self, here: Tensor | None, holder: int) -> Tensor:
         """A share, from the rank that holds it."""

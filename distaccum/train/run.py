@@ -41,7 +41,6 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.engines.elastic import GOES_BACK
 from distaccum.errors import ConfigError, DistaccumError, PeerError
 from distaccum.train.carried import NOT_BEGUN, Begin, Beginnings, Carried, RestoreCarried, hand_over
 from distaccum.train.components import TrainingComponents, build_utilization
@@ -157,9 +156,7 @@ def run(
             note_failure(run_dir, environment.rank, error)
             raise
         if member is not None:
-            in_place = None
-            if components.config.engine.name in GOES_BACK:
-                in_place = InPlace(make_components, components)
+            in_place = InPlace(make_components, components) if components.config.engine.goes_back else None
             return _in_views(
                 components,
                 saved,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def test_other_runs_go_back_as_well(settings: tuple[str, ...], tmp_path: Path, r
     assert first_difference(made.folder, reference("engine=fsdp2", *settings)) == ""
 
 
+@pytest.mark.heavy
+def test_fast_numerics_go_back_to_the_last_bits(tmp_path: Path, reference: References) -> None:
+    places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
+    plain = "numerics=fast", "+model.dropout=0"
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *plain, "engine.sync=every", faults=_kills(*places))
+    _same_to_the_last_bits(made, reference(*plain))
+
+
+def _same_to_the_last_bits(made: Job, undisturbed_run: Path) -> None:
+    found, expected = same(made.folder), same(undisturbed_run)
+    assert [one["window"] for one in found] == [one["window"] for one in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
 def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, reference: References) -> None:
     faults: list[Fault] = [("0.2.1", "forward", 3, "kill"), ("*", "update", 9, "await ready-0.2.2")]
     made = elastic(tmp_path / "run", *_FSDP2, faults=faults)
@@ -122,6 +138,23 @@ def test_two_neighbours_die_at_once(after: int, to: str, window: int, tmp_path: 
 
 
 @pytest.mark.heavy
+def test_a_node_is_lost_and_the_other_one_has_the_copies(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", *_FSDP2) as made:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = "--nnodes=2", f"--rdzv=127.0.0.1:{free.getsockname()[1]}", "--nproc=2"
+        faults: list[Fault] = [("*", "update", 6, "await go")]
+        made.start(*meeting, "--node-rank=0", faults=faults)
+        other = made.start(*meeting, "--node-rank=1", faults=faults)
+        made.wait_for(lambda: made.windows() >= 5)
+        other.kill()
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert _back(made)[0][:2] == ("the checkpoint in memory", 4), made.logs()
+        assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+
+
+@pytest.mark.heavy
 def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, reference: References) -> None:
     with job(tmp_path / "run", "resume=auto", *_FSDP2, _ALONE) as made:
         agent = made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "kill"), ("*", "update", 9, "await go")])
@@ -145,7 +178,4 @@ def test_deepspeed_goes_back_in_the_same_processes(stage: int, tmp_path: Path, r
     ranks = [one["ranks"] for one in metrics(made.folder)]
     assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3, 2, 3]
     assert {to for to, _, _ in _back(made)} == {"the checkpoint in memory"}
-    found, expected = same(made.folder), same(reference(*plain))
-    assert [one["window"] for one in found] == [one["window"] for one in expected]
-    for mine, other in zip(found, expected, strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    _same_to_the_last_bits(made, reference(*plain))

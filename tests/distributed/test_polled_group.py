@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.distributed.elastic.polled_group import (
@@ -191,6 +193,39 @@ def test_the_survivors_of_a_kill_notice_it_and_go_on(tmp_path: Path, when: str) 
             assert after < 2
             assert started.await_notes(name, "next")[0]["sum"] == 2
         assert started.ended("0", "2")
+
+
+def _shards(store: Any, name: str, notes: Notes) -> None:
+    """Tensors in shards become whole, and others; rank 1 is killed, and two go on with a mesh of the same name."""
+    rank = int(name)
+    group = _default(store, rank)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    sharded = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)])
+    assert sharded.full_tensor().tolist() == list(range(7))
+    partial = DTensor.from_local(torch.arange(6.0), mesh, [Partial()])
+    assert partial.redistribute(placements=[Shard(0)]).to_local().tolist() == [6.0 * rank, 6.0 * rank + 3]
+    assert partial.redistribute(placements=[Replicate()]).to_local().tolist() == [3.0 * each for each in range(6)]
+    notes.write("ready")
+    if rank == 1:
+        time.sleep(60)
+    with pytest.raises(ViewChangedError), group.changes():
+        sharded.full_tensor()
+    store.add("words", -store.add("words", 0))
+    leave_default()
+    _default(store, rank // 2, 2, "next")
+    again = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert again.full_tensor().tolist() == list(range(5))
+    dist.barrier()
+
+
+def test_sharded_tensors_become_whole_until_a_member_is_lost(tmp_path: Path) -> None:
+    with members(tmp_path, say_gone=False) as started:
+        for rank in range(RANKS):
+            started.start(str(rank), _shards)
+        for rank in range(RANKS):
+            started.await_notes(str(rank), "ready")
+        started.signal("1")
+        assert started.ended("0", "2"), [started.notes(name).read() for name in ("0", "2")]
 
 
 def _comes_late(store: Any, name: str, notes: Notes, how: str) -> None:

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator
-from distaccum.config.engine import DDPConfig
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.summation_tree import joined
 from distaccum.data.plan.units import Again, SecondDeal, UnitPlan
 from distaccum.distributed.world import World
+from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.engines.partial_sums import PartialWindow
+from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.normalize import SINGLE
 from tests.support.threads import run_ranks
@@ -180,3 +182,32 @@ def test_the_ranks_that_are_left_finish_the_window_to_the_same_bits(
         assert torch.equal(own, expected)
         assert own_losses == [float(one) for one in losses[1:]]
     assert sum(computed[0] for _, _, computed in found) < 10 - len(left)  # units that are held are not computed again
+
+
+@pytest.mark.parametrize("engine", [FSDP2Config(), DeepSpeedConfig()], ids=["fsdp2", "deepspeed"])
+def test_engines_that_share_the_state_may_go_back(engine: EngineConfig) -> None:
+    if isinstance(engine, DeepSpeedConfig):
+        pytest.importorskip("deepspeed")
+    assert _prepared(engine).elastic
+
+
+def test_replicas_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine.replicas=2: in an elastic run the number of ranks changes"):
+        _prepared(FSDP2Config(replicas=2))
+
+
+def _prepared(engine: EngineConfig) -> EngineContext:
+    return prepare(
+        nn.Sequential(nn.Linear(5, 4)),
+        engine=engine,
+        precision="fp32",
+        clip_norm=None,
+        clip_value=None,
+        global_batch_size=20,
+        micro_batch_size=2,
+        world_size=2,
+        device=torch.device("cpu"),
+        seed=0,
+        planned=True,
+        elastic=True,
+    )
