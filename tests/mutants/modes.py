@@ -423,7 +423,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if reproducible else None", "None"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
-                "deal=self._deal,\n            by_unit=None if self._deal is None else self._units(counts),",
+                "deal=self._deal,\n            by_unit=by_unit,",
                 "deal=None,\n            by_unit=None,",
             ),
             "held-out batches are as large as the ranks allow": (
