@@ -77,19 +77,22 @@ class InView:
         rider: travels with the windows' counts.
         desk: what rank 0 has open from view to view.
         changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
+        first_to: whether this process is the first of the run to do something.
     """
 
     begin: Begin
     rider: JoinRider
     desk: Desk
     changes: Callable[[], AbstractContextManager[None]]
+    first_to: Callable[[str], bool]
 
     def enter(self, accumulator: Accumulator) -> None:
-        """Before the first window."""
+        """Before the first window. Where a rank is lost from here on, what was carried is in the loop."""
         accumulator.add_rider(self.rider)
         if self.begin.carried is not None:
             accumulator.trust()
             accumulator.engine.take_up(self.begin.kept)
+        self.begin.release()
 
     def for_loop(self) -> dict[str, Any]:
         """The loop's own arguments."""
@@ -98,6 +101,7 @@ class InView:
             return {"elastic": True}
         own: dict[str, Any] = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
         own |= {"record": carried.record, "reason": carried.stop, "proven": carried.verified}
+        own |= {"unlogged": carried.unlogged, "begun": carried.begun, "ends": carried.ends}
         return own | {"elastic": True}
 
 

@@ -36,13 +36,13 @@ from distaccum.data.spec import is_map_style
 from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.elastic.polled_group import ViewChangedError
-from distaccum.distributed.elastic.views import Report, View
+from distaccum.distributed.elastic.views import View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DistaccumError, PeerError
-from distaccum.train.carried import NOT_BEGUN, Beginnings, Carried, RestoreCarried, hand_over
+from distaccum.train.carried import Begin, Beginnings, RestoreCarried, hand_over
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.desk import Desk
@@ -69,7 +69,7 @@ from distaccum.train.run_log import RunLog
 from distaccum.train.run_report import ReportAtEnd
 from distaccum.train.screen import Screen, open_screen
 from distaccum.train.shared_storage import check_shared
-from distaccum.train.summary import not_finite, print_header, print_summary
+from distaccum.train.summary import not_finite, print_header, print_summary, print_taken_over
 from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
@@ -79,14 +79,10 @@ _CAUSE_S = 1.0  # within which the end of another rank's process is known, where
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it.
-
-    ``carried``: of an elastic run, what this rank has at its end.
-    """
+    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it."""
 
     evaluation: dict[str, float]
     preempted: bool
-    carried: Carried | None = None
 
 
 def _alone(_: str | None) -> None:
@@ -205,7 +201,7 @@ def _in_views(
     """Trains with the members that are there: each view has a group of its own, and goes on with the open window."""
     components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
     beginnings = Beginnings(components.optimizers)
-    carried: Carried | None = None
+    begin = Begin()
     view: View | None = None
     rank, logs = member.environment.rank, False
     with (
@@ -214,17 +210,15 @@ def _in_views(
         Desk() as desk,
     ):
         while True:
-            report = Report(member=member.name, position=NOT_BEGUN) if carried is None else carried.report(member.name)
-            view, reports = member.next_view(view, report)
+            view, reports = member.next_view(view, begin.report(member.name))
             try:
                 with member.world(view, components.device) as (world, group):
                     rank = member.rank = world.rank
-                    begin = hand_over(view, reports, member.name, carried, world)
-                    carried = begin.carried
+                    begin = hand_over(view, reports, member.name, begin.carried, world)
                     beginnings.put_back()
                     if world.is_main and not run_dir.owned:
                         owning.enter_context(run_dir.own(after=run_dir.token))
-                        if carried is None:
+                        if begin.carried is None:
                             saved = find_saved(components, run_dir, world.size)
                     if world.is_main:
                         run_dir.forget_failure()  # of a rank without which the others go on
@@ -243,10 +237,11 @@ def _in_views(
                         signals=caught,
                         began=began,
                         beginning=beginning,
-                        view=InView(begin=begin, rider=rider, desk=desk, changes=group.changes),
+                        view=InView(
+                            begin=begin, rider=rider, desk=desk, changes=group.changes, first_to=member.first_to
+                        ),
                     )
-                    if isinstance(ended, RunResult):
-                        carried = ended.carried
+                    if ended is not None:
                         world.barrier()  # rank 0 has written how the run has ended
                         return ended
             except ViewChangedError as error:
@@ -261,7 +256,6 @@ def _in_views(
                 if isinstance(error, DistaccumError):  # which all ranks raise
                     member.end(1)
                 raise
-            carried = ended if carried is None else ended.with_begun_of(carried)
 
 
 def _train_watched(
@@ -274,7 +268,7 @@ def _train_watched(
     began: float,
     beginning: str,
     view: InView,
-) -> RunResult | Carried:
+) -> RunResult | None:
     """:func:`train` in a view, which nobody watches but its members."""
     config = components.config
     with (
@@ -298,6 +292,10 @@ def _train_watched(
 
 def _ignore(_: str) -> None:
     pass
+
+
+def _always(_: str) -> bool:
+    return True
 
 
 def _in_group(
@@ -349,7 +347,7 @@ def _in_group(
                             screen=screen,
                             beginning=beginning,
                         )
-                        assert isinstance(ended, RunResult)
+                        assert ended is not None
                         return ended
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
                     if follows_from_another_rank(error):
@@ -412,15 +410,15 @@ def train(
     screen: Screen,
     beginning: str,
     view: InView | None = None,
-) -> RunResult | Carried:
+) -> RunResult | None:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
     header of a run without a checkpoint.
 
-    In an elastic run ``view`` says how it begins among the ranks that are there. Where ranks are lost or come, what
-    this rank carries on is returned.
+    In an elastic run ``view`` says how it begins among the ranks that are there, and gets what this rank carries on,
+    at the end, too. Where ranks are lost or come, nothing is returned.
     """
     carried, desk = (None, None) if view is None else (view.begin.carried, view.desk)
     before = run_dir.status() if world.is_main else {}
@@ -472,6 +470,7 @@ def train(
                 before=before,
                 note=note or beginning,
                 modules=modules,
+                first_to=_always if view is None else view.first_to,
             )
             loggers = (desk or closing.enter_context(Desk())).loggers(open_loggers)
         loop = Loop(
@@ -499,19 +498,23 @@ def train(
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         if view is not None:
             view.enter(accumulator)
+        del carried
         try:
             with signals.notify(loop.preempt), nullcontext() if view is None else view.changes():
                 evaluation = loop.fit()
         except ViewChangedError:
-            return loop.carried()
-        at_end = None if view is None else loop.carried()
+            assert view is not None
+            view.begin.carried = loop.carried()
+            return None
+        if view is not None:
+            view.begin.carried = loop.carried()
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
         _end(components, loop, evaluation, run_dir, console)
     accumulator.close()  # the model and the optimizer may be trained on with
-    return RunResult(evaluation=evaluation, preempted=loop.preempted, carried=at_end)
+    return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
 
 def _open_loggers(
@@ -525,6 +528,7 @@ def _open_loggers(
     before: Mapping[str, Any],
     note: str,
     modules: Sequence[ModuleRow],
+    first_to: Callable[[str], bool],
 ) -> list[Logger]:
     """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers.
 
@@ -538,6 +542,7 @@ def _open_loggers(
         before: the status that the process before left.
         note: for the header.
         modules: of the model, for the header.
+        first_to: whether no process of the run has done something before.
     """
     config, engine, progress = components.config, accumulator.engine, accumulator.progress
     assert screen.console is not None
@@ -563,7 +568,10 @@ def _open_loggers(
         plan=plan,
         git_commit=commit,
     )
-    print_header(components, engine, run_dir, note, screen.console, modules=modules)
+    if first_to("print the header"):
+        print_header(components, engine, run_dir, note, screen.console, modules=modules)
+    else:
+        print_taken_over(progress, accumulator.world.size, screen.console)
     run_dir.write_artifacts(engine.artifacts)
     device = accumulator.world.device
     return build_loggers(
