@@ -401,7 +401,9 @@ class Loop:
         """The error that all ranks were about to raise together; as far as this one can tell of it."""
         try:
             self._tracker.raise_if_nonfinite(together=False)
-        except (NonFiniteError, SpikeError, MisuseError) as error:
+        except NonFiniteError as error:
+            return NonFiniteError(f"{error}. A rank was lost before all had told what they know of it")
+        except (SpikeError, MisuseError) as error:
             return type(error)(*error.args)  # without the frames, which hold the engine
         return None
 

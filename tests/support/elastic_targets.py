@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from distaccum.accumulation import tracker
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.spec import DataSpec
@@ -32,6 +33,7 @@ from distaccum.engines import tree_all_reduce
 from distaccum.train import run
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.metrics.loggers import JsonlLogger
+from distaccum.train.metrics.meter import Meter
 
 FEATURES, CLASSES = 12, 5
 _FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
@@ -106,7 +108,9 @@ def _arm() -> None:
     _around(tree_all_reduce, "_all_gather", "gathering", "gathered")
     register_optimizer_step_pre_hook(_hook("step"))
     register_optimizer_step_post_hook(_hook("stepped"))
+    _around(Meter, "record", "recording", "recorded")
     _around(JsonlLogger, "log", "log", "logged")
+    _around(tracker, "diagnose", "diagnosis")
     _around(CheckpointStore, "begin", "", "save")
     _around(CheckpointStore, "publish", "publish", "published")
     _around(Member, "next_view", "leaving", of=lambda _, view, report: -1 if view is None else view.generation)
