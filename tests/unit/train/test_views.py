@@ -38,6 +38,7 @@ from distaccum.train.run import run
 from distaccum.train.run_dir import RunDir
 from tests.unit.train.test_skips import Square
 
+pytestmark = pytest.mark.usefixtures("gloo_world")
 _NAME = "0.0.1"
 _TIMES = ("_per_s", "_s", "_bytes")
 
