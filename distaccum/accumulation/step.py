@@ -61,9 +61,7 @@ class Outcome:
             return self.of_all if rank == 0 else torch.zeros_like(self.of_all)
         assert self.deal is not None
         assert self.by_unit is not None
-        mine, every = self.deal.units_of(rank), self.by_unit.new_zeros((len(self.by_unit), self.deal.units))
-        every[:, list(mine)] = self.by_unit
-        return every
+        return _at_places(self.by_unit, self.deal, rank)
 
     @property
     def finite(self) -> bool:
@@ -74,6 +72,12 @@ class Outcome:
     def loss_scale(self) -> float:
         """The scale of this window's gradients; 1.0 without a loss scaler."""
         return 1.0 if self.step is None else self.step.loss_scale
+
+
+def _at_places(by_unit: Tensor, deal: Deal, rank: int) -> Tensor:
+    every = by_unit.new_zeros((by_unit.shape[0], deal.units))
+    every[:, list(deal.units_of(rank))] = by_unit
+    return every
 
 
 def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float] = ()) -> Tensor:
@@ -110,6 +114,7 @@ class LossSums:
         self._device, self._deal = device, deal
         self._sums: dict[str, Tensor] = {}
         self._by_unit: list[Mapping[str, Tensor]] = []
+        self._stacked: Tensor | None = None  # these, once they are all there
 
     def add(self, loss: LossSum) -> None:
         """Adds one micro-batch's losses."""
@@ -127,13 +132,16 @@ class LossSums:
         """
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
+        by_unit = self._stacked
+        if by_unit is None and self._deal is not None:
+            by_unit = self._units(counts)
         return Outcome(
             loss_sums=sums,
             counts=counts,
             grad_norm=step.grad_norm if step else zero,
             step=step,
             deal=self._deal,
-            by_unit=None if self._deal is None else self._units(counts),
+            by_unit=by_unit,
             of_all=of_all,
         )
 
@@ -143,11 +151,15 @@ class LossSums:
         return torch.stack(each, 1) if each else zero.new_zeros((len(counts), 0))
 
     def placed(self, counts: Counts, rank: int) -> Tensor:
-        """This rank's losses, fp64: of units each in its place among all, else one for each of ``counts``."""
+        """This rank's losses, fp64: of units each in its place among all, else one for each of ``counts``.
+
+        After the last :meth:`add`.
+        """
         if self._deal is None:
             zero = torch.zeros((), device=self._device)
             return torch.stack([self._sums.get(name, zero).double() for name in counts])
-        return self.outcome(counts, None).placed(rank)
+        self._stacked = self._units(counts)
+        return _at_places(self._stacked, self._deal, rank)
 
 
 def backward(engine: Engine, loss: Tensor) -> None:

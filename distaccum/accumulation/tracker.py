@@ -74,7 +74,8 @@ class ProgressTracker:
         self._schedule, self._schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
         self._progress = self._known_progress = Progress()
-        self._skips_in_a_row = 0
+        self.skips_in_a_row = 0
+        """Windows whose gradient was not finite at the lowest loss scale; :meth:`restore` begins anew."""
         self._unresolved: tuple[Window, Outcome, Loss | None] | None = None  # the last step, not asked for yet
         self._fatal: tuple[Window, Outcome, Loss | None] | None = None  # the step that ends the run
         self._own_fault: str | None = None  # of the last step, where it was not finite: no rank knows the others'
@@ -106,7 +107,7 @@ class ProgressTracker:
         activity = self._world.activity
         activity.window = activity.first = progress.window
         activity.step = progress.step
-        self._skips_in_a_row = 0
+        self.skips_in_a_row = 0
 
     def next_epoch(self) -> None:
         """Moves to the start of the next epoch."""
@@ -190,10 +191,10 @@ class ProgressTracker:
         self._own_fault = None if finite or outcome.step is None else outcome.step.complaint
         lowest = self._engine.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
-            self._skips_in_a_row = 0
+            self.skips_in_a_row = 0
             return
-        self._skips_in_a_row += 1
-        if self._skips_in_a_row >= self._max_skips:
+        self.skips_in_a_row += 1
+        if self.skips_in_a_row >= self._max_skips:
             self._fatal = last
 
     def _tell_of_spike(self, spikes: Spikes) -> None:
@@ -236,13 +237,13 @@ class ProgressTracker:
                 self._forgive(said, here=bool(own))
         if self._fatal is not None:
             explanation = self._explanation(*self._fatal, together=together)
-            self._fatal, self._skips_in_a_row = None, 0
+            self._fatal, self.skips_in_a_row = None, 0
             raise NonFiniteError(explanation)
 
     def _forgive(self, given_up: Sequence[str], *, here: bool) -> None:
         """Takes a window for skipped that is NaN because some rank has given it up, perhaps this one."""
         if given_up and not here:
-            self._skips_in_a_row, self._fatal = self._skips_in_a_row - 1, None
+            self.skips_in_a_row, self._fatal = self.skips_in_a_row - 1, None
             self._progress = replace(self._progress, nonfinite=self._progress.nonfinite - 1)
         if given_up and self._world.is_main:
             _log.warning("%s with abandon(): no rank has stepped on it", "; ".join(given_up))
@@ -259,7 +260,7 @@ class ProgressTracker:
         samples = "; ".join(f"rank {rank}: {ids}" for rank, ids, _ in of_all)
         named = dict.fromkeys(name for _, _, found in of_all for name in found)
         names = shorten(named, _MOST_NAMED) or "none alone, but their norm"
-        row = f"{self._skips_in_a_row} in a row, " if self._skips_in_a_row > 1 else ""
+        row = f"{self.skips_in_a_row} in a row, " if self.skips_in_a_row > 1 else ""
         return (
             f"the gradient of window {self._progress.window} is NaN or infinite ({row}loss scale "
             f"{outcome.loss_scale:g}): of {names}.{began} Its samples are {samples}. Weights and optimizer "

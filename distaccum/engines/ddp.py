@@ -383,9 +383,18 @@ class DDPEngine(Engine):
         self._watch.note()
 
     def reduce(self) -> None:
-        """See :class:`Engine`. Adds minus zero, which changes no number, and no zero's sign."""
+        """See :class:`Engine`. Adds minus zero, which changes no number, and no zero's sign.
+
+        Where all that is reduced is kept, DDP has no part in it.
+        """
         self._watch.check()
         missing = [] if self._unused is not None else self._leaves.missing
+        if self.reduces_after and self._tree is not None and not missing:
+            with uncounted():
+                self._tree.reduce_kept()
+            self._reduced = True
+            self._watch.note()
+            return
         value = nan if missing else -0.0
         if missing:
             self._fault = self._unused_message(missing)
@@ -441,8 +450,11 @@ class DDPEngine(Engine):
             self._watch.check()
             if self._tree is not None:
                 self._tree.expect_deal()
-            with self._unused_ignored():
-                self._reduction.join(0.0)
+            if self.reduces_after and self._tree is not None:
+                self._tree.reduce_kept()
+            else:
+                with self._unused_ignored():
+                    self._reduction.join(0.0)
             self._reduced = True
             self._watch.note()
 

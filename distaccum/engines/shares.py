@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,10 @@ class Shares:
     ahead: Share | None = None
     torn: bool = False
     scaler: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_those_of(self, before: Shares) -> Shares:
+        """With what this rank had of the same moment before it was dealt anew: others may not have got theirs."""
+        return replace(self, now=self.now | before.now)
 
 
 def dealt(share: Share, wanted: Sequence[Collection[str]], world: World, *, weights: bool) -> Share:

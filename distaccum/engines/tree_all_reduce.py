@@ -52,7 +52,8 @@ class TreeAllReduce:
         """The sum over the ranks of what was sent along."""
         self._clock = BlockClock(world.rank)
         self._buckets: dict[int, Tensor] = {}
-        self._partial = PartialSums(lambda: [self._buckets[number] for number in sorted(self._buckets)])
+        self._in_order: list[Tensor] = []  # the buckets, once gradients lie in them
+        self._partial = PartialSums(self._in_order.copy)
         self._pending: deque[Received] = deque()
         self._placed = self._given_up = self._owes = False
 
@@ -65,6 +66,7 @@ class TreeAllReduce:
         memory = {bucket.untyped_storage().data_ptr() for bucket in self._buckets.values()}
         if any(gradient is None or gradient.untyped_storage().data_ptr() not in memory for gradient in gradients):
             raise _other_torch("does not give its hooks the buckets that gradients lie in")
+        self._in_order += [self._buckets[number] for number in sorted(self._buckets)]
         self._placed = True
 
     def begin(self, deal: Deal | None) -> None:
@@ -126,18 +128,24 @@ class TreeAllReduce:
         """After the last bucket: the sums of all are in their places."""
         if self._owes:
             self._owes = False
-            self._send_all()
+            self.reduce_kept()
         while self._pending:
             self._finish(self._pending.popleft())
 
-    def _send_all(self) -> None:
-        """Sends what is kept, which stays; the buckets take the sums."""
-        if not self._given_up and self._clock.last is not None:
-            self._partial.end_block(*self._clock.last)
+    def reduce_kept(self) -> None:
+        """The whole reduction of a window whose backwards are done: of what is kept, which stays.
+
+        The buckets take the sums.
+        """
+        last = self._clock.last
+        if not self._given_up and last is not None:
+            self._partial.end_block(*last)
         for number, whole in self._buckets.items():
             while len(self._pending) >= _IN_FLIGHT:
                 self._finish(self._pending.popleft())
             self._send(number, whole)
+        while self._pending:
+            self._finish(self._pending.popleft())
 
     def _send(self, number: int, whole: Tensor) -> None:
         own = self._own(number, whole)
@@ -152,10 +160,10 @@ class TreeAllReduce:
         for i in range(max(counts)):
             content = own[i] if i < len(own) else nothing
             splits = cuts if i < len(own) else [0] * self._ranks
-            if i == 0 and len(along):  # every rank sends in the first round
-                content = torch.cat([each for shard in torch.split(content, cuts) for each in (shard, along)])
-                splits = [cut + len(along) for cut in cuts]
-            beside = len(along) if i == 0 else 0
+            beside = along.numel() if i == 0 else 0  # every rank sends in the first round
+            if beside:
+                content = torch.cat([each for shard in content.split_with_sizes(cuts) for each in (shard, along)])
+                splits = [cut + beside for cut in cuts]
             arriving = [cuts[self._rank] + beside if i < count else 0 for count in counts]
             received = whole.new_empty(sum(arriving))
             work = dist.all_to_all_single(

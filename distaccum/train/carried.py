@@ -30,7 +30,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
 from distaccum.engines.partial_sums import PartialWindow
 from distaccum.engines.shares import Share, Shares
-from distaccum.errors import PeerError
+from distaccum.errors import DistaccumError, PeerError
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, named
 
@@ -58,7 +58,10 @@ class Beginnings:
 
 
 STAGES = 4
-"""After a window's step: nothing is told yet; callbacks are; it is logged; all that was due is done."""
+"""After a window's step: nothing is told yet; callbacks are; it is logged; all that was due is done.
+
+A window that was skipped is logged before callbacks are told.
+"""
 
 
 NOT_BEGUN = 0
@@ -67,7 +70,7 @@ NOT_BEGUN = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """What an applied window is still owed: its record, evaluation, checkpoint; ``stage`` of ``STAGES``."""
+    """What a window is still owed: its record, evaluation, checkpoint; ``stage`` of ``STAGES``."""
 
     window: Window
     outcome: Outcome
@@ -75,12 +78,12 @@ class Tail:
     stage: int = 0
 
     @classmethod
-    def after(cls, window: Window, outcome: Outcome, lr: float) -> Tail:
-        """What is owed when a window has stepped with this rate; it is kept without its batches."""
+    def after(cls, window: Window, outcome: Outcome, lr: float, stage: int = 0) -> Tail:
+        """What is owed to a window that has run with this rate; it is kept without its batches."""
         plain = Window(
             epoch=window.epoch, samples=window.samples, counts=window.counts, micro_batches=(), data_wait_s=0.0
         )
-        return cls(window=plain, outcome=outcome, lr=lr)
+        return cls(window=plain, outcome=outcome, lr=lr, stage=stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +127,9 @@ class Begun:
 class Carried:
     """The state of a run after a window, on one rank.
 
-    ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end.
-    ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``.
+    ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end,
+    and ``ends`` the error that it ends with. ``unlogged`` is the last update, where its record was not due. ``shares``
+    is what this rank has of a state that is sharded, which is then not in ``engine``.
     """
 
     run: RunState
@@ -138,6 +142,9 @@ class Carried:
     verified: bool
     record: Mapping[str, Any] | None = None
     stop: str = ""
+    ends: DistaccumError | None = None
+    unlogged: Tail | None = None
+    skips_in_a_row: int = 0
     random: RNGState | None = None
     begun: Begun | None = None
 
@@ -145,18 +152,6 @@ class Carried:
     def position(self) -> int:
         """How far the run has come here."""
         return self.run.progress.window * STAGES + (STAGES - 1 if self.tail is None else self.tail.stage)
-
-    def with_all_of(self, before: Carried) -> Carried:
-        """With what was open before and was not begun again, where the run has not moved on since.
-
-        Then other ranks may not have what was dealt anew, and the shares of before count as well.
-        """
-        if before.run.progress != self.run.progress:
-            return self
-        shares = self.shares
-        if shares is not None and before.shares is not None:
-            shares = replace(shares, now=shares.now | before.shares.now)
-        return replace(self, begun=self.begun or before.begun, shares=shares)
 
     def report(self, member: str) -> Report:
         """What the other members are told."""
@@ -172,13 +167,24 @@ _TORN = "torn"
 """Noted by a member some of whose weights may be those of after a step that is not made."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Begin:
-    """How a view begins: with what state, and which window is open."""
+    """How a view begins: with what state, and which window is open.
 
-    carried: Carried | None
+    Nothing else holds the state, a copy of all weights, so that it goes with :meth:`release`.
+    """
+
+    carried: Carried | None = None
     again: Again | None = None
     kept: PartialWindow = field(default_factory=PartialWindow)
+
+    def release(self) -> None:
+        """The run has it, and carries it on by itself."""
+        self.carried, self.kept = None, PartialWindow()
+
+    def report(self, member: str) -> Report:
+        """What the other members are told."""
+        return Report(member=member, position=NOT_BEGUN) if self.carried is None else self.carried.report(member)
 
 
 def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: Carried | None, world: World) -> Begin:
@@ -190,7 +196,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     source = view.members.index(source_of(view, reports))
     furthest = reports[view.members[source]].position
     if furthest <= NOT_BEGUN:
-        return Begin(None)
+        return Begin()
     own = carried if world.rank == source else None
     shares = None if own is None or own.shares is None else Shares(now=Share())
     plain = None if own is None else replace(own, engine=_nothing, shares=shares, average=None, random=None, begun=None)
@@ -200,7 +206,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     _broadcast_object(box, source)
     told, size, digest = box[0]
     if told.shares is not None and any(reports[name].position == NOT_BEGUN for name in view.members):
-        return Begin(None)  # somebody of the first view has no share yet, so that no window was stepped
+        return Begin()  # somebody of the first view has no share yet, so that no window was stepped
     came: tuple[EngineState, Mapping[str, Tensor] | None] | None = None
     if lacks:
         if own is None:
@@ -300,24 +306,27 @@ class RestoreCarried:
     """Restores a run from what was carried; as :class:`~distaccum.train.resume.Restore` does from a checkpoint."""
 
     def __init__(self, carried: Carried, callbacks: Sequence[Callback]) -> None:
-        self._carried, self._callbacks = carried, callbacks
+        self._carried: Carried | None = carried
+        self._run, self._callbacks = carried.run, callbacks
 
     def before_wrap(self) -> None:
         """The weights are in the model, or come with the engine's state."""
 
     def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
-        """Restores all that a run has in memory.
+        """Restores all that a run has in memory, and lets go of it.
 
         Returns:
             The id of the W&B run, and no note.
         """
-        carried = self._carried
+        carried, self._carried = self._carried, None
+        assert carried is not None
         if carried.shares is None:
             accumulator.engine.load_state(carried.engine)
         else:
             accumulator.engine.load_dealt(carried.engine, carried.shares.now, torn=carried.shares.torn)
         run = carried.run
         accumulator.restore(run.progress, run.position, None, run.spikes)
+        accumulator.tracker.skips_in_a_row = carried.skips_in_a_row
         for name, callback in named(self._callbacks).items():
             if name in run.callbacks:
                 callback.load_state_dict(run.callbacks[name])
@@ -332,9 +341,9 @@ class RestoreCarried:
     @property
     def memory(self) -> Mapping[str, Any]:
         """What the run knows of memory."""
-        return self._carried.run.memory
+        return self._run.memory
 
     @property
     def logged(self) -> Mapping[str, int]:
         """Window and step of the last record."""
-        return self._carried.run.logged
+        return self._run.logged

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ def threads_of(config: RunConfig, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def deterministic_for(config: RunConfig) -> AbstractContextManager[None]:
+    """:func:`deterministic`, as the settings say."""
+    named = "numerics=reproducible" if config.reproducible else "deterministic=true"
+    return deterministic(config.deterministic or config.reproducible, named=named)
 
 
 @contextmanager

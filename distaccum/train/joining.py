@@ -27,6 +27,8 @@ from distaccum.train.memory_checkpoint import MemoryCheckpoints
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from distaccum.train.loop import Loop
+
 _LOOK_S = 0.5
 _OTHERWISE = "or start it with launch/train.sh, which goes on from its last checkpoint"
 
@@ -82,6 +84,7 @@ class InView:
         rider: travels with the windows' counts.
         desk: what rank 0 has open from view to view.
         changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
+        first_to: whether this process is the first of the run to do something.
         memory: checkpoints in memory, of an engine whose windows cannot go on without a rank.
     """
 
@@ -89,10 +92,11 @@ class InView:
     rider: JoinRider
     desk: Desk
     changes: Callable[[], AbstractContextManager[None]]
+    first_to: Callable[[str], bool]
     memory: MemoryCheckpoints | None = None
 
     def enter(self, accumulator: Accumulator, console: Console | None) -> None:
-        """Before the first window; ``console`` is rank 0's."""
+        """Before the first window; ``console`` is rank 0's. What was carried is in the loop from here on."""
         if self.memory is not None:
             self.memory.forget_handed()
             if console is not None:
@@ -102,6 +106,24 @@ class InView:
             accumulator.trust()
             if self.memory is None:
                 accumulator.engine.take_up(self.begin.kept)
+        self.begin.release()
+
+    def leave(self, loop: Loop, error: ViewChangedError) -> None:
+        """The view has ended before the run: takes what is carried on from the ``loop``.
+
+        Raises:
+            ViewChangedError: a rank is lost while those that are left keep it together.
+        """
+        if self.memory is None:
+            self.begin.carried = loop.carried()
+        elif isinstance(error, JoinsError):  # so that nothing is computed again
+            with self.changes():
+                loop.keep_in_memory()
+
+    def end(self, loop: Loop) -> None:
+        """The run has ended on this rank, and others may be lost before they know."""
+        if self.memory is None:
+            self.begin.carried = loop.carried()
 
     def for_loop(self) -> dict[str, Any]:
         """The loop's own arguments."""
@@ -110,6 +132,7 @@ class InView:
             return given
         own: dict[str, Any] = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
         own |= {"record": carried.record, "reason": carried.stop, "proven": carried.verified}
+        own |= {"unlogged": carried.unlogged, "begun": carried.begun, "ends": carried.ends, "shares": carried.shares}
         return own | given
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.random import RNGState
+from distaccum.engines.shares import Shares
 from distaccum.engines.state import own_state, whole_state
-from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
+from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
@@ -84,9 +85,13 @@ class Loop:
         recorder: of every window, on every rank; None: there is no such record.
         elastic: whether ranks may be lost, so that what a window is owed is done before the next one.
         tail: what the window before is still owed.
+        unlogged: the last update, whose record was not due; the run may end with it.
         evaluation: the last one, with its step.
         record: the last one, which nobody may have written.
         reason: why the run is to stop.
+        begun: the open window of the view before, until one is run here.
+        shares: what this rank had of a sharded state in the view before, until a window is run here.
+        ends: the error that the view before was about to end with.
         proven: whether a window has proven its gradient before.
         memory: where a lost rank takes a part of the state with it: checkpoints in memory.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
@@ -110,6 +115,10 @@ class Loop:
         recorder: WindowRecorder | None = None,
         elastic: bool = False,
         tail: Tail | None = None,
+        unlogged: Tail | None = None,
+        begun: Begun | None = None,
+        shares: Shares | None = None,
+        ends: DistaccumError | None = None,
         evaluation: tuple[int, dict[str, float]] | None = None,
         saved_step: int | None = None,
         record: Mapping[str, Any] | None = None,
@@ -149,14 +158,20 @@ class Loop:
         self._is_measured = utilization is None
         self._profiler, self._recorder = profiler, recorder
         self._evaluation = evaluation
-        self._tail = tail
+        self._owed = None if tail is None else (tail.window, tail.outcome)
+        self._stage = 0 if tail is None else tail.stage
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._generation: Generation | None = None
         if components.prompts is not None:
             self._generation = Generation(accumulator.engine, components.prompts, components.config.eval)
         self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
-        self._unlogged: tuple[Window, Outcome] | None = None  # an update
+        self._unlogged = None if unlogged is None else (unlogged.window, unlogged.outcome)  # an update
+        last = tail or unlogged
+        self._lr_before = None if last is None else last.lr  # of the view before, until a window is run here
+        self._begun_before = None if begun is None else (begun, accumulator.progress)
+        self._shares_before = None if shares is None else (shares, accumulator.progress)
+        self._ends = ends
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
@@ -220,11 +235,9 @@ class Loop:
         max_epochs = self._components.config.trainer.max_epochs
         if self._profiler is not None:
             self._profiler.begin()
-        if self._elastic:
-            self._take_up()
         try:
-            if self._tail is not None:
-                self._pay(self._tail.window, self._tail.outcome, self.progress)
+            if self._elastic:
+                self._take_up()
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
                 for window in self._accumulator.windows(self._loader):
                     self.step_window(window)
@@ -301,11 +314,12 @@ class Loop:
         if self._recorder is not None:
             self._recorder.write(self._tracker.known_progress)  # windows that count nothing may have followed it
         self._watch_loss_scale(outcome)
+        self._lr_before = self._begun_before = self._shares_before = None
+        self._owed, self._stage = (window, outcome), 0
         if outcome.applied:
-            self._after_update(window, outcome, progress)
+            self._pay(window, outcome, progress)
             return
-        self._log(window, outcome, progress, evaluates=False)
-        self._call(lambda callback: callback.on_skip(self, outcome))
+        self._pay_skip(window, outcome, progress)
         if self._rolls_back and outcome.finite:
             self._roll_back()
 
@@ -332,53 +346,63 @@ class Loop:
             for logger in self._loggers:
                 logger.alert("the loss scale has collapsed", text)
 
-    def _after_update(self, window: Window, outcome: Outcome, progress: Progress) -> None:
-        if self._elastic:
-            self._tail = Tail.after(window, outcome, self._lr)
-        self._pay(window, outcome, progress)
-
     def _pay(self, window: Window, outcome: Outcome, progress: Progress) -> None:
         """Does what an update is owed; where ranks are lost meanwhile, those of the next view go on at its stage."""
         trainer, checkpoints, step = self._components.config.trainer, self._components.config.checkpoint, progress.step
-        stage = 0 if self._tail is None else self._tail.stage
+        stage = self._stage
         self._unlogged = (window, outcome)
         if stage == 0:
             self._call(lambda callback: callback.on_update(self, outcome))
-            self._tail = self._tail and replace(self._tail, stage=1)
+            self._stage = 1
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
         # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
         if evaluates or step % trainer.log_every == 0 or step >= self._components.total_steps:
             if stage <= 1:
                 self._log(window, outcome, progress, evaluates=evaluates)
-                self._tail = self._tail and replace(self._tail, stage=2)
+                self._stage = 2
             self._unlogged = None
         best = evaluates and self._is_best()
         if best or (checkpoints.every and step % checkpoints.every == 0):
             self._save(best=best)
-        self._tail = None
+        self._owed = None
+
+    def _pay_skip(self, window: Window, outcome: Outcome, progress: Progress) -> None:
+        """As :meth:`_pay`, of a window that was not applied: its record is due in any case, and comes first."""
+        if self._stage == 0:
+            self._log(window, outcome, progress, evaluates=False)
+            self._stage = 1
+        self._call(lambda callback: callback.on_skip(self, outcome))
+        self._owed = None
 
     def carried(self) -> Carried:
         """What this rank has, where another one was lost; no collective."""
         accumulator, random = self._accumulator, RNGState.capture(self._world.device)
-        begun, tail = accumulator.interrupted(), self._last
+        begun, stepped = accumulator.interrupted(), self._last
         self._last = None
         if isinstance(begun, tuple):
-            begun, tail = None, begun
+            begun, stepped = None, begun
         progress = self._tracker.progress
-        if tail is not None and tail[1].applied:
-            self._tail = Tail.after(*tail, self._lr)
-        kept = None
+        if stepped is not None:
+            self._owed, self._stage, self._lr_before = stepped, 0, None
+        lr, kept = self._lr if self._lr_before is None else self._lr_before, None
         if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
             kept = Begun.of(progress, begun, begun.deal, accumulator.engine.kept)
+        elif self._begun_before is not None and self._begun_before[1] == progress:  # nobody has begun it again
+            kept, _ = self._begun_before
         average = ema.of(self._components.callbacks)
         engine = accumulator.engine
         shares = engine.shares
+        if shares is not None and self._shares_before is not None and self._shares_before[1] == progress:
+            shares = shares.with_those_of(self._shares_before[0])
         return Carried(
             run=self._saver.run_state(self._logged),
             engine=whole_state(engine, self._world) if shares is None else own_state(engine, shares),
             shares=shares,
             average=None if average is None else {n: t.clone() for n, t in average.whole(lambda _: True).items()},
-            tail=self._tail,
+            tail=None if self._owed is None else Tail.after(*self._owed, lr, self._stage),
+            unlogged=None if self._unlogged is None else Tail.after(*self._unlogged, lr),
+            skips_in_a_row=self._tracker.skips_in_a_row,
+            ends=self._ends or self._what_ends_it(),
             saved_step=self._saver.saved_step,
             evaluation=self._evaluation,
             record=self._record,
@@ -402,6 +426,8 @@ class Loop:
             engine=self._accumulator.engine.state(),
             average=None if average is None else average.whole(lambda i: i % size == rank),
             tail=None,
+            unlogged=None if self._unlogged is None else Tail.after(*self._unlogged, self._lr),
+            skips_in_a_row=self._tracker.skips_in_a_row,
             saved_step=self._saver.saved_step,
             evaluation=self._evaluation,
             record=self._record,
@@ -409,6 +435,16 @@ class Loop:
             verified=self._proven or bool(self._accumulator.verified),
             random=RNGState.capture(self._world.device),
         )
+
+    def _what_ends_it(self) -> DistaccumError | None:
+        """The error that all ranks were about to raise together; as far as this one can tell of it."""
+        try:
+            self._tracker.raise_if_nonfinite(together=False)
+        except NonFiniteError as error:
+            return NonFiniteError(f"{error}. A rank was lost before all had told what they know of it")
+        except (SpikeError, MisuseError) as error:
+            return type(error)(*error.args)  # without the frames, which hold the engine
+        return None
 
     @property
     def _evaluates(self) -> bool:
@@ -453,7 +489,7 @@ class Loop:
         return found
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
-        lr = self._lr if self._tail is None else self._tail.lr
+        lr = self._lr if self._lr_before is None else self._lr_before
         record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
         if self._elastic:
             record["ranks"] = self._world.size
@@ -470,7 +506,10 @@ class Loop:
         self._write_status()
 
     def _take_up(self) -> None:
-        """Rank 0 writes the last record, if the rank 0 before was lost over it; a stop that was asked for stays so."""
+        """Does what the view before has left: its last record, what its last window is owed, and its error.
+
+        A stop that was asked for stays so.
+        """
         if self._reason:
             self._accumulator.stop()
         if self._world.is_main:
@@ -479,6 +518,11 @@ class Loop:
                 self._write(self._record)
         if self._memory is not None:  # what was kept before is of other ranks
             self.keep_in_memory()
+        if self._owed is not None:
+            window, outcome = self._owed
+            (self._pay if outcome.applied else self._pay_skip)(window, outcome, self.progress)
+        if self._ends is not None:
+            raise self._ends
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if not self._world.is_main or record["window"] <= self._written:

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import logging
 import random
 import subprocess
@@ -19,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,30 +27,27 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK
 from distaccum.config.durations import seconds_of
-from distaccum.config.schema import RunConfig
 from distaccum.data.factory import build_loader
 from distaccum.data.spec import is_map_style
 from distaccum.distributed.elastic.member import Member
-from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.elastic.polled_group import ViewChangedError
-from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, DistaccumError, PeerError
-from distaccum.train.carried import NOT_BEGUN, Begin, Beginnings, Carried, RestoreCarried, hand_over
+from distaccum.errors import ConfigError, PeerError
+from distaccum.train.carried import RestoreCarried
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.desk import Desk
-from distaccum.train.determinism import deterministic, threads_of
+from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
+from distaccum.train.going_back import Anew
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.in_place import InPlace
-from distaccum.train.joining import InView, JoinRider, JoinsError, adapted, of_ranks_now
+from distaccum.train.in_views import run_in_views
+from distaccum.train.joining import InView, adapted
 from distaccum.train.loop import Loop
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
@@ -71,7 +65,7 @@ from distaccum.train.run_log import RunLog
 from distaccum.train.run_report import ReportAtEnd
 from distaccum.train.screen import Screen, open_screen
 from distaccum.train.shared_storage import check_shared
-from distaccum.train.summary import not_finite, print_header, print_summary
+from distaccum.train.summary import not_finite, print_header, print_summary, print_taken_over
 from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
@@ -81,14 +75,10 @@ _CAUSE_S = 1.0  # within which the end of another rank's process is known, where
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it.
-
-    ``carried``: of an elastic run, what this rank has at its end.
-    """
+    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it."""
 
     evaluation: dict[str, float]
     preempted: bool
-    carried: Carried | None = None
 
 
 def _alone(_: str | None) -> None:
@@ -156,18 +146,19 @@ def run(
             note_failure(run_dir, environment.rank, error)
             raise
         if member is not None:
-            in_place = InPlace(make_components, components) if components.config.engine.goes_back else None
-            return _in_views(
-                components,
+            anew = Anew(make_components, components)
+            del components
+            return run_in_views(
+                anew,
                 saved,
                 run_dir,
                 member,
-                began=began,
+                train,
                 signals=signals,
-                beginning=beginning,
                 log=log,
                 owning=owning,
-                in_place=in_place,
+                began=began,
+                beginning=beginning,
             )
         return _in_group(
             components,
@@ -194,134 +185,8 @@ def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | 
     return beginning
 
 
-def _in_views(
-    components: TrainingComponents,
-    saved: SavedState | None,
-    run_dir: RunDir,
-    member: Member,
-    *,
-    began: float,
-    signals: StopSignals | None,
-    beginning: str,
-    log: RunLog,
-    owning: ExitStack,
-    in_place: InPlace | None,
-) -> RunResult:
-    """Trains with the members that are there: each view has a group of its own, and goes on with the open window.
-
-    With ``in_place`` it goes back to a checkpoint instead.
-    """
-    components.facts  # noqa: B018  of the model that is not wrapped yet, for whoever becomes rank 0
-    beginnings = Beginnings(components.optimizers if in_place is None else ())
-    carried: Carried | None = None
-    view: View | None = None
-    rank, logs = member.environment.rank, False
-    with (
-        nullcontext(signals) if signals else StopSignals() as caught,
-        JoinRider(member.membership) as rider,
-        Desk() as desk,
-    ):
-        while True:
-            view, reports = member.next_view(view, _report(member, carried if in_place is None else in_place.memory))
-            try:
-                with member.world(view, components.device) as (world, group):
-                    rank = member.rank = world.rank
-                    begin = Begin(None) if in_place else hand_over(view, reports, member.name, carried, world)
-                    carried = begin.carried
-                    beginnings.put_back()
-                    if world.is_main and not run_dir.owned:
-                        owning.enter_context(run_dir.own(after=run_dir.token))
-                        if carried is None and in_place is None:
-                            saved = find_saved(components, run_dir, world.size)
-                    if world.is_main:
-                        run_dir.forget_failure()  # of a rank without which the others go on
-                    run_dir = _of_main(run_dir, world)
-                    if not logs:
-                        log.open(run_dir.logs)
-                    logs = True
-                    _log.info("generation %d: %d ranks, this is rank %d", view.generation, world.size, rank)
-                    if in_place is not None:
-                        components, saved, begin = in_place.begin(saved, view, reports, world, run_dir)
-                    ended = _train_watched(
-                        of_ranks_now(components, world.size, begin.again),
-                        saved,
-                        run_dir,
-                        world,
-                        signals=caught,
-                        began=began,
-                        beginning=beginning,
-                        view=InView(
-                            begin=begin,
-                            rider=rider,
-                            desk=desk,
-                            changes=group.changes,
-                            memory=in_place.memory if in_place else None,
-                        ),
-                    )
-                    if isinstance(ended, RunResult):
-                        carried = ended.carried
-                        world.barrier()  # rank 0 has written how the run has ended
-                        return ended
-            except ViewChangedError as error:
-                _log.warning("%s", error)
-                del error
-                components = in_place.let_go(components) if in_place else components
-                gc.collect()  # a half-made engine leaves its hooks with its last reference
-                continue
-            except ExpelledError:
-                raise
-            except BaseException as error:
-                note_failure(run_dir, rank, error)
-                if isinstance(error, DistaccumError):  # which all ranks raise
-                    member.end(1)
-                raise
-            carried = ended if carried is None else ended.with_all_of(carried)
-
-
-def _report(member: Member, has: Carried | MemoryCheckpoints | None) -> Report:
-    return Report(member=member.name, position=NOT_BEGUN) if has is None else has.report(member.name)
-
-
-def _of_main(run_dir: RunDir, world: World) -> RunDir:
-    """The folder as rank 0 names it; a collective."""
-    path, token = json.loads(world.broadcast_str(json.dumps([str(run_dir.path), run_dir.token])))
-    return run_dir if world.is_main else RunDir(Path(path), token=token, secrets=run_dir.secrets)
-
-
-def _train_watched(
-    components: TrainingComponents,
-    saved: SavedState | None,
-    run_dir: RunDir,
-    world: World,
-    *,
-    signals: StopSignals,
-    began: float,
-    beginning: str,
-    view: InView,
-) -> RunResult | Carried:
-    """:func:`train` in a view, which nobody watches but its members."""
-    config = components.config
-    with (
-        deterministic(config.deterministic or config.reproducible, named=_why(config)),
-        threads_of(config, components.device),
-        open_screen(components.total_steps, world, signals, records=config.metrics.console) as screen,
-    ):
-        return train(
-            components,
-            saved,
-            run_dir,
-            world,
-            signals=signals,
-            began=began,
-            enter_phase=screen.and_show(_ignore),
-            screen=screen,
-            beginning=beginning,
-            view=view,
-        )
-
-
-def _ignore(_: str) -> None:
-    pass
+def _always(_: str) -> bool:
+    return True
 
 
 def _in_group(
@@ -346,7 +211,7 @@ def _in_group(
                 nullcontext(signals) if signals else StopSignals() as caught,
             ):
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
-                run_dir = _of_main(run_dir, world)
+                run_dir = run_dir.of_main(world)
                 joined = True
                 log.open(run_dir.logs)
                 peers.enter_phase("preparing")
@@ -355,7 +220,7 @@ def _in_group(
                     config = components.config
                     with (
                         watchdog(trainer, world, run_dir, caught),
-                        deterministic(config.deterministic or config.reproducible, named=_why(config)),
+                        deterministic_for(config),
                         threads_of(config, components.device),
                         open_screen(
                             components.total_steps, world, caught, records=components.config.metrics.console
@@ -372,7 +237,7 @@ def _in_group(
                             screen=screen,
                             beginning=beginning,
                         )
-                        assert isinstance(ended, RunResult)
+                        assert ended is not None
                         return ended
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
                     if follows_from_another_rank(error):
@@ -383,11 +248,6 @@ def _in_group(
             if not joined:
                 note_failure(run_dir, rank, error)
             raise
-
-
-def _why(config: RunConfig) -> str:
-    """The setting that asks for deterministic kernels."""
-    return "numerics=reproducible" if config.reproducible else "deterministic=true"
 
 
 def prepare(components: TrainingComponents, run_dir: RunDir, environment: LaunchEnvironment) -> SavedState | None:
@@ -435,15 +295,15 @@ def train(
     screen: Screen,
     beginning: str,
     view: InView | None = None,
-) -> RunResult | Carried:
+) -> RunResult | None:
     """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
     ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
     header of a run without a checkpoint.
 
-    In an elastic run ``view`` says how it begins among the ranks that are there. Where ranks are lost or come, what
-    this rank carries on is returned.
+    In an elastic run ``view`` says how it begins among the ranks that are there, and gets what this rank carries on,
+    at the end, too. Where ranks are lost or come, nothing is returned.
     """
     carried, desk = (None, None) if view is None else (view.begin.carried, view.desk)
     before = run_dir.status() if world.is_main else {}
@@ -495,6 +355,7 @@ def train(
                 before=before,
                 note=note or beginning,
                 modules=modules,
+                first_to=_always if view is None else view.first_to,
             )
             loggers = (desk or closing.enter_context(Desk())).loggers(open_loggers)
         loop = Loop(
@@ -522,29 +383,23 @@ def train(
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         if view is not None:
             view.enter(accumulator, console)
+        del carried
         try:
             with signals.notify(loop.preempt), nullcontext() if view is None else view.changes():
                 evaluation = loop.fit()
         except ViewChangedError as error:
-            return _left(loop, view, error)
-        at_end = None if view is None or view.memory is not None else loop.carried()
+            assert view is not None
+            view.leave(loop, error)
+            return None
+        if view is not None:
+            view.end(loop)
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
         _end(components, loop, evaluation, run_dir, console)
     accumulator.close()  # the model and the optimizer may be trained on with
-    return RunResult(evaluation=evaluation, preempted=loop.preempted, carried=at_end)
-
-
-def _left(loop: Loop, view: InView | None, error: ViewChangedError) -> Carried:
-    """What a rank carries on, where it may: with a part of the state it goes back, and ``error`` is raised."""
-    if view is None or view.memory is None:
-        return loop.carried()
-    if isinstance(error, JoinsError):  # so that nothing is computed again
-        with view.changes():
-            loop.keep_in_memory()
-    raise error
+    return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
 
 def _open_loggers(
@@ -558,6 +413,7 @@ def _open_loggers(
     before: Mapping[str, Any],
     note: str,
     modules: Sequence[ModuleRow],
+    first_to: Callable[[str], bool],
 ) -> list[Logger]:
     """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers.
 
@@ -571,6 +427,7 @@ def _open_loggers(
         before: the status that the process before left.
         note: for the header.
         modules: of the model, for the header.
+        first_to: whether no process of the run has done something before.
     """
     config, engine, progress = components.config, accumulator.engine, accumulator.progress
     assert screen.console is not None
@@ -596,7 +453,10 @@ def _open_loggers(
         plan=plan,
         git_commit=commit,
     )
-    print_header(components, engine, run_dir, note, screen.console, modules=modules)
+    if first_to("print the header"):
+        print_header(components, engine, run_dir, note, screen.console, modules=modules)
+    else:
+        print_taken_over(progress, accumulator.world.size, screen.console)
     run_dir.write_artifacts(engine.artifacts)
     device = accumulator.world.device
     return build_loggers(

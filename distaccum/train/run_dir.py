@@ -17,6 +17,7 @@ from typing import Any
 
 from distaccum.checkpoint.files import ABSENT, listed, retried, write_json
 from distaccum.config.secrets import redact_text, values_of_environment
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train import owner
 from distaccum.train.owner import Owner
@@ -86,6 +87,11 @@ class RunDir:
     def owned(self) -> bool:
         """Whether this process owns the folder."""
         return self._owner is not None
+
+    def of_main(self, world: World) -> RunDir:
+        """The folder as rank 0 names it; a collective."""
+        path, token = json.loads(world.broadcast_str(json.dumps([str(self.path), self.token])))
+        return self if world.is_main else RunDir(Path(path), token=token, secrets=self.secrets)
 
     @contextmanager
     def own(self, *, after: str = "") -> Iterator[None]:

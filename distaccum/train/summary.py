@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -68,6 +69,12 @@ def print_header(
         say(console, f"{name:<{_MARGIN}}{line}", indent=_MARGIN)
         for row in table(modules) if name == "model" else ():
             say(console, f"{'':<{_MARGIN}}{row}", indent=_MARGIN + 2)
+
+
+def print_taken_over(progress: Progress, ranks: int, console: Console) -> None:
+    """Prints that this process is rank 0 from here on, in the place of one that was lost."""
+    line = f"process {os.getpid()} is rank 0 now, of {ranks}; {progress.window} windows are done"
+    say(console, f"{'rank 0':<{_MARGIN}}{line}", indent=_MARGIN)
 
 
 def _loading(components: TrainingComponents) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -83,6 +84,7 @@ def test_three_of_four_ranks_are_killed_at_a_place(
     certain = [phase for _, phase, _ in chain if phase not in ("decided", "deciding", "group")]
     assert len(killed) >= min(2, len(certain)), made.said()  # the others may not be the one who decides
     assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
+    assert len(re.findall(r"^world +\d x cpu$", made.said(), re.MULTILINE)) == 1  # of the header
 
 
 SHARDED = {
@@ -151,6 +153,14 @@ def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: Referenc
     places = ("0.0.1", "skip", 1), ("0.1.1", "gathered", 6), ("0.2.1", "log", 8)
     made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=_kills(*places), ranks=4)
     assert any(not one["applied"] for one in same(made.folder))
+    assert first_difference(made.folder, reference(*_FP16)) == ""
+
+
+@pytest.mark.heavy
+def test_a_window_that_overflows_is_logged_when_rank_0_is_lost_over_it(tmp_path: Path, reference: References) -> None:
+    places = ("0.0.1", "recording", 1), ("0.1.1", "recorded", 2), ("0.2.1", "skip", 3)
+    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=_kills(*places), ranks=4)
+    assert [one["applied"] for one in same(made.folder)][:2] == [False, False]
     assert first_difference(made.folder, reference(*_FP16)) == ""
 
 
@@ -229,6 +239,17 @@ def test_gradients_that_are_nan_end_the_run(tmp_path: Path) -> None:
     with job(tmp_path / "run") as made:
         made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "nan")])
         assert "NonFiniteError" in _failed(made)
+        assert made.windows() == 6
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("member", ["0.0.1", "0.2.1"])
+def test_gradients_that_are_nan_end_the_run_also_when_a_rank_is_lost_over_them(member: str, tmp_path: Path) -> None:
+    with job(tmp_path / "run", _ALONE) as made:
+        faults: list[Fault] = [("0.1.1", "forward", 5, "nan"), (member, "diagnosis", 5, "kill")]
+        made.start("--nproc=3", faults=faults)
+        assert "NonFiniteError" in _failed(made)
+        assert "was killed by SIGKILL" in made.said()
         assert made.windows() == 6
 
 

@@ -425,7 +425,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if reproducible else None", "None"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
-                "deal=self._deal,\n            by_unit=None if self._deal is None else self._units(counts),",
+                "deal=self._deal,\n            by_unit=by_unit,",
                 "deal=None,\n            by_unit=None,",
             ),
             "held-out batches are as large as the ranks allow": (
@@ -507,7 +507,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 MIRROR_SEARCH,
                 "what was dealt before is forgotten at once",
-                ("train/carried.py", "now=shares.now | before.shares.now", "now=shares.now"),
+                ("engines/shares.py", "now=self.now | before.now", "now=self.now"),
             ),
         )
     ),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from distaccum.accumulation import tracker
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.spec import DataSpec
@@ -30,11 +31,12 @@ from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.elastic.membership import Membership
 from distaccum.engines import mirror, tree_all_reduce
 from distaccum.engines.zero1 import ZeRO1
-from distaccum.train import run
+from distaccum.train import going_on, run
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.in_place import InPlace
 from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.loggers import JsonlLogger
+from distaccum.train.metrics.meter import Meter
 
 FEATURES, CLASSES = 12, 5
 _FOLDER = Path(os.environ.get("TEST_FOLDER", "."))
@@ -113,14 +115,16 @@ def _arm() -> None:
     _around(mirror.Mirror, "commit", "broadcasted", "committed")
     register_optimizer_step_pre_hook(_hook("step"))
     register_optimizer_step_post_hook(_hook("stepped"))
+    _around(Meter, "record", "recording", "recorded")
     _around(JsonlLogger, "log", "log", "logged")
+    _around(tracker, "diagnose", "diagnosis")
     _around(CheckpointStore, "begin", "", "save")
     _around(CheckpointStore, "publish", "publish", "published")
     _around(Member, "next_view", "leaving", of=lambda _, view, report: -1 if view is None else view.generation)
     _around(Membership, "_decide", "deciding", "decided", of=lambda _, view: view.generation - 1)
     _around(Membership, "open_group", "group", "formed", of=lambda _, view: view.generation - 1)
     _around(Membership, "say_ready", after="ready", of=lambda _: (_FOLDER / f"ready-{_FAULTS.member}").touch() or 0)
-    _around(run, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
+    _around(going_on, "hand_over", "hand over", "handed over", of=lambda view, *_: view.generation - 1)
     _around(mirror, "dealt", "dealing", "dealt", of=lambda share, wanted, *_, **__: 4 - len(wanted))
     _around(MemoryCheckpoints, "take", "keeping", "kept")
     _around(MemoryCheckpoints, "_exchanged", "exchanging", "exchanged")

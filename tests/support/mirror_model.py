@@ -94,9 +94,9 @@ def _left(place: int, rank: int, ranks: int, before: Held, rules: Rules) -> Carr
         return begun
     now, ahead = _share(_dealt(rank, ranks, 0)), _share(_dealt(rank, ranks, 1))
     if place == 4:
-        return _carried(1, Shares(now=ahead)).with_all_of(begun)
-    ended = _carried(0, Shares(now=now, torn=place > 1, ahead=ahead if place == 3 else None))
-    return ended.with_all_of(begun) if rules.keeps_before else ended
+        return _carried(1, Shares(now=ahead))
+    shares = Shares(now=now, torn=place > 1, ahead=ahead if place == 3 else None)
+    return _carried(0, shares.with_those_of(Shares(now=_share(before))) if rules.keeps_before else shares)
 
 
 class Search:

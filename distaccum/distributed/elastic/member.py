@@ -91,6 +91,10 @@ class Member:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    def first_to(self, what: str) -> bool:
+        """Whether no process of the job has asked for this before."""
+        return bool(self.store.add(f"first/{what}", 1) == 1)
+
     def end(self, exit_code: int) -> None:
         """Says that the job has ended, for all agents."""
         self.store.set("ended", str(exit_code))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
 from time import monotonic, sleep
 
@@ -28,6 +29,7 @@ from distaccum.distributed.elastic.views import NEWCOMER, Report, View, propose
 from distaccum.errors import ConfigError, DistaccumError
 
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e-2  # between two looks at the store
+_REPORTS = "reports/"
 
 
 class ExpelledError(DistaccumError):  # what happened, not what is wrong
@@ -89,13 +91,17 @@ class Membership:
 
     def lost(self, view: View) -> str:
         """Why the view's group is of no use any more, or an empty string: one of its members is gone, or has left."""
-        with self._lock, _asking():
-            self._read_words()
-            for member in view.members:
-                if member in self._gone:
-                    return f"member {member} {self._gone[member]}"
-            if self._store.check([_reports(view.generation + 1)]):
-                return f"a member has left the group of generation {view.generation}"
+        try:  # written out: whoever waits in a collective asks this, again and again
+            with self._lock:
+                if self._store.add("words", 0) != self._words:
+                    self._read_words()
+                for member in view.members:
+                    if member in self._gone:
+                        return f"member {member} {self._gone[member]}"
+                if self._store.check([f"{_REPORTS}{view.generation + 1}"]):
+                    return f"a member has left the group of generation {view.generation}"
+        except dist.DistError as error:
+            raise _silent(error) from error
         return ""
 
     def wishes(self) -> bool:
@@ -158,7 +164,7 @@ class Membership:
             PrefixStore(f"group/{view.generation}", self._store),
             rank,
             len(view.members),
-            lost=lambda: self.lost(view),
+            lost=partial(self.lost, view),
             limit_s=self.limit_s,
             form_limit_s=self.expel_after_s,
         )
@@ -258,13 +264,17 @@ class Membership:
 
 
 def _reports(generation: int) -> str:
-    return f"reports/{generation}"
+    return f"{_REPORTS}{generation}"
 
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """A store that does not answer has ended with the run: its process, or its node."""
     try:
         yield
     except dist.DistError as error:
-        raise DistaccumError(f"the store of the run does not answer: {' '.join(str(error).split())}") from error
+        raise _silent(error) from error
+
+
+def _silent(error: Exception) -> DistaccumError:
+    """A store that does not answer has ended with the run: its process, or its node."""
+    return DistaccumError(f"the store of the run does not answer: {' '.join(str(error).split())}")

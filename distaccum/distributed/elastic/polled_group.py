@@ -27,11 +27,12 @@ NAME = "polled"
 
 # Gloo's own timeout closes the group, however well all are: who waits decides here, by `lost` and `limit_s`.
 _NEVER = timedelta(days=30)
-_ASKS_AFTER_S, _ASKS_OFTEN_FOR_S, _ASKS_SELDOM_S = 0.01, 0.25, 0.02
+_ASKS_AFTER_S, _ASKS_OFTEN_FOR_S, _ASKS_SELDOM_S = 0.01, 0.25, 0.02  # limits are looked at after the second
 _SHORTEST_S, _LONGEST_S = 5e-5, 2e-3  # between two looks at an operation
 _DRAIN_S = 60.0  # gloo's threads end within milliseconds of the connections' end, unless the machine is overloaded
 _CLOSES = timedelta(milliseconds=1)
 _UNUSED_TAG = 2_147_480_021
+_NEVER_AWAITED = 32  # operations, of which those that are done are looked for then
 _OF_CONNECTIONS, _DOUBTS_S = ("gloo/transport/", "Application timeout", "onnection"), 3.0
 _TO_ONE, _UNTOLD = ("send", "recv", "recv_anysource"), ("reduce_scatter", "_reduce_scatter_base")  # see _InThread
 
@@ -95,11 +96,10 @@ class _InThread:
 
 
 class _PolledWork(dist.Work):
-    """One operation of a :class:`PolledGroup`."""
+    """One operation of a :class:`PolledGroup`, which sets the attributes: a constructor would be a call more."""
 
-    def __init__(self, group: PolledGroup, inner: Any) -> None:
-        super().__init__()
-        self._group, self._inner = group, inner
+    _group: PolledGroup
+    _inner: Any
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Until the operation is done.
@@ -107,7 +107,30 @@ class _PolledWork(dist.Work):
         Raises:
             ViewChangedError: it will not be, or ``timeout`` is over.
         """
-        self._group._await(self._inner, timeout.total_seconds() or None)
+        group, inner = self._group, self._inner
+        is_completed, pause, begun = inner.is_completed, _SHORTEST_S, monotonic()
+        asks_at = begun + _ASKS_AFTER_S
+        while not is_completed():  # written out: a look is calls of C, and none of Python's
+            if group._failure is not None:
+                raise ViewChangedError(group._failure)
+            now = monotonic()
+            if now > asks_at:  # one call, or two in a wait that is long
+                if now - begun > _ASKS_OFTEN_FOR_S:
+                    group._ask(now - begun, timeout.total_seconds() or None)
+                    asks_at = now + _ASKS_SELDOM_S
+                elif reason := group.lost():
+                    raise group._fail(reason)
+                else:
+                    asks_at = now + _ASKS_AFTER_S
+            sleep(pause)
+            pause = pause * 1.25 if pause < _LONGEST_S else _LONGEST_S
+        try:
+            inner.wait()
+        except RuntimeError as error:
+            if not group._tells_of_a_loss(error):
+                raise
+            raise group._fail(_words(error)) from error
+        group._started.discard(inner)
         return True
 
     def is_completed(self) -> bool:
@@ -168,6 +191,36 @@ class _Works(dist.Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
+def _operation(name: str) -> Any:
+    """A method that starts gloo's operation of this name: one call of Python's, which all collectives come by."""
+
+    def start(group: PolledGroup, *given: Any, **named: Any) -> dist.Work:
+        begin = getattr(group._inner, name, None)
+        if begin is None:
+            raise ConfigError("torch", torch.__version__, f"its gloo has no {name}", "Use torch 2.8 or later.")
+        with group._lock:
+            if group._failure is not None:
+                raise ViewChangedError(group._failure)
+            try:
+                inner = begin(*given, **named)
+            except RuntimeError as error:
+                if name not in _TO_ONE:  # nothing is sent yet: it is the caller's own mistake
+                    raise
+                failed = error
+            else:
+                inner = _InThread(inner) if name in (*_TO_ONE, *_UNTOLD) else inner
+                if len(group._started) >= _NEVER_AWAITED:
+                    group._forget_completed()
+                group._started.add(inner)
+                work = _PolledWork()
+                work._group, work._inner = group, inner
+                return work
+        raise group._fail(_words(failed)) from failed
+
+    start.__name__ = name
+    return start
+
+
 class PolledGroup(ProcessGroup):
     """A process group over gloo of which every wait ends when a member is lost; see the module.
 
@@ -195,7 +248,7 @@ class PolledGroup(ProcessGroup):
         self.lost, self.limit_s = lost, limit_s
         self._name = ""
         self._failure: str | None = None
-        self._started, self._lock = list[Any](), Lock()
+        self._started, self._lock = set[Any](), Lock()  # what is awaited goes as it is done
         self._watched, self._watching = list[tuple[Any, torch.futures.Future[Any]]](), False
 
     @property
@@ -223,7 +276,7 @@ class PolledGroup(ProcessGroup):
         they would take from a slower member what it has still to read of the last operation.
         """
         with self._lock:
-            self._started = [each for each in self._started if not each.is_completed()]
+            self._forget_completed()
             if self._failure is None:
                 self._failure = "this process has left the group"
                 if self._started:
@@ -270,46 +323,23 @@ class PolledGroup(ProcessGroup):
         self.leave()
 
     # Torch's operations, with its own arguments; each returns its work at once.
-
-    def allreduce(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("allreduce", *given, **named)
-
-    def allreduce_coalesced(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("allreduce_coalesced", *given, **named)
-
-    def reduce(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("reduce", *given, **named)
-
-    def broadcast(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("broadcast", *given, **named)
-
-    def allgather(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("allgather", *given, **named)
-
-    def allgather_coalesced(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("allgather_coalesced", *given, **named)
-
-    def _allgather_base(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("_allgather_base", *given, **named)
-
-    def gather(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("gather", *given, **named)
-
-    def scatter(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("scatter", *given, **named)
-
-    def reduce_scatter(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("reduce_scatter", *given, **named)
-
-    def _reduce_scatter_base(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("_reduce_scatter_base", *given, **named)
-
-    def alltoall(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("alltoall", *given, **named)
-
-    def alltoall_base(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("alltoall_base", *given, **named)
-
+    allreduce = _operation("allreduce")
+    allreduce_coalesced = _operation("allreduce_coalesced")
+    reduce = _operation("reduce")
+    broadcast = _operation("broadcast")
+    allgather = _operation("allgather")
+    allgather_coalesced = _operation("allgather_coalesced")
+    _allgather_base = _operation("_allgather_base")
+    gather = _operation("gather")
+    scatter = _operation("scatter")
+    reduce_scatter = _operation("reduce_scatter")
+    _reduce_scatter_base = _operation("_reduce_scatter_base")
+    alltoall = _operation("alltoall")
+    alltoall_base = _operation("alltoall_base")
+    barrier = _operation("barrier")
+    send = _operation("send")
+    recv = _operation("recv")
+    recv_anysource = _operation("recv_anysource")
     # torch 2.13's names of the three; its functions use either.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
@@ -324,57 +354,6 @@ class PolledGroup(ProcessGroup):
     # The names of torch before 2.13.
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
-
-    def barrier(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("barrier", *given, **named)
-
-    def send(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("send", *given, **named)
-
-    def recv(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("recv", *given, **named)
-
-    def recv_anysource(self, *given: Any, **named: Any) -> dist.Work:
-        return self._start("recv_anysource", *given, **named)
-
-    def _start(self, operation: str, *given: Any, **named: Any) -> _PolledWork:
-        start = getattr(self._inner, operation, None)
-        if start is None:
-            raise ConfigError("torch", torch.__version__, f"its gloo has no {operation}", "Use torch 2.8 or later.")
-        with self._lock:
-            if self._failure is not None:
-                raise ViewChangedError(self._failure)
-            try:
-                inner = start(*given, **named)
-            except RuntimeError as error:
-                if operation not in _TO_ONE:  # nothing is sent yet: it is the caller's own mistake
-                    raise
-                failed = error
-            else:
-                inner = _InThread(inner) if operation in (*_TO_ONE, *_UNTOLD) else inner
-                self._started = [each for each in self._started if not each.is_completed()]
-                self._started.append(inner)
-                return _PolledWork(self, inner)
-        raise self._fail(_words(failed)) from failed
-
-    def _await(self, inner: Any, timeout_s: float | None = None) -> None:
-        is_completed, pause, begun = inner.is_completed, _SHORTEST_S, monotonic()
-        asks_at = begun + _ASKS_AFTER_S
-        while not is_completed():  # written out: a look is calls of C, and none of Python's
-            if self._failure is not None:
-                raise ViewChangedError(self._failure)
-            now = monotonic()
-            if now > asks_at:
-                self._ask(now - begun, timeout_s)
-                asks_at = now + (_ASKS_AFTER_S if now - begun < _ASKS_OFTEN_FOR_S else _ASKS_SELDOM_S)
-            sleep(pause)
-            pause = pause * 1.25 if pause < _LONGEST_S else _LONGEST_S
-        try:
-            inner.wait()
-        except RuntimeError as error:
-            if not self._tells_of_a_loss(error):
-                raise
-            raise self._fail(_words(error)) from error
 
     def _tells_of_a_loss(self, error: RuntimeError) -> bool:
         """Whether gloo's error comes of a lost member; else it is the caller's own, as a type that gloo cannot add.
@@ -411,6 +390,11 @@ class PolledGroup(ProcessGroup):
                 self._close()
         return ViewChangedError(self._failure)
 
+    def _forget_completed(self) -> None:
+        for each in list(self._started):
+            if each.is_completed():
+                self._started.discard(each)
+
     def _close(self) -> None:
         """Closes every connection, and waits until gloo's threads have let go of the tensors.
 
@@ -423,7 +407,7 @@ class PolledGroup(ProcessGroup):
                 except RuntimeError:  # this one's is closed, now or since before; a dead peer's says nothing of others
                     continue
         begun = monotonic()
-        while not all(each.is_completed() for each in self._started):
+        while not all(each.is_completed() for each in list(self._started)):
             if monotonic() - begun > _DRAIN_S:
                 _STUCK.append(self._inner)
                 raise DistaccumError("gloo does not let go of the tensors of a group that is left; start again")

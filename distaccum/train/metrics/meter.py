@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,7 @@ class Meter:
     def __init__(self, world: World, progress: Progress, utilization: Utilization | None = None) -> None:
         self._world, self._utilization = world, utilization
         self._underflow: torch.Tensor | None = None
+        self._ended = inf  # the last window; its record may be due before one is run here
         self.waited_s = 0.0
         """Seconds that training has waited for data so far."""
         self.restart(progress)
@@ -76,7 +78,8 @@ class Meter:
         grad_norm, *underflow = numbers[len(sums) :]
         worst = {name: int(max(of_ranks[i :: len(memory)])) for i, name in enumerate(memory)}
         # A skip may be recorded late, when the next window has begun; its interval stays open.
-        elapsed = (perf_counter() if outcome.applied else self._ended) - self._began
+        now = perf_counter()
+        elapsed = (now if outcome.applied or self._ended > now else self._ended) - self._began
         before = self._from
         windows = max(1, progress.window - before.window)  # 0 where a checkpoint came between the update and its record
         losses = {name: total / (n or 1) for total, (name, n) in zip(totals, outcome.counts.items(), strict=True)}

@@ -84,8 +84,8 @@ class NoteCosts(Callback):
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         self._calls += event == "call"
-        if event == "call" and frame.f_code is PolledGroup._start.__code__:  # which torch's dispatcher does not see
-            operation, (given, *_) = frame.f_locals["operation"], frame.f_locals["given"]
+        if event == "call" and frame.f_code is PolledGroup.allreduce.__code__:  # which torch's dispatcher does not see
+            operation, (given, *_) = frame.f_locals["name"], frame.f_locals["given"]
             size = sum(tensor.nbytes for tensor in tree_leaves(given) if isinstance(tensor, Tensor))
             kind = _KINDS.get(operation, operation) if size >= CollectiveCounter.SMALL else "control"
             self._counter.calls[kind] += 1

@@ -19,7 +19,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.engines.partial_sums import PartialWindow
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.normalize import SINGLE
 from tests.support.threads import run_ranks
@@ -39,14 +39,26 @@ class LostError(Exception):
     """A rank is gone."""
 
 
-def accumulator(world: World, *, numerics: str, elastic: bool, precision: str = "fp32") -> Accumulator:
-    model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 700), nn.Tanh(), nn.Linear(700, 3))
+class Unused(nn.Linear):
+    """Has a layer that no forward uses."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.other = nn.Linear(3, 3)
+
+
+def accumulator(
+    world: World, *, numerics: str, elastic: bool, precision: str = "fp32", unused: bool = False, finds: bool = True
+) -> Accumulator:
+    last = (Unused if unused else nn.Linear)(700, 3)
+    model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 700), nn.Tanh(), last)
     generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=generator)
     prepared = prepare(
         model,
-        engine=DDPConfig(bucket_cap_mb=0.001),  # several, of which torch makes the first of 1 MiB
+        # Several buckets, of which torch makes the first of 1 MiB.
+        engine=DDPConfig(bucket_cap_mb=0.001, find_unused_parameters=unused and finds),
         precision=precision,
         clip_norm=1.0,
         clip_value=None,
@@ -82,8 +94,8 @@ def weights(acc: Accumulator) -> Tensor:
     return torch.cat([p.detach().flatten() for p in acc.engine.unwrapped_model.parameters()])
 
 
-def run(world: World, *, numerics: str, elastic: bool, precision: str = "fp32") -> tuple[Tensor, list[Tensor]]:
-    acc = accumulator(world, numerics=numerics, elastic=elastic, precision=precision)
+def run(world: World, *, numerics: str, elastic: bool, **more: Any) -> tuple[Tensor, list[Tensor]]:
+    acc = accumulator(world, numerics=numerics, elastic=elastic, **more)
     losses = []
     for window in acc.windows(MapWindowLoader(SAMPLES, plan_of(world, numerics), world, seed=3)):
         outcome = acc.step(window, LOSS)
@@ -97,15 +109,26 @@ def run(world: World, *, numerics: str, elastic: bool, precision: str = "fp32") 
 
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "more", [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "fp16"}, {"unused": True}], ids=str
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_bits_are_those_of_a_run_that_is_not_elastic(ranks: int, precision: str) -> None:
+def test_bits_are_those_of_a_run_that_is_not_elastic(ranks: int, more: dict[str, Any]) -> None:
     def both(world: World) -> Any:
-        return [run(world, numerics="reproducible", elastic=elastic, precision=precision) for elastic in (False, True)]
+        return [run(world, numerics="reproducible", elastic=elastic, **more) for elastic in (False, True)]
 
     for (plain, _), (found, losses) in run_ranks(ranks, both):  # type: ignore[misc]
         assert torch.equal(plain, found)
         assert all(map(torch.isfinite, losses))
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_loss_that_leaves_a_parameter_out_is_refused_on_all_ranks() -> None:
+    def refused(world: World) -> None:
+        with pytest.raises(MisuseError, match=r"does not depend on 4\.other"):
+            run(world, numerics="reproducible", elastic=True, unused=True, finds=False)
+
+    run_ranks(2, refused)
 
 
 def test_in_fast_numerics_the_sum_is_the_windows() -> None:
