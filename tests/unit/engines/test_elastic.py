@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -129,6 +130,33 @@ def test_a_loss_that_leaves_a_parameter_out_is_refused_on_all_ranks() -> None:
             run(world, numerics="reproducible", elastic=True, unused=True, finds=False)
 
     run_ranks(2, refused)
+
+
+def _calls(world: World, *, elastic: bool) -> int:
+    """The frames that Python enters in the last window."""
+    acc = accumulator(world, numerics="reproducible", elastic=elastic)
+    calls = 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for window in acc.windows(MapWindowLoader(SAMPLES, plan_of(world, "reproducible"), world, seed=3)):
+        calls = 0
+        sys.setprofile(note)
+        acc.step(window, LOSS)
+        sys.setprofile(None)
+    acc.close()
+    return calls
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_window_makes_hardly_a_call_more() -> None:
+    def both(world: World) -> list[int]:
+        return [_calls(world, elastic=elastic) for elastic in (False, True)]
+
+    for plain, elastic in run_ranks(2, both):
+        assert elastic < 1.02 * plain, (plain, elastic)  # of a short window
 
 
 def test_in_fast_numerics_the_sum_is_the_windows() -> None:
