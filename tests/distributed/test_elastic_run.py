@@ -112,6 +112,17 @@ def test_of_a_sharded_optimizer_nothing_is_lost_with_a_rank(
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize(("at", "to"), [(5, "the beginning"), (14, "the checkpoint on disk after window 12")])
+def test_where_a_part_of_the_state_is_gone_the_run_goes_back(
+    at: int, to: str, tmp_path: Path, reference: References
+) -> None:
+    places = ("0.0.1", "forward", at), ("0.1.1", "forward", at)
+    made = elastic(tmp_path / "run", _ALONE, "engine=zero1", faults=_kills(*places), ranks=4)
+    assert f"2 ranks go on from {to}" in made.logs()
+    assert first_difference(made.folder, reference()) == ""
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("settings", [(), _FP16, ("precision=bf16-weights",)], ids=["fp32", "fp16", "masters"])
 def test_another_process_gets_its_share(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     faults: list[Fault] = [
