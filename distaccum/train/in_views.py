@@ -100,7 +100,7 @@ def run_in_views(
         def part(world: World, group: PolledGroup, view: View, reports: Mapping[str, Report]) -> Result | None:
             """A view's part of the run, whose model nobody holds afterwards."""
             components, read, begin = how.begin(saved, view, reports, world, run_dir)
-            components = of_ranks_now(components, world.size, begin.again)
+            components = of_ranks_now(components, view, begin.again)
             config = components.config
             in_view = InView(
                 begin=begin,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.evaluation_weights import has_two_weights
@@ -17,7 +17,9 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.units import Again, UnitPlan, of_ranks
 from distaccum.distributed.elastic.membership import Membership
+from distaccum.distributed.elastic.mirrors import keepers_of
 from distaccum.distributed.elastic.polled_group import ViewChangedError
+from distaccum.distributed.elastic.views import View
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
@@ -68,11 +70,12 @@ def _check(components: TrainingComponents) -> None:
         raise ConfigError(key, value, f"not in an elastic run: {why}", f"Leave it out, {_OTHERWISE}")
 
 
-def of_ranks_now(components: TrainingComponents, ranks: int, again: Again | None) -> TrainingComponents:
-    """The components for another number of ranks, which may go on with an open window."""
-    plan: Any = components.plan
+def of_ranks_now(components: TrainingComponents, view: View, again: Again | None) -> TrainingComponents:
+    """The components for the ranks of a view, which may go on with an open window."""
+    plan, ranks = cast(Any, components.plan), len(view.members)
     plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else of_ranks(plan, ranks)
-    return components.found(plan=plan, engine=replace(components.engine, world_size=ranks))
+    engine = replace(components.engine, world_size=ranks, keepers=keepers_of(view.members))
+    return components.found(plan=plan, engine=engine)
 
 
 @dataclass(frozen=True, kw_only=True)
