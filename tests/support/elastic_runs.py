@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +262,8 @@ SOAKED: Mapping[str, tuple[str, ...]] = {
     "average": ("callbacks=ema", "callbacks.ema.decay=0.9", "callbacks.ema.evaluate=true", "optim.clip_norm=0.1"),
     "spikes": ("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80"),
     "loading": ("trainer.num_workers=1",),
+    "zero1": ("engine=zero1", "optim.clip_norm=0.1"),
+    "fsdp2": ("engine=fsdp2", "elastic.memory_every=7"),
 }
 _SOAK = ("trainer.max_steps=80", "+data.delay_s=0.003", "elastic.expel_after=5")
 
@@ -293,9 +295,9 @@ class Plan:
         return f"{self.settings:8} {self.ranks} ranks; {blows}"
 
 
-def soak(folder: Path, seed: int, expected: Path) -> str:
+def soak(folder: Path, seed: int, plan: Plan, expected: Path) -> str:
     """Makes one run; returns what is wrong with it, in words."""
-    plan, chosen = Plan.of(seed), random.Random(-seed)  # noqa: S311
+    chosen = random.Random(-seed)  # noqa: S311
     with job(folder / "run", *_SOAK, *SOAKED[plan.settings]) as made:
         agent, struck = made.start(f"--nproc={plan.ranks}"), set[str]()
         for at, after, count, number in plan.blows:
@@ -327,6 +329,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--soak", type=int, default=25, metavar="N", help="runs")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next have the next ones")
+    parser.add_argument("--settings", choices=[*SOAKED], help="of all; by default each run has some")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/elastic-soak"), help="is replaced")  # noqa: S108
     asked = parser.parse_args()
     shutil.rmtree(asked.folder, ignore_errors=True)
@@ -334,6 +337,7 @@ def main() -> int:
     wrong = dict[int, str]()
     for seed in range(asked.seed, asked.seed + asked.soak):
         plan = Plan.of(seed)
+        plan = replace(plan, settings=asked.settings or plan.settings)
         if plan.settings not in references:
             folder = asked.folder / f"undisturbed-{plan.settings}"
             folder.mkdir(parents=True)
@@ -342,7 +346,7 @@ def main() -> int:
             )
         folder, began = asked.folder / f"seed-{seed}", time.monotonic()
         folder.mkdir()
-        trouble = soak(folder, seed, references[plan.settings])
+        trouble = soak(folder, seed, plan, references[plan.settings])
         print(f"{seed:4} {time.monotonic() - began:5.1f} s  {'WRONG' if trouble else 'same'}  {plan}", flush=True)
         if trouble:
             wrong[seed] = trouble
