@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distaccum.distributed.message import from_message, to_message
+from distaccum.distributed.message import digest_of, from_message, to_message
 from distaccum.distributed.world import World
 from distaccum.engines.optimizer_state import by_owner
 from distaccum.errors import DistaccumError, PeerError, shorten
@@ -136,7 +135,7 @@ def dealt(share: Share, wanted: Sequence[Collection[str]], world: World, *, weig
     due = {name for name in mine for rank, names in enumerate(wanted) if name in names and name not in held[rank]}
     given = share.of(due, weights=mine if weights else ())
     content = given.packed() if due or given.model or given.values else torch.empty(0, dtype=torch.uint8)
-    sent = world.all_gather_object((len(content), _digest(content)))
+    sent = world.all_gather_object((len(content), digest_of(content)))
     found = share.of(wanted[world.rank], weights=mine if weights else ()).copy()
     for rank, (size, digest) in enumerate(sent):
         if not size:
@@ -145,12 +144,8 @@ def dealt(share: Share, wanted: Sequence[Collection[str]], world: World, *, weig
         dist.broadcast(arriving, src=rank)
         if rank == world.rank:
             continue
-        if _digest(arriving) != digest:
+        if digest_of(arriving) != digest:
             raise PeerError(f"the state that rank {rank} sent has come damaged", "while the state was dealt anew")
         other = Share.unpacked(arriving)
         found = found | other.of(wanted[world.rank], weights=list(other.model)).copy()
     return found
-
-
-def _digest(content: Tensor) -> str:
-    return hashlib.blake2b(content.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer

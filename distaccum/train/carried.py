@@ -6,7 +6,6 @@ furthest, over the new group; its digest travels with it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -24,7 +23,7 @@ from distaccum.checkpoint.state import RunState
 from distaccum.data.plan.units import Again, Deal, SecondDeal
 from distaccum.data.window import Window
 from distaccum.distributed.elastic.views import Report, View, shares_of, source_of
-from distaccum.distributed.message import from_message, to_message
+from distaccum.distributed.message import digest_of, from_message, to_message
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
@@ -202,7 +201,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     plain = None if own is None else replace(own, engine=_nothing, shares=shares, average=None, random=None, begun=None)
     lacks = [name for name in view.members if _lacks(reports[name].position, furthest)]
     content = _packed(own) if own is not None and lacks else torch.empty(0, dtype=torch.uint8)
-    box: list[Any] = [(plain, len(content), _digest(content))]
+    box: list[Any] = [(plain, len(content), digest_of(content))]
     _broadcast_object(box, source)
     told, size, digest = box[0]
     if told.shares is not None and any(reports[name].position == NOT_BEGUN for name in view.members):
@@ -213,7 +212,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
             content = torch.empty(size, dtype=torch.uint8)
         torch.distributed.broadcast(content, src=source)
         if member in lacks:
-            if _digest(content) != digest:
+            if digest_of(content) != digest:
                 raise PeerError(f"the state that {view.members[source]} sent has come damaged", "while this one joined")
             came = _unpacked(content)
     shares = _shares(carried, view, reports, member) if told.shares is not None else None
@@ -292,10 +291,6 @@ def _unpacked(content: Tensor) -> tuple[EngineState, Mapping[str, Tensor] | None
     )
     state = EngineState(model=model, optimizer=optimizer, optimizer_values=told["values"], scaler=told["scaler"])
     return state, None if told["average"] is None else average
-
-
-def _digest(content: Tensor) -> str:
-    return hashlib.blake2b(content.numpy()).hexdigest()  # type: ignore[arg-type]  # an array is a buffer
 
 
 def _broadcast_object(box: list[Any], source: int) -> None:

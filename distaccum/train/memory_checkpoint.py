@@ -6,7 +6,6 @@ the newest checkpoint of which they still have every share between them.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 from distaccum.config.sizes import size_of
 from distaccum.distributed.elastic.mirrors import Mark, keepers_of, newest_whole, to_note
 from distaccum.distributed.elastic.views import Report, View
-from distaccum.distributed.message import from_message, to_message
+from distaccum.distributed.message import digest_of, from_message, to_message
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
@@ -151,25 +150,20 @@ class MemoryCheckpoints:
     def _received(self, here: Tensor | None, holder: int) -> Tensor:
         """A share, from the rank that holds it."""
         sends = self._world.rank == holder
-        digest = _digest(here) if sends and here is not None else ""
+        digest = digest_of(here) if sends and here is not None else ""
         box: list[Any] = [(0 if here is None else here.numel(), digest)]
         dist.broadcast_object_list(box, src=holder, device=torch.device("cpu"))
         size, told = box[0]
         content = here if sends and here is not None else torch.empty(size, dtype=torch.uint8)
         if self._world.size > 1:
             dist.broadcast(content, src=holder)
-        if not sends and _digest(content) != told:
+        if not sends and digest_of(content) != told:
             raise PeerError(f"the state that rank {holder} has sent has come damaged", "while the run went back")
         return content.clone() if sends else content  # what is kept stays as it is, whatever an engine does with it
 
 
 def _gathered(number: int, world: World) -> list[int]:
     return [number] if world.size == 1 else world.all_gather_object(number)
-
-
-def _digest(content: Tensor) -> str:
-    found: Any = content.numpy()
-    return hashlib.blake2b(found).hexdigest()
 
 
 def _packed(share: Carried) -> Tensor:
