@@ -137,6 +137,7 @@ def run_in_views(
                     if world.is_main:
                         run_dir.forget_failure()  # of a rank without which the others go on
                     run_dir = run_dir.of_main(world)
+                    run_dir.ranks_there = world.size
                     if not logs:
                         log.open(run_dir.logs)
                     logs = True

@@ -57,6 +57,8 @@ class RunDir:
         self.logs = path / "logs"
         self.hang = path / "hang"
         self.token, self.secrets = token, secrets
+        self.ranks_there: int | None = None
+        """How many ranks there are, for the status of a run in which that changes."""
         self._turn = Lock()  # of this process's threads, which write by one temporary name
         self._owner: Owner | None = None
         self._failure = path / ".failure"
@@ -241,7 +243,8 @@ class RunDir:
             if retried(self._failure.exists):
                 return
             try:
-                write_json(self._status, _status(state, step, reason))
+                there = {} if self.ranks_there is None else {"ranks": self.ranks_there}
+                write_json(self._status, _status(state, step, reason) | there)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._status)) from error
 

@@ -126,7 +126,7 @@ def test_a_run_goes_on_without_a_node_and_takes_it_in_again(cluster: Cluster, tm
     finally:
         again.kill()
     assert cluster.fields(job)["Restarts"] == "0"
-    assert status(run_dir) == {"state": "done", "step": STEPS, "reason": ""}
+    assert status(run_dir) == {"state": "done", "step": STEPS, "reason": "", "ranks": 2}
     succeed(*SETTINGS, *reproducible, f"hydra.run.dir={alone}", world=1, PYTHONPATH=str(ROOT))
     assert exact(run_dir) == exact(alone)
     weights = [folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors" for folder in (run_dir, alone)]
