@@ -636,8 +636,11 @@ class DDPEngine(Engine):
     def _make_mirror(self, keepers: Sequence[int]) -> Mirror | None:
         if self._shards is None:
             return None
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        every = {clean(name): p for name, p in self._model.named_parameters(remove_duplicate=False)}
+        aliases = {name: names[id(p)] for name, p in every.items() if id(p) in names and name not in self._named}
         stepped, masters = self._stepped_state, self._masters
-        return Mirror(self._world, self._shards, self._named, stepped, masters=masters, keepers=keepers)
+        return Mirror(self._world, self._shards, self._named, aliases, stepped, masters=masters, keepers=keepers)
 
     def _stepped_state(self) -> EngineState:
         with self.stepped_groups:

@@ -29,6 +29,7 @@ class Mirror:
         world: this rank.
         shards: who steps what.
         weights: the trained parameters by name, where they stay.
+        aliases: other names of theirs, as of tied weights, with the one in ``weights``.
         stepped: the optimizers' state on this rank, and the loss scale's: its tensors are read at once.
         masters: of the weights that have some.
         keepers: by rank, which one keeps a copy of its state; empty: the next one.
@@ -39,12 +40,13 @@ class Mirror:
         world: World,
         shards: ZeRO1,
         weights: Mapping[str, nn.Parameter],
+        aliases: Mapping[str, str],
         stepped: Callable[[], EngineState],
         *,
         masters: Masters | None = None,
         keepers: Sequence[int] = (),
     ) -> None:
-        self._world, self._masters, self._stepped = world, masters, stepped
+        self._world, self._aliases, self._masters, self._stepped = world, aliases, masters, stepped
         ranks = range(world.size)
         owners = {name: shards.owner(parameter) for name, parameter in weights.items()}
         self._names = [frozenset(name for name, owner in owners.items() if owner == rank) for rank in ranks]
@@ -88,6 +90,7 @@ class Mirror:
         """The state that this rank loads, with its parts from whoever has them: see ``Engine.load_dealt``."""
         found = dealt(share, self._wanted, self._world, weights=torn or self._masters is not None)
         model = {**state.model, **found.model}
+        model |= {alias: model[name] for alias, name in self._aliases.items() if name in found.model}
         return replace(state, model=model, optimizer=found.optimizer, optimizer_values=found.values)
 
     @torch.no_grad()

@@ -413,7 +413,7 @@ def _run_worker_rank(
             raise
         except BaseException as error:
             run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
-            _report(run_dir, environment.rank, error)
+            _report(run_dir, environment.rank if member is None else member.rank, error)
             if job.tried and isinstance(error, _DIVERGED):
                 continue  # as on rank 0
             return _BAD_CONFIGURATION if isinstance(error, ConfigError) else 1

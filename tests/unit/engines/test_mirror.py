@@ -50,7 +50,10 @@ class Left:
 
 
 def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Accumulator:
-    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 3))
+    layers = nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)
+    model = nn.Sequential(*layers)
+    if precision != "fp16":  # ranks are threads, and share autocast's cache, by which the two uses are one cast or two
+        model[4].weight = model[2].weight
     generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=generator)
