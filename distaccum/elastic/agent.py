@@ -149,6 +149,7 @@ class Agent:
             "prefix": self._board.prefix,
             "least": settings.least,
             "expel_after_s": settings.expel_after_s,
+            "rejoin": settings.rejoin,
             "node": settings.node,
         }
         numbers = {

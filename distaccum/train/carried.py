@@ -63,6 +63,10 @@ A window that was skipped is logged before callbacks are told.
 """
 
 
+_CALLS = 1024  # more than a run has callbacks
+PER_WINDOW = STAGES * _CALLS
+"""Positions from one window to the next: within a stage, of how many callbacks a hook was called."""
+
 NOT_BEGUN = 0
 """The position of a member that was started with the run, and has not come to its first window."""
 
@@ -127,8 +131,9 @@ class Carried:
     """The state of a run after a window, on one rank.
 
     ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end,
-    and ``ends`` the error that it ends with. ``unlogged`` is the last update, where its record was not due. ``shares``
-    is what this rank has of a state that is sharded, which is then not in ``engine``.
+    and ``ends`` the error that it ends with. ``unlogged`` is the last update, where its record was not due. ``called``
+    is the hook that callbacks were being called by, and of how many it was; ``telling`` the evaluation that they were
+    told. ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``.
     """
 
     run: RunState
@@ -143,6 +148,8 @@ class Carried:
     stop: str = ""
     ends: DistaccumError | None = None
     unlogged: Tail | None = None
+    called: tuple[str, int] = ("", 0)
+    telling: tuple[int, dict[str, float]] | None = None
     skips_in_a_row: int = 0
     random: RNGState | None = None
     begun: Begun | None = None
@@ -150,20 +157,21 @@ class Carried:
     @property
     def position(self) -> int:
         """How far the run has come here."""
-        return self.run.progress.window * STAGES + (STAGES - 1 if self.tail is None else self.tail.stage)
+        stage = STAGES - 1 if self.tail is None else self.tail.stage
+        return self.run.progress.window * PER_WINDOW + stage * _CALLS + self.called[1]
 
     def report(self, member: str) -> Report:
         """What the other members are told."""
         begun, torn = self.begun, self.shares is not None and self.shares.torn
-        note = {_TORN: True} if torn else {}
+        note = {name: True for name, holds in ((_TORN, torn), (_AVERAGE, self.average is not None)) if holds}
         if begun is None:
             return Report(member=member, position=self.position, note=note)
         held = tuple(sorted(begun.kept.sums))
         return Report(member=member, position=self.position, held=held, note=begun.note | note)
 
 
-_TORN = "torn"
-"""Noted by a member some of whose weights may be those of after a step that is not made."""
+_TORN, _AVERAGE = "torn", "average"
+"""Noted by a member some of whose weights may be those of after a step that is not made; that it keeps an average."""
 
 
 @dataclass
@@ -199,7 +207,12 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     own = carried if world.rank == source else None
     shares = None if own is None or own.shares is None else Shares(now=Share())
     plain = None if own is None else replace(own, engine=_nothing, shares=shares, average=None, random=None, begun=None)
-    lacks = [name for name in view.members if _lacks(reports[name].position, furthest)]
+    averages = reports[view.members[source]].note.get(_AVERAGE, False)  # each callback has a part in it
+    lacks = [
+        name
+        for name in view.members
+        if _lacks(reports[name].position, furthest) or (averages and reports[name].position < furthest)
+    ]
     content = _packed(own) if own is not None and lacks else torch.empty(0, dtype=torch.uint8)
     box: list[Any] = [(plain, len(content), digest_of(content))]
     _broadcast_object(box, source)
@@ -239,18 +252,18 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
 
 def _shares(carried: Carried | None, view: View, reports: Mapping[str, Report], member: str) -> Shares:
     """What this member has of the state that all go on from: that of after the step, if anybody has made it."""
-    furthest = reports[source_of(view, reports)].position // STAGES
-    there = [reports[name] for name in view.members if reports[name].position // STAGES == furthest]
+    furthest = reports[source_of(view, reports)].position // PER_WINDOW
+    there = [reports[name] for name in view.members if reports[name].position // PER_WINDOW == furthest]
     torn = any(report.note.get(_TORN, False) for report in there)
     if carried is None or carried.shares is None:
         return Shares(now=Share(), torn=torn)
-    own = carried.shares.now if reports[member].position // STAGES == furthest else carried.shares.ahead
+    own = carried.shares.now if reports[member].position // PER_WINDOW == furthest else carried.shares.ahead
     return Shares(now=own or Share(), torn=torn)
 
 
 def _lacks(position: int, furthest: int) -> bool:
     """Whether a member there has not the weights of the furthest one."""
-    return position <= NOT_BEGUN or position // STAGES < furthest // STAGES
+    return position <= NOT_BEGUN or position // PER_WINDOW < furthest // PER_WINDOW
 
 
 def _again(view: View, reports: Mapping[str, Report]) -> Again | None:

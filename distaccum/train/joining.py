@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.evaluation_weights import has_two_weights
 from distaccum.config.checks import ROLLBACK
+from distaccum.config.durations import seconds_of
+from distaccum.config.elastic import ElasticConfig
 from distaccum.config.schema import RunConfig
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.units import Again, UnitPlan, of_ranks
@@ -44,6 +46,19 @@ def adapted(components: TrainingComponents) -> TrainingComponents:
     _check(components)
     waits = replace(components.config.checkpoint, background=False)
     return replace(components, config=replace(components.config, checkpoint=waits))
+
+
+def expect_told(config: ElasticConfig, told: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the agents have not ``told`` what is configured: they read their command line alone."""
+    own = {
+        "min_ranks": config.min_ranks,
+        "rejoin": config.rejoin,
+        "expel_after": seconds_of("elastic.expel_after", config.expel_after),
+    }
+    for key, value in told.items():
+        if own[key] != value:
+            problem = f"and the job was started with {value}: its agents read their command line, and no file"
+            raise ConfigError(f"elastic.{key}", getattr(config, key), problem, f"Write elastic.{key}=... there, too")
 
 
 def _check(components: TrainingComponents) -> None:
@@ -136,6 +151,7 @@ class InView:
         own: dict[str, Any] = {"tail": carried.tail, "evaluation": carried.evaluation, "saved_step": carried.saved_step}
         own |= {"record": carried.record, "reason": carried.stop, "proven": carried.verified}
         own |= {"unlogged": carried.unlogged, "begun": carried.begun, "ends": carried.ends, "shares": carried.shares}
+        own |= {"called": carried.called, "telling": carried.telling}
         return own | given
 
 

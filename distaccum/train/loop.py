@@ -87,6 +87,9 @@ class Loop:
         tail: what the window before is still owed.
         unlogged: the last update, whose record was not due; the run may end with it.
         evaluation: the last one, with its step.
+        telling: one that callbacks are still to be told of.
+        called: the hook in which a rank was lost, and how many callbacks it was called of.
+        saved_ago_s: how long ago a checkpoint was saved, of which a view before has known.
         record: the last one, which nobody may have written.
         reason: why the run is to stop.
         begun: the open window of the view before, until one is run here.
@@ -120,7 +123,10 @@ class Loop:
         shares: Shares | None = None,
         ends: DistaccumError | None = None,
         evaluation: tuple[int, dict[str, float]] | None = None,
+        telling: tuple[int, dict[str, float]] | None = None,
+        called: tuple[str, int] = ("", 0),
         saved_step: int | None = None,
+        saved_ago_s: float = 0.0,
         record: Mapping[str, Any] | None = None,
         reason: str = "",
         proven: bool = False,
@@ -150,6 +156,7 @@ class Loop:
             time_limit=time_limit,
             wandb_id=wandb_id,
             saved_step=saved_step,
+            saved_ago_s=saved_ago_s,
             on_saved=self._on_checkpoint,
         )
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
@@ -157,7 +164,7 @@ class Loop:
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
         self._profiler, self._recorder = profiler, recorder
-        self._evaluation = evaluation
+        self._evaluation, self._telling, self._called = evaluation, telling, called
         self._owed = None if tail is None else (tail.window, tail.outcome)
         self._stage = 0 if tail is None else tail.stage
         self._evaluator = self._make_evaluator() if self._evaluates else None
@@ -352,7 +359,7 @@ class Loop:
         stage = self._stage
         self._unlogged = (window, outcome)
         if stage == 0:
-            self._call(lambda callback: callback.on_update(self, outcome))
+            self._call("on_update", lambda callback: callback.on_update(self, outcome))
             self._stage = 1
         evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
         # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
@@ -371,7 +378,7 @@ class Loop:
         if self._stage == 0:
             self._log(window, outcome, progress, evaluates=False)
             self._stage = 1
-        self._call(lambda callback: callback.on_skip(self, outcome))
+        self._call("on_skip", lambda callback: callback.on_skip(self, outcome))
         self._owed = None
 
     def carried(self) -> Carried:
@@ -401,6 +408,8 @@ class Loop:
             average=None if average is None else {n: t.clone() for n, t in average.whole(lambda _: True).items()},
             tail=None if self._owed is None else Tail.after(*self._owed, lr, self._stage),
             unlogged=None if self._unlogged is None else Tail.after(*self._unlogged, lr),
+            called=self._called,
+            telling=self._telling,
             skips_in_a_row=self._tracker.skips_in_a_row,
             ends=self._ends or self._what_ends_it(),
             saved_step=self._saver.saved_step,
@@ -470,23 +479,31 @@ class Loop:
         assert self._evaluator is not None
         self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
-        is_told = self._evaluation is not None and self._evaluation[0] == self.progress.step  # in the view before
+        step = self.progress.step
+        is_told = self._evaluation is not None and self._evaluation[0] == step  # in the view before
         with ema.evaluated(self._components.callbacks):
-            found = self._evaluation[1] if self._evaluation is not None and is_told else self._evaluator.run()
+            known = self._found_before(step)
+            found = self._evaluator.run() if known is None else known
             self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
         if twice := found.keys() & self._texts.keys():
             problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
             raise MisuseError(f"{problem}: give the metric or the score another name")
         self._world.activity.phase = Phase.BETWEEN
         if not is_told:
-            self._call(lambda callback: callback.on_eval(self, found))
-        self._evaluation = (self.progress.step, found)
+            self._telling = (step, found)
+            self._call("on_eval", lambda callback: callback.on_eval(self, found))
+            self._telling = None
+        self._evaluation = (step, found)
         if self._components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
         self._meter.restart(self.progress)
         self._time_limit.evaluated()
         self._enter_phase(TRAINING)
         return found
+
+    def _found_before(self, step: int) -> dict[str, float] | None:
+        """This step's evaluation, where the ranks of the view before have made it."""
+        return next((one[1] for one in (self._evaluation, self._telling) if one is not None and one[0] == step), None)
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         lr = self._lr if self._lr_before is None else self._lr_before
@@ -583,7 +600,7 @@ class Loop:
             logger.checkpoint(path, step=progress.step, best=self._saves_best)
         self._tell_saved(progress.step, path)
         run: Run = self if progress == self.progress else _Then(self, progress)
-        self._call(lambda callback: callback.on_checkpoint(run, path))
+        self._call("on_checkpoint", lambda callback: callback.on_checkpoint(run, path))
 
     def _goes_on(self) -> None:
         self._world.activity.phase = Phase.BETWEEN
@@ -615,16 +632,20 @@ class Loop:
             self._evaluate()
         self._save_last(best=is_due and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
-        self._call(lambda callback: callback.on_end(self, results))
+        self._call("on_end", lambda callback: callback.on_end(self, results))
         return results
 
-    def _call(self, hook: Callable[[Callback], None]) -> None:
-        """Calls a hook of every callback.
+    def _call(self, name: str, hook: Callable[[Callback], None]) -> None:
+        """Calls a hook of every callback; where a rank was lost in one, of those that come after the last that ended.
 
         Raises:
             MisuseError: a callback sets a learning rate, which the schedule would set again before the next step.
         """
-        for callback in self._components.callbacks:
+        if self._called[0] != name:
+            self._called = (name, 0)
+        for number, callback in enumerate(self._components.callbacks):
+            if number < self._called[1]:
+                continue
             before = self._learning_rates()
             hook(callback)
             after = self._learning_rates()
@@ -632,6 +653,8 @@ class Loop:
                 problem = f"{type(callback).__name__} sets a learning rate by hand"
                 remedy = "give the callback the property lr_factor, or state the rate as a schedule"
                 raise MisuseError(f"{problem}, which the schedule sets before every step: {remedy}")
+            self._called = (name, number + 1)
+        self._called = ("", 0)
 
     def _learning_rates(self) -> list[Any]:
         rates = [group["lr"] for optimizer in self._components.optimizers for group in optimizer.param_groups]

@@ -24,7 +24,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
 from distaccum.errors import PeerError
-from distaccum.train.carried import NOT_BEGUN, STAGES, Carried
+from distaccum.train.carried import NOT_BEGUN, PER_WINDOW, Carried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class MemoryCheckpoints:
     def report(self, member: str) -> Report:
         """What the other members are told."""
         held = {one.mark: tuple(one.shares) for one in self._kept}
-        position = max((mark.window for mark in held), default=0) * STAGES + STAGES - 1 if held else NOT_BEGUN
+        position = max((mark.window for mark in held), default=0) * PER_WINDOW + PER_WINDOW - 1 if held else NOT_BEGUN
         return Report(member=member, position=position, note={"memory": to_note(held), "reached": self.reached})
 
     def hand_over(self, view: View, reports: Mapping[str, Report]) -> Carried:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from time import monotonic, time
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from distaccum.train.failure import follows_from_another_rank, note_failure, rea
 from distaccum.train.going_back import Anew
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.in_views import run_in_views
-from distaccum.train.joining import InView, adapted
+from distaccum.train.joining import InView, adapted, expect_told
 from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
@@ -126,6 +127,7 @@ def run(
                 owning.enter_context(run_dir.own())
             components = make_components()
             if member is not None:
+                expect_told(components.config.elastic, member.told)
                 components = adapted(components)
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
@@ -157,7 +159,7 @@ def run(
                 signals=signals,
                 log=log,
                 owning=owning,
-                began=began,
+                began=member.began(began),
                 beginning=beginning,
             )
         return _in_group(
@@ -373,6 +375,7 @@ def train(
             profiler=_open_profiler(components, accumulator, run_dir, console, closing),
             recorder=_open_recorder(components, accumulator, run_dir, closing),
             **({} if view is None else view.for_loop()),
+            saved_ago_s=0.0 if carried is None else _since_save(run_dir, carried.saved_step, began),
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
                 began=began,
@@ -400,6 +403,14 @@ def train(
         _end(components, loop, evaluation, run_dir, console)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
+
+
+def _since_save(run_dir: RunDir, step: int, began: float) -> float:
+    """Seconds since the checkpoint of this step was saved, or since the run ``began`` if there is none."""
+    with suppress(OSError):
+        if step:
+            return max(0.0, time() - (run_dir.checkpoints / f"step-{step}").stat().st_mtime)
+    return monotonic() - began
 
 
 def _open_loggers(

@@ -14,12 +14,14 @@ class SaveClock:
     Args:
         every: seconds.
         decides: whether this rank's clock counts: rank 0's does.
+        ago: seconds since the last save.
         now: the clock, in seconds.
     """
 
-    def __init__(self, every: float, *, decides: bool, now: Callable[[], float] = monotonic) -> None:
+    def __init__(self, every: float, *, decides: bool, ago: float = 0.0, now: Callable[[], float] = monotonic) -> None:
         self._every, self._decides, self._now = every, decides, now
         self.saved()
+        self._began -= ago
 
     def saved(self) -> None:
         """Begins to count anew; on all ranks, after any save."""

@@ -60,6 +60,7 @@ class Saver:
         time_limit: TimeLimit,
         wandb_id: str,
         saved_step: int,
+        saved_ago_s: float = 0.0,
         on_saved: Callable[[Path, Progress], None],
     ) -> None:
         self._components = components
@@ -73,7 +74,7 @@ class Saver:
         self._world = accumulator.world
         self._best = BestCheckpoint(components.config.checkpoint, store, self._world)
         minutes = components.config.checkpoint.every_minutes
-        self._clock = None if minutes is None else SaveClock(60 * minutes, decides=self._world.is_main)
+        self._clock = None if minutes is None else SaveClock(60 * minutes, decides=self._world.is_main, ago=saved_ago_s)
         if self._clock is not None:
             accumulator.add_rider(self._clock)
         self._background = self._make_background() if components.config.checkpoint.background else None

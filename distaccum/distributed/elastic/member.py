@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from time import monotonic, time
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +35,18 @@ class Member:
         environment: what the launcher's variables say; who was not started with the job has a rank that is nobody's.
         store: the job's.
         membership: says who else is there.
+        told: the settings that the agents have read from their command lines.
     """
 
-    def __init__(self, name: str, environment: LaunchEnvironment, store: Store, membership: Membership) -> None:
-        self.name, self.store, self.membership = name, store, membership
+    def __init__(
+        self,
+        name: str,
+        environment: LaunchEnvironment,
+        store: Store,
+        membership: Membership,
+        told: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.name, self.store, self.membership, self.told = name, store, membership, told
         self.environment = environment if self.is_first else replace(environment, rank=environment.size)
         self.rank = environment.rank
         """In the newest view."""
@@ -50,7 +61,8 @@ class Member:
         server = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWERS_WITHIN)
         store, waits_s = PrefixStore(job["prefix"], server), float(job["expel_after_s"])
         membership = Membership(store, name, expel_after_s=waits_s, least=int(job["least"]), limit_s=waits_s)
-        return cls(name, environment, store, membership)
+        told = {"min_ranks": membership.least, "rejoin": bool(job["rejoin"]), "expel_after": waits_s}
+        return cls(name, environment, store, membership, told)
 
     @property
     def is_first(self) -> bool:
@@ -90,6 +102,14 @@ class Member:
             group.leave()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+    def began(self, own: float) -> float:
+        """When the job's first process began, for a process that began at ``own``: on this machine's monotonic clock.
+
+        Between machines it is as exact as their clocks.
+        """
+        first = float(self.store.compare_set("began", "", repr(time() - (monotonic() - own))))
+        return monotonic() - (time() - first)
 
     def first_to(self, what: str) -> bool:
         """Whether no process of the job has asked for this before."""

@@ -48,7 +48,7 @@ class Report:
 
     Args:
         member: who reports.
-        position: twice the number of windows that it has stepped, and the stage after the last one; or ``NEWCOMER``.
+        position: grows with each window that it has stepped, and with what it does after that; or ``NEWCOMER``.
         held: the nodes of the window after its position whose sums it has.
         note: what else its readers want; the protocol does not read it.
     """

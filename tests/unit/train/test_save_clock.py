@@ -40,3 +40,15 @@ def test_rank_0_decides_and_all_know_it_after_the_same_count() -> None:
         rank.saved()  # any save counts
     first.seconds += 59
     assert count() == [False, False]
+
+
+def test_what_was_saved_before_counts() -> None:
+    clock = Clock()
+    later = SaveClock(60, decides=True, ago=45, now=clock)
+    clock.seconds += 14.9
+    assert later.outgoing(1, 1) == [0.0]
+    clock.seconds += 0.2
+    assert later.outgoing(1, 1) == [1.0]
+    later.saved()
+    clock.seconds += 59
+    assert later.outgoing(1, 1) == [0.0]

@@ -47,6 +47,7 @@ class Alone:
     """A member of views that nobody else is in."""
 
     name, rank, is_first = _NAME, 0, True
+    told: Mapping[str, Any] = {}
     membership = SimpleNamespace(wishes=lambda: False)
 
     def __init__(self) -> None:
@@ -62,6 +63,9 @@ class Alone:
     @contextmanager
     def world(self, *_: object) -> Iterator[tuple[World, Any]]:
         yield World.join(), SimpleNamespace(changes=nullcontext)
+
+    def began(self, own: float) -> float:
+        return own
 
     def first_to(self, what: str) -> bool:
         is_first = what not in self._said
@@ -92,7 +96,7 @@ class Told(Callback):
         self._tell("skip", run)
 
 
-def _fit(folder: Path, told: Callback, *, bad: tuple[int, ...] = (), by: float = math.inf, **trainer: Any) -> Alone:
+def _fit(folder: Path, *told: Callback, bad: tuple[int, ...] = (), by: float = math.inf, **trainer: Any) -> Alone:
     """Trains on 16 windows of two samples; those of the windows ``bad`` are ``by`` too large."""
     torch.manual_seed(0)
     samples = list(torch.randn(32, 3))
@@ -115,7 +119,7 @@ def _fit(folder: Path, told: Callback, *, bad: tuple[int, ...] = (), by: float =
             Square(),
             world_size=1,
             device=torch.device("cpu"),
-            callbacks=[told],
+            callbacks=told,
             elastic=True,
         ),
         RunDir(folder),
@@ -180,6 +184,14 @@ def test_a_skipped_window_is_told_of_once(place: str, tmp_path: Path, monkeypatc
     assert [one["window"] for one in records if not one["applied"]] == [3, 5]
     assert records == _records(tmp_path / "undisturbed")
     assert told.told == undisturbed.told
+
+
+def test_callbacks_before_one_in_which_a_rank_is_lost_are_told_once(tmp_path: Path) -> None:
+    _fit(tmp_path / "undisturbed", undisturbed := Told(), bad=(5,), nonfinite="skip")
+    before, after = Told(), Told()
+    member = _fit(tmp_path / "run", before, Told(3, _leave), Told(5, _leave), after, bad=(5,), nonfinite="skip")
+    assert member.views == 3
+    assert before.told == after.told == undisturbed.told
 
 
 @pytest.mark.parametrize("name", ["diagnose", "explain"])
