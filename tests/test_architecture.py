@@ -174,6 +174,7 @@ def test_engines_are_named_in_their_factory_only() -> None:
         "memory_report",
         "ownership",
         "partial_sums",
+        "shares",
         "step_memory",
     }
     shared |= {"blocks", "modules", "ownership", "state"}

@@ -14,9 +14,6 @@ _START = "or start it with launch/train.sh, which goes on from its last checkpoi
 def check(context: EngineContext) -> None:
     """Raises ConfigError for settings with which a run cannot go on without some of its ranks."""
     engine = context.engine
-    if engine.name not in ("ddp", "zero1") and not engine.goes_back:
-        problem = "keeps a share of the state on each rank, which a rank that is lost takes with it"
-        raise ConfigError("engine", engine.name, f"in an elastic run: it {problem}", f"Use engine=ddp, {_START}")
     if isinstance(engine, FSDP2Config) and engine.replicas > 1:
         problem = "in an elastic run the number of ranks changes, and may be none that replicas divide"
         raise ConfigError("engine.replicas", engine.replicas, problem, f"Use engine.replicas=1, {_START}")

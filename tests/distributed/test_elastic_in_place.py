@@ -119,11 +119,12 @@ def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, referenc
     assert window in (9, 10)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("after", "to", "window"),
     [
         (8, "the checkpoint on disk", 6),
-        pytest.param(3, "the beginning", 0, marks=pytest.mark.heavy),
+        pytest.param(3, "the beginning", 0),
     ],
 )
 def test_two_neighbours_die_at_once(after: int, to: str, window: int, tmp_path: Path, reference: References) -> None:

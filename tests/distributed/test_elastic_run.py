@@ -64,7 +64,7 @@ CHAINS = {
 }
 
 
-OFTEN = ("while it sends", "over a record", "when the next group is formed")
+OFTEN = ("while it sends",)
 """Run with the slow tests; the others are heavy, as they are many."""
 
 
@@ -160,6 +160,7 @@ def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, ref
     assert status(made.folder)["reason"] == status(expected)["reason"]
 
 
+@pytest.mark.heavy
 def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: References) -> None:
     places = ("0.0.1", "skip", 1), ("0.1.1", "gathered", 6), ("0.2.1", "log", 8)
     made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=_kills(*places), ranks=4)

@@ -348,8 +348,8 @@ def test_weights_that_are_changed_by_hand_go_to_their_masters_element_by_element
     engine = create_engine(model, SGD(model.parameters(), lr=1.0), gloo_world, precision=WEIGHTS)
     master = engine.stepped["weight"].detach().clone()
     with torch.no_grad():
-        model.weight[0, 1] = 0.5
-    master[0, 1] = 0.5
+        model.weight[0, 1] = 0.75  # which no first weight rounds to
+    master[0, 1] = 0.75
     with engine.micro_step(sync=True):
         engine.backward(engine.model(torch.zeros(1, 4).bfloat16()).float().sum())
     engine.step()
