@@ -124,7 +124,7 @@ def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, referenc
     ("after", "to", "window"),
     [
         (8, "the checkpoint on disk", 6),
-        pytest.param(3, "the beginning", 0),
+        (3, "the beginning", 0),
     ],
 )
 def test_two_neighbours_die_at_once(after: int, to: str, window: int, tmp_path: Path, reference: References) -> None:
