@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import metrics
-from tests.support.elastic_runs import Fault, Job, elastic, first_difference, job, same, undisturbed
+from tests.support.elastic_runs import Fault, Job, References, elastic, first_difference, job, kills, same
 
 pytestmark = pytest.mark.slow
 _ALONE = "elastic.rejoin=false"
 _FSDP2 = "engine=fsdp2", "elastic.memory_every=4"
 _FP16 = "precision=fp16", "precision.scaler.initial_scale_power=22", "precision.scaler.growth_interval=2"
-References = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """The run of one process with these settings, made once."""
-    made: dict[tuple[str, ...], Path] = {}
-
-    def get(*arguments: str) -> Path:
-        if arguments not in made:
-            made[arguments] = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", *arguments)
-        return made[arguments]
-
-    return get
-
-
-def _kills(*places: tuple[str, str, int]) -> list[Fault]:
-    return [(*place, "kill") for place in places]
 
 
 def _back(made: Job) -> list[tuple[str, int, int]]:
@@ -63,7 +44,7 @@ _OFTEN = "over a checkpoint in memory"
 def test_three_of_four_ranks_are_killed_at_a_place(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:
-    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, faults=_kills(*chain), ranks=4)
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, faults=kills(*chain), ranks=4)
     assert first_difference(made.folder, reference("engine=fsdp2")) == ""
     assert len([line for line in made.said().splitlines() if "was killed by SIGKILL; its place" in line]) >= 2
     assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
@@ -88,7 +69,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 @pytest.mark.heavy
 def test_other_runs_go_back_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
-    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *settings, faults=_kills(*places), ranks=4)
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *settings, faults=kills(*places), ranks=4)
     assert first_difference(made.folder, reference("engine=fsdp2", *settings)) == ""
 
 
@@ -96,7 +77,7 @@ def test_other_runs_go_back_as_well(settings: tuple[str, ...], tmp_path: Path, r
 def test_fast_numerics_go_back_to_the_last_bits(tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
     plain = "numerics=fast", "+model.dropout=0"
-    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *plain, "engine.sync=every", faults=_kills(*places))
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *plain, "engine.sync=every", faults=kills(*places))
     _same_to_the_last_bits(made, reference(*plain))
 
 

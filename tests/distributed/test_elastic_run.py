@@ -6,14 +6,14 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.commands import metrics, status
-from tests.support.elastic_runs import Fault, Job, elastic, first_difference, job, same, undisturbed
+from tests.support.elastic_runs import Fault, Job, References, elastic, first_difference, job, kills, same
 
 pytestmark = pytest.mark.slow
 _ALONE = "elastic.rejoin=false"
@@ -23,24 +23,6 @@ _FP16 = (
     "precision.scaler.growth_interval=2",
     "precision.scaler.hysteresis=1",
 )
-References = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """The run of one process with these settings, made once."""
-    made: dict[tuple[str, ...], Path] = {}
-
-    def get(*arguments: str) -> Path:
-        if arguments not in made:
-            made[arguments] = undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", *arguments)
-        return made[arguments]
-
-    return get
-
-
-def _kills(*places: tuple[str, str, int]) -> list[Fault]:
-    return [(*place, "kill") for place in places]
 
 
 CHAINS = {
@@ -78,7 +60,7 @@ def _marked(cases: Mapping[str, Any], *often: str) -> list[Any]:
 def test_three_of_four_ranks_are_killed_at_a_place(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:
-    made = elastic(tmp_path / "run", _ALONE, faults=_kills(*chain), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, faults=kills(*chain), ranks=4)
     assert first_difference(made.folder, reference()) == ""
     killed = [line for line in made.said().splitlines() if "was killed by SIGKILL; its place stays empty" in line]
     certain = [phase for _, phase, _ in chain if phase not in ("decided", "deciding", "group")]
@@ -106,7 +88,7 @@ SHARDED = {
 def test_of_a_sharded_optimizer_nothing_is_lost_with_a_rank(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:
-    made = elastic(tmp_path / "run", _ALONE, "engine=zero1", faults=_kills(*chain), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, "engine=zero1", faults=kills(*chain), ranks=4)
     assert first_difference(made.folder, reference()) == ""
     assert made.views()[-1] < 4
 
@@ -117,9 +99,26 @@ def test_where_a_part_of_the_state_is_gone_the_run_goes_back(
     at: int, to: str, tmp_path: Path, reference: References
 ) -> None:
     places = ("0.0.1", "forward", at), ("0.1.1", "forward", at)
-    made = elastic(tmp_path / "run", _ALONE, "engine=zero1", faults=_kills(*places), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, "engine=zero1", faults=kills(*places), ranks=4)
     assert f"2 ranks go on from {to}" in made.logs()
     assert first_difference(made.folder, reference()) == ""
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_that_is_damaged_is_passed_over_when_the_run_goes_back(
+    tmp_path: Path, reference: References
+) -> None:
+    with job(tmp_path / "run", _ALONE, "engine=zero1") as made:
+        made.start("--nproc=4", faults=[("*", "update", 14, "await go")])
+        newest = made.folder / "checkpoints" / "step-12"
+        made.wait_for(lambda: made.windows() >= 13 and (newest / "manifest.json").exists())
+        for file in newest.glob("optimizer*.safetensors"):
+            file.write_bytes(file.read_bytes()[:100])
+        made.kill("0.0.1", "0.1.1")
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert "2 ranks go on from the checkpoint on disk after window 6" in made.logs()
+        assert first_difference(made.folder, reference()) == ""
 
 
 @pytest.mark.heavy
@@ -154,7 +153,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("settings", _marked(VARIANTS, "an average that is evaluated, and clipped norms"))
 def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
-    made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, *settings, faults=kills(*places), ranks=4)
     expected = reference(*settings)
     assert first_difference(made.folder, expected) == ""
     assert status(made.folder)["reason"] == status(expected)["reason"]
@@ -163,7 +162,7 @@ def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, ref
 @pytest.mark.heavy
 def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: References) -> None:
     places = ("0.0.1", "skip", 1), ("0.1.1", "gathered", 6), ("0.2.1", "log", 8)
-    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=_kills(*places), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=kills(*places), ranks=4)
     assert any(not one["applied"] for one in same(made.folder))
     assert first_difference(made.folder, reference(*_FP16)) == ""
 
@@ -171,7 +170,7 @@ def test_windows_that_overflow_are_told_once(tmp_path: Path, reference: Referenc
 @pytest.mark.heavy
 def test_a_window_that_overflows_is_logged_when_rank_0_is_lost_over_it(tmp_path: Path, reference: References) -> None:
     places = ("0.0.1", "recording", 1), ("0.1.1", "recorded", 2), ("0.2.1", "skip", 3)
-    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=_kills(*places), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=kills(*places), ranks=4)
     assert [one["applied"] for one in same(made.folder)][:2] == [False, False]
     assert first_difference(made.folder, reference(*_FP16)) == ""
 
@@ -180,7 +179,7 @@ def test_a_window_that_overflows_is_logged_when_rank_0_is_lost_over_it(tmp_path:
 def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
     settings = "numerics=fast", "+model.dropout=0"
-    made = elastic(tmp_path / "run", _ALONE, *settings, faults=_kills(*places))
+    made = elastic(tmp_path / "run", _ALONE, *settings, faults=kills(*places))
     found, expected = same(made.folder), same(reference(*settings))
     assert [one["window"] for one in found] == [one["window"] for one in expected]
     for mine, other in zip(found, expected, strict=True):
@@ -279,7 +278,7 @@ def test_an_error_on_one_rank_is_that_ranks_end_and_not_the_runs(tmp_path: Path,
 def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> None:
     for member in ("0.0.1", "0.1.1"):
         with job(tmp_path / member) as made:
-            made.start("--nproc=2", faults=_kills((member, "starting", 0)))
+            made.start("--nproc=2", faults=kills((member, "starting", 0)))
             assert made.end(60) == 1, made.said()
             rank = member.split(".")[1]
             assert f"rank {rank} was killed by SIGKILL before the run had begun" in made.said()
@@ -287,7 +286,7 @@ def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> No
 
 @pytest.mark.heavy
 def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, reference: References) -> None:
-    made = elastic(tmp_path / "run", _ALONE, "checkpoint.keep=0", faults=_kills(("0.1.1", "backward", 13)))
+    made = elastic(tmp_path / "run", _ALONE, "checkpoint.keep=0", faults=kills(("0.1.1", "backward", 13)))
     for step, ranks in ((12, 3), (18, 2), (24, 2)):
         folder = made.folder / "checkpoints" / f"step-{step}"
         assert len(list(folder.glob("random-*.json"))) == ranks

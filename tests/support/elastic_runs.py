@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from tests.support.commands import ROOT, environment, metrics, run, status
 
 Fault = tuple[str, str, int, str]
+References = Callable[..., Path]
+"""Gives an undisturbed run with settings."""
 TARGETS = "tests.support.elastic_targets"
 BASE = (
     "data=digits",
@@ -89,6 +91,11 @@ def first_difference(found: Path, expected: Path) -> str:
         if states[0].get(key) != states[1].get(key):
             return f"{key} in state.json: {states[0].get(key)} != {states[1].get(key)}"
     return ""
+
+
+def kills(*places: tuple[str, str, int]) -> list[Fault]:
+    """Of members, each at its phase after so many windows."""
+    return [(*place, "kill") for place in places]
 
 
 def _tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
