@@ -15,7 +15,7 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, listed, retried, write_json
+from distaccum.checkpoint.files import ABSENT, listed, retried, write_json, write_text
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
@@ -243,8 +243,7 @@ class RunDir:
             if retried(self._failure.exists):
                 return
             try:
-                there = {} if self.ranks_there is None else {"ranks": self.ranks_there}
-                write_json(self._status, _status(state, step, reason) | there)
+                write_text(self._status, _status(state, step, reason, self.ranks_there))
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._status)) from error
 
@@ -289,7 +288,7 @@ class RunDir:
         if not self.is_foreign():
             with self._turn, suppress(OSError):
                 self._failure.write_text(self.hidden(reason))
-                write_json(self._status, _status(State.FAILED, self.status().get("step", 0), self.hidden(reason)))
+                write_text(self._status, _status(State.FAILED, self.status().get("step", 0), self.hidden(reason)))
 
     def _write_failed(self, reason: str) -> None:
         first, left = self._write_first(reason)
@@ -297,7 +296,7 @@ class RunDir:
             return
         status = _status(State.FAILED, self.status().get("step", 0), self.failure() or reason)
         try:
-            write_json(self._status, status)
+            write_text(self._status, status)
         except OSError as error:
             if not self._write_reserved(status) and not left:
                 _log.error("%s cannot be written (%s): the run failed, %s", self._status, error, reason)
@@ -318,9 +317,9 @@ class RunDir:
             os.close(descriptor)
         return True, True
 
-    def _write_reserved(self, status: Mapping[str, object]) -> bool:
+    def _write_reserved(self, status: str) -> bool:
         """Writes over the blocks that were taken when the run began, which needs no room."""
-        text = json.dumps(status, indent=2).encode()[: _RESERVED - 1] + b"\n"
+        text = status.encode()[: _RESERVED - 1].rstrip(b"\n") + b"\n"
         try:
             with self._reserve.open("r+b") as file:
                 file.write(text)
@@ -357,8 +356,15 @@ class RunDir:
         write_json(self.path / "plan.json", dict(plan))
 
 
-def _status(state: State, step: int, reason: str) -> dict[str, object]:
-    return {"state": state.value, "step": step, "reason": reason}
+def _status(state: State, step: int, reason: str, ranks: int | None = None) -> str:
+    """The text of ``status.json``, a line for each key, as ``slurm/lib.sh`` reads it.
+
+    It is written in each window: with ``indent``, ``json`` before Python 3.14 calls a generator in Python several times
+    for each key; with the lines in the separator it does not.
+    """
+    status = {"state": state.value, "step": step, "reason": reason}
+    lines = json.dumps(status if ranks is None else {**status, "ranks": ranks}, separators=(",\n  ", ": "))
+    return f"{{\n  {lines[1:-1]}\n}}\n"
 
 
 def _logged(path: Path) -> int:

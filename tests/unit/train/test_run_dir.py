@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,25 @@ def test_the_first_failure_stays_and_progress_cannot_hide_it(tmp_path: Path) -> 
     run_dir.write_status(State.RUNNING, step=8)
     run_dir.write_failure("rank 0: connection closed")
     assert _status(tmp_path) == ["failed", 7, "rank 1: the cause"]
+
+
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_a_status_has_a_line_for_each_key_as_shells_read_it(tmp_path: Path, ranks: int | None) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.ranks_there = ranks
+    run_dir.write_status(State.RUNNING, step=7, reason='a "word",\n  and é')
+    expected = {"state": "running", "step": 7, "reason": 'a "word",\n  and é'} | ({} if ranks is None else {"ranks": 4})
+    assert (tmp_path / "status.json").read_text() == json.dumps(expected, indent=2) + "\n"
+
+
+def test_a_status_is_encoded_in_c_for_it_is_written_in_each_window(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
+    run_dir.write_status(State.RUNNING, step=7)
+    sys.setprofile(None)
+    assert "JSONEncoder.iterencode" in called
+    assert not [name for name in called if name.startswith("_make_iterencode")]
 
 
 def test_the_next_attempt_has_its_own(tmp_path: Path) -> None:
