@@ -27,12 +27,12 @@ from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeE
 from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
-from distaccum.train.carried import Begun, Carried, Tail
 from distaccum.train.components import TrainingComponents
+from distaccum.train.elastic.carried import Begun, Carried, Tail
+from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
 from distaccum.train.metrics.meter import Meter
@@ -84,18 +84,8 @@ class Loop:
         profiler: of some windows; None: no window is profiled.
         recorder: of every window, on every rank; None: there is no such record.
         elastic: whether ranks may be lost, so that what a window is owed is done before the next one.
-        tail: what the window before is still owed.
-        unlogged: the last update, whose record was not due; the run may end with it.
-        evaluation: the last one, with its step.
-        telling: one that callbacks are still to be told of.
-        called: the hook in which a rank was lost, and how many callbacks it was called of.
+        before: what the view before has left to do; its weights and optimizer state are not kept here.
         saved_ago_s: how long ago a checkpoint was saved, of which a view before has known.
-        record: the last one, which nobody may have written.
-        reason: why the run is to stop.
-        begun: the open window of the view before, until one is run here.
-        shares: what this rank had of a sharded state in the view before, until a window is run here.
-        ends: the error that the view before was about to end with.
-        proven: whether a window has proven its gradient before.
         memory: where a lost rank takes a part of the state with it: checkpoints in memory.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
@@ -117,19 +107,8 @@ class Loop:
         profiler: Profiler | None = None,
         recorder: WindowRecorder | None = None,
         elastic: bool = False,
-        tail: Tail | None = None,
-        unlogged: Tail | None = None,
-        begun: Begun | None = None,
-        shares: Shares | None = None,
-        ends: DistaccumError | None = None,
-        evaluation: tuple[int, dict[str, float]] | None = None,
-        telling: tuple[int, dict[str, float]] | None = None,
-        called: tuple[str, int] = ("", 0),
-        saved_step: int | None = None,
+        before: Carried | None = None,
         saved_ago_s: float = 0.0,
-        record: Mapping[str, Any] | None = None,
-        reason: str = "",
-        proven: bool = False,
         memory: MemoryCheckpoints | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
@@ -145,8 +124,7 @@ class Loop:
         self._enter_phase, self._tell_saved = enter_phase, tell_saved
         self._world = accumulator.world
         # A run from another run's checkpoint has saved none itself.
-        if saved_step is None:
-            saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
+        saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
         self._saver = Saver(
             components,
             accumulator,
@@ -155,7 +133,7 @@ class Loop:
             store=store,
             time_limit=time_limit,
             wandb_id=wandb_id,
-            saved_step=saved_step,
+            saved_step=saved_step if before is None else before.saved_step,
             saved_ago_s=saved_ago_s,
             on_saved=self._on_checkpoint,
         )
@@ -164,27 +142,30 @@ class Loop:
         self._meter = Meter(self._world, self.progress, utilization)
         self._is_measured = utilization is None
         self._profiler, self._recorder = profiler, recorder
-        self._evaluation, self._telling, self._called = evaluation, telling, called
-        self._owed = None if tail is None else (tail.window, tail.outcome)
-        self._stage = 0 if tail is None else tail.stage
+        self._evaluation: tuple[int, dict[str, float]] | None = None  # the last one, with its step
+        self._telling: tuple[int, dict[str, float]] | None = None  # one that callbacks are still to be told of
+        self._called = ("", 0)  # the hook that callbacks are being called by, and of how many it was
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._generation: Generation | None = None
         if components.prompts is not None:
             self._generation = Generation(accumulator.engine, components.prompts, components.config.eval)
         self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
-        self._unlogged = None if unlogged is None else (unlogged.window, unlogged.outcome)  # an update
-        last = tail or unlogged
-        self._lr_before = None if last is None else last.lr  # of the view before, until a window is run here
-        self._begun_before = None if begun is None else (begun, accumulator.progress)
-        self._shares_before = None if shares is None else (shares, accumulator.progress)
-        self._ends = ends
+        self._owed: tuple[Window, Outcome] | None = None  # what is still to be done for it: see ``STAGES``
+        self._stage = 0
+        self._unlogged: tuple[Window, Outcome] | None = None  # an update
+        # Of the view before, until a window is run here:
+        self._lr_before: float | None = None
+        self._begun_before: tuple[Begun, Progress] | None = None
+        self._shares_before: tuple[Shares, Progress] | None = None
+        self._ends: DistaccumError | None = None
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
-        self._record, self._written, self._proven = record, 0, proven
+        self._record: Mapping[str, Any] | None = None  # the last one, which nobody may have written
+        self._written, self._proven = 0, False
         self._memory = memory
-        self._reason = reason
+        self._reason = ""
         self._preempted_by = ""
         self._saves_best = False
         self._ended = False
@@ -192,6 +173,23 @@ class Loop:
         """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
         self.preempted = False
         """Whether another process is to continue the run: the same on every rank, known at the end."""
+        if before is not None:
+            self._go_on_from(before)
+
+    def _go_on_from(self, before: Carried) -> None:
+        """What the view before has left to do; see :class:`Carried`."""
+        if before.tail is not None:
+            self._owed, self._stage = before.tail.of, before.tail.stage
+        if before.unlogged is not None:
+            self._unlogged = before.unlogged.of
+        if (last := before.tail or before.unlogged) is not None:
+            self._lr_before = last.lr
+        if before.begun is not None:
+            self._begun_before = before.begun, self._accumulator.progress
+        if before.shares is not None:
+            self._shares_before = before.shares, self._accumulator.progress
+        self._evaluation, self._telling, self._called = before.evaluation, before.telling, before.called
+        self._record, self._ends, self._reason, self._proven = before.record, before.ends, before.stop, before.verified
 
     @property
     def progress(self) -> Progress:

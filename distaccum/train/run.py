@@ -37,17 +37,18 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
-from distaccum.train.carried import RestoreCarried
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.desk import Desk
 from distaccum.train.determinism import deterministic_for, threads_of
+from distaccum.train.elastic.checks import adapted, expect_told
+from distaccum.train.elastic.going_back import Anew
+from distaccum.train.elastic.in_view import InView
+from distaccum.train.elastic.restore import RestoreCarried
+from distaccum.train.elastic.views import run_in_views
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
-from distaccum.train.going_back import Anew
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.in_views import run_in_views
-from distaccum.train.joining import InView, adapted, expect_told
 from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
@@ -374,7 +375,9 @@ def train(
             utilization=utilization,
             profiler=_open_profiler(components, accumulator, run_dir, console, closing),
             recorder=_open_recorder(components, accumulator, run_dir, closing),
-            **({} if view is None else view.for_loop()),
+            elastic=view is not None,
+            before=carried,
+            memory=None if view is None else view.memory,
             saved_ago_s=0.0 if carried is None else _since_save(run_dir, carried.saved_step, began),
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),

@@ -502,7 +502,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 MIRROR_SEARCH,
                 "who is behind goes on with the state of before",
-                ("train/carried.py", "else carried.shares.ahead", "else carried.shares.now"),
+                ("train/elastic/hand_over.py", "else carried.shares.ahead", "else carried.shares.now"),
             ),
             (
                 MIRROR_SEARCH,

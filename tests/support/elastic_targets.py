@@ -31,10 +31,11 @@ from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.elastic.membership import Membership
 from distaccum.engines import mirror, tree_all_reduce
 from distaccum.engines.zero1 import ZeRO1
-from distaccum.train import going_on, run
+from distaccum.train import run
 from distaccum.train.callbacks import Callback, Run
-from distaccum.train.in_place import InPlace
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
+from distaccum.train.elastic import going_on
+from distaccum.train.elastic.in_place import InPlace
+from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.metrics.meter import Meter
 

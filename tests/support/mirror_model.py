@@ -1,8 +1,8 @@
 """A search through what can be left of zero1's shares where ranks are lost, at every moment of a view.
 
-What a member goes on from is chosen by the code of ``distaccum/train/carried.py`` itself; around it the model has
-views, deaths and how far each member has come. A share's only value is the window that it is of. A member of a view has
-come to one of these places:
+What a member goes on from is chosen by the code of ``distaccum/train/elastic/hand_over.py`` itself; around it the model
+has views, deaths and how far each member has come. A share's only value is the window that it is of. A member of a view
+has come to one of these places:
 
 0. It has not got its part of the state.
 1. It has, and the window is not reduced here.
@@ -26,8 +26,8 @@ from distaccum.checkpoint.state import RunState
 from distaccum.distributed.elastic.views import NEWCOMER, Report, View
 from distaccum.engines.base import EngineState
 from distaccum.engines.shares import Share, Shares
-from distaccum.train import carried
-from distaccum.train.carried import Carried
+from distaccum.train.elastic import hand_over
+from distaccum.train.elastic.carried import Carried
 
 PARAMETERS = tuple("abcd")
 Held = tuple[tuple[str, int], ...]
@@ -155,7 +155,7 @@ class Search:
     def _chosen(self, own: Carried | None, view: View, reports: dict[str, Report], name: str) -> Share:
         if not self.rules.looks_ahead and own is not None and own.shares is not None:
             return own.shares.now
-        return carried._shares(own, view, reports, name).now
+        return hand_over._shares(own, view, reports, name).now
 
 
 def _is_whole(before: tuple[Held, ...], dead: frozenset[int]) -> bool:

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from torch.optim import Optimizer
 
 from distaccum.checkpoint.state import SavedState
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.world import World
-from distaccum.train.carried import Begin, Beginnings, hand_over
 from distaccum.train.components import TrainingComponents
-from distaccum.train.going_back import Anew, newest
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
+from distaccum.train.elastic.going_back import Anew, newest
+from distaccum.train.elastic.hand_over import Begin, hand_over
+from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.run_dir import RunDir
 
 
+class Beginnings:
+    """The settings of the optimizers' groups as the run began with them, which an engine reckons from.
+
+    Args:
+        optimizers: not stepped yet.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._settings = [
+            {name: deepcopy(value) for name, value in group.items() if name != "params"} for group in self._groups()
+        ]
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def put_back(self) -> None:
+        """Before an engine is made of them again."""
+        for group, settings in zip(self._groups(), self._settings, strict=True):
+            group.update(deepcopy(settings))
+
+
 class GoesOn:
-    """Begins each view with what the members have; see :class:`~distaccum.train.in_views.Continuity`.
+    """Begins each view with what the members have; see :class:`~distaccum.train.elastic.views.Continuity`.
 
     Where a part of a sharded state is gone, the run goes back to the newest checkpoint on disk.
 

@@ -8,7 +8,7 @@ import pytest
 
 from distaccum.config.elastic import ElasticConfig
 from distaccum.errors import ConfigError
-from distaccum.train.joining import expect_told
+from distaccum.train.elastic.checks import expect_told
 
 TOLD = {"min_ranks": 1, "rejoin": True, "expel_after": 30.0}
 

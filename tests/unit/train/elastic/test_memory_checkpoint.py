@@ -18,9 +18,9 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
 from distaccum.errors import PeerError
-from distaccum.train import memory_checkpoint
-from distaccum.train.carried import NOT_BEGUN, Carried
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
+from distaccum.train.elastic import memory_checkpoint
+from distaccum.train.elastic.carried import NOT_BEGUN, Carried
+from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from tests.support.threads import run_ranks
 
 ODD = {

@@ -16,15 +16,15 @@ from distaccum.distributed.elastic.mirrors import newest_whole
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.world import World
 from distaccum.engines.factory import check_engine
-from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
-from distaccum.train.going_back import MEMORY, Anew, newest
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
+from distaccum.train.elastic.going_back import MEMORY, Anew, newest
+from distaccum.train.elastic.hand_over import Begin
+from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.run_dir import RunDir
 
 
 class InPlace:
-    """Begins each view of a run whose state is sharded; see :class:`~distaccum.train.in_views.Continuity`.
+    """Begins each view of a run whose state is sharded; see :class:`~distaccum.train.elastic.views.Continuity`.
 
     Args:
         anew: what is built of it.

@@ -29,9 +29,9 @@ from distaccum.distributed.world import World
 from distaccum.errors import NonFiniteError, SpikeError
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
-from distaccum.train.carried import Carried
 from distaccum.train.components import build_components
-from distaccum.train.joining import JoinRider
+from distaccum.train.elastic.carried import Carried
+from distaccum.train.elastic.joining import JoinRider
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.run import run

@@ -24,7 +24,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.engines.base import EngineState
 from distaccum.errors import PeerError
-from distaccum.train.carried import NOT_BEGUN, PER_WINDOW, Carried
+from distaccum.train.elastic.carried import NOT_BEGUN, PER_WINDOW, Carried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,27 +6,31 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar, cast
 
 from distaccum.checkpoint.state import SavedState
+from distaccum.data.plan.units import Again, UnitPlan, of_ranks
 from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.elastic.membership import ExpelledError
+from distaccum.distributed.elastic.mirrors import keepers_of
 from distaccum.distributed.elastic.polled_group import PolledGroup, ViewChangedError
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.engines.shares import LostStateError
 from distaccum.errors import DistaccumError
-from distaccum.train.carried import Begin
 from distaccum.train.components import TrainingComponents
 from distaccum.train.desk import Desk
 from distaccum.train.determinism import deterministic_for, threads_of
+from distaccum.train.elastic.going_back import Anew
+from distaccum.train.elastic.going_on import GoesOn
+from distaccum.train.elastic.hand_over import Begin
+from distaccum.train.elastic.in_place import InPlace
+from distaccum.train.elastic.in_view import InView
+from distaccum.train.elastic.joining import JoinRider
+from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.failure import note_failure
-from distaccum.train.going_back import Anew
-from distaccum.train.going_on import GoesOn
-from distaccum.train.in_place import InPlace
-from distaccum.train.joining import InView, JoinRider, of_ranks_now
-from distaccum.train.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import open_screen
@@ -163,6 +167,14 @@ def run_in_views(
 def _continuity(anew: Anew) -> Continuity:
     config = anew.get().config
     return InPlace(anew, config.elastic.memory_every) if config.engine.goes_back else GoesOn(anew)
+
+
+def of_ranks_now(components: TrainingComponents, view: View, again: Again | None) -> TrainingComponents:
+    """The components for the ranks of a view, which may go on with an open window."""
+    plan, ranks = cast(Any, components.plan), len(view.members)
+    plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else of_ranks(plan, ranks)
+    engine = replace(components.engine, world_size=ranks, keepers=keepers_of(view.members))
+    return components.found(plan=plan, engine=engine)
 
 
 def _ignore(_: str) -> None:

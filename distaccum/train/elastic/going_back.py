@@ -15,7 +15,7 @@ from distaccum.config.checks import AUTO
 from distaccum.distributed.elastic.mirrors import Mark
 from distaccum.distributed.world import World
 from distaccum.train.components import TrainingComponents
-from distaccum.train.joining import adapted
+from distaccum.train.elastic.checks import adapted
 from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir
 
