@@ -24,7 +24,8 @@ ORDER = (
     {"verification", "auditing"},
     {"accumulation"},
     {"functional", "checkpoint", "audit"},
-    {"train", "doctor", "elastic"},
+    {"train", "doctor"},
+    {"elastic"},
     {"commands"},
     {"__main__"},
 )

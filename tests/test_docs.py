@@ -186,8 +186,7 @@ ELSEWHERE = {
     "python launch/bench gpu part=speed hydra.run.dir=runs/gpu": (
         "unit/launch/test_gpu_speed.py::test_a_measurement_of_speed_runs_in_small"
     ),
-    "TORCHFT_PYTHON=/path/to/python python launch/bench elastic kills=12 quiet_s=12 "
-    "'ways=[elastic,restart,torchft]'": (
+    "TORCHFT_PYTHON=/path/to/python python launch/bench elastic kills=12 quiet_s=12 'ways=[elastic,restart,torchft]'": (
         "distributed/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
     ),
     "NPROC=4 bash launch/elastic.sh engine=fsdp2 numerics=reproducible trainer.max_steps=40": (

@@ -70,6 +70,8 @@ class Agent:
         self._check_alone()
         self.why = ""
         """The reason of a job that has failed; empty where the workers have said it."""
+        self.folder: tuple[str, str] | None = None
+        """Where the reason is to stand, if nobody is left who could write it: path and owner's token."""
         self._lease = Lease(settings.nnodes, settings.node, self._board.beats)
         self._respawns = Respawns()
         self._workers: dict[int, Worker] = {}  # by descriptor
@@ -281,6 +283,7 @@ class Agent:
             code, why = 128 + self._told, ""
         else:
             code, why = 1, f"no rank is left: first {first} {self._gone[first]}"
+            self.folder = self._board.folder()
         self._board.end(code, why)
         self._read_end()
 

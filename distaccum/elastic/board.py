@@ -8,6 +8,7 @@ All lie under the prefix of one run, :attr:`Board.prefix`:
 - ``view/<g>``, ``newest``: the members of a generation, by rank; decided by the workers, but for view 0.
 - ``candidates``, ``candidate-number/<n>``: who waits to join.
 - ``beat/<node>``: counts an agent's seconds; ``alive``: those of all agents.
+- ``folder``: the run directory and its owner's token, as the newest first rank has told.
 - ``ended``, ``why``: the job's exit code, and a reason.
 """
 
@@ -135,6 +136,13 @@ class Board:
         if not self._store.check(["ended"]):
             self._store.set("why", why)
             self._store.compare_set("ended", "", str(code))
+
+    def folder(self) -> tuple[str, str] | None:
+        """Path and owner's token of the run directory; None before the run has one."""
+        if not self._store.check(["folder"]):
+            return None
+        path, token = json.loads(self._store.get("folder"))
+        return path, token
 
     def why(self) -> str:
         """The reason that was given with ``ended``."""

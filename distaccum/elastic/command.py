@@ -91,8 +91,11 @@ def _run(settings: Settings, command: Sequence[str]) -> int:
             started.kill()
         raise
     code = agent.run()
-    if why := agent.why:
-        _complain(why)
+    if agent.why:
+        from distaccum.elastic.last_word import told  # noqa: PLC0415  few jobs end so
+
+        for line in told(agent.why, agent.folder):
+            _complain(line)
     return code
 
 

@@ -284,6 +284,20 @@ def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> No
             assert f"rank {rank} was killed by SIGKILL before the run had begun" in made.said()
 
 
+def test_where_nobody_is_left_the_agent_writes_why_and_says_how_to_go_on(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", "elastic.rejoin=false") as made:
+        made.start("--nproc=2", faults=kills(("0.1.1", "forward", 7), ("0.0.1", "forward", 9)))
+        assert made.end(60) == 1, made.said()
+        why = "no rank is left: first 0.0.1 was killed by SIGKILL"
+        assert status(made.folder) == {"state": "failed", "step": 9, "reason": why}
+        assert f"distaccum: the run failed: {why}" in made.said()
+        assert f"the same command with resume=auto hydra.run.dir={made.folder}" in made.said()
+    with job(tmp_path / "run", "resume=auto") as again:
+        again.start("--nproc=2")
+        assert again.end() == 0, again.said()
+        assert first_difference(again.folder, reference()) == ""
+
+
 @pytest.mark.heavy
 def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, reference: References) -> None:
     made = elastic(tmp_path / "run", _ALONE, "checkpoint.keep=0", faults=kills(("0.1.1", "backward", 13)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, time
 from types import MappingProxyType
 from typing import Any
@@ -110,6 +111,10 @@ class Member:
         """
         first = float(self.store.compare_set("began", "", repr(time() - (monotonic() - own))))
         return monotonic() - (time() - first)
+
+    def tell_folder(self, path: Path, token: str) -> None:
+        """Says where the run writes, for the agent that finds nobody left; ``token`` is that of the folder's owner."""
+        self.store.set("folder", json.dumps([str(path), token]))
 
     def first_to(self, what: str) -> bool:
         """Whether no process of the job has asked for this before."""

@@ -136,9 +136,10 @@ def run_in_views(
             try:
                 with member.world(view, device) as (world, group):
                     rank = member.rank = world.rank
-                    if world.is_main and not run_dir.owned:
-                        owning.enter_context(run_dir.own(after=run_dir.token))
                     if world.is_main:
+                        if not run_dir.owned:
+                            owning.enter_context(run_dir.own(after=run_dir.token))
+                        member.tell_folder(run_dir.path, run_dir.token)
                         run_dir.forget_failure()  # of a rank without which the others go on
                     run_dir = run_dir.of_main(world)
                     run_dir.ranks_there = world.size

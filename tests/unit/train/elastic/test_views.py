@@ -67,6 +67,9 @@ class Alone:
     def began(self, own: float) -> float:
         return own
 
+    def tell_folder(self, path: Path, token: str) -> None:
+        """Nobody asks."""
+
     def first_to(self, what: str) -> bool:
         is_first = what not in self._said
         self._said.add(what)
