@@ -294,11 +294,11 @@ class RunDir:
         first, left = self._write_first(reason)
         if not first and self.state() is State.FAILED:
             return
-        status = _status(State.FAILED, self.status().get("step", 0), self.failure() or reason)
+        step, why = self.status().get("step", 0), self.failure() or reason
         try:
-            write_text(self._status, status)
+            write_text(self._status, _status(State.FAILED, step, why))
         except OSError as error:
-            if not self._write_reserved(status) and not left:
+            if not self._write_reserved(step, why) and not left:
                 _log.error("%s cannot be written (%s): the run failed, %s", self._status, error, reason)
 
     def _write_first(self, reason: str) -> tuple[bool, bool]:
@@ -317,9 +317,10 @@ class RunDir:
             os.close(descriptor)
         return True, True
 
-    def _write_reserved(self, status: str) -> bool:
-        """Writes over the blocks that were taken when the run began, which needs no room."""
-        text = status.encode()[: _RESERVED - 1].rstrip(b"\n") + b"\n"
+    def _write_reserved(self, step: int, reason: str) -> bool:
+        """Writes over the blocks that were taken as the run began, which needs no room: of a long reason the start."""
+        while len(text := _status(State.FAILED, step, reason).encode()) > _RESERVED:
+            reason = reason[: -max(1, (len(text) - _RESERVED) // 12)]  # of a character there are up to 12 bytes
         try:
             with self._reserve.open("r+b") as file:
                 file.write(text)

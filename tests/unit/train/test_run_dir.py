@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.errors import ConfigError
+from distaccum.train import run_dir as run_dir_module
 from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.run_dir import RunDir, State
 
@@ -43,6 +45,24 @@ def test_a_status_is_encoded_in_c_for_it_is_written_in_each_window(tmp_path: Pat
     sys.setprofile(None)
     assert "JSONEncoder.iterencode" in called
     assert not [name for name in called if name.startswith("_make_iterencode")]
+
+
+@pytest.mark.parametrize("reason", ["a short one", "é" * 9999, 'rank 0: "x"\n' * 999])
+def test_on_a_full_disk_a_long_reason_is_cut_and_the_status_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    run_dir = RunDir(tmp_path)
+    with run_dir.own():
+        monkeypatch.setattr(run_dir_module, "write_text", full)
+        run_dir.write_failure(reason)
+        state, step, written = _status(tmp_path)
+    assert (state, step) == ("failed", 0)
+    assert isinstance(written, str)
+    assert reason.startswith(written)
+    assert len(written) >= min(len(reason), 600)
 
 
 def test_the_next_attempt_has_its_own(tmp_path: Path) -> None:
