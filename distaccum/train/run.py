@@ -403,7 +403,7 @@ def train(
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
-        _end(components, loop, evaluation, run_dir, console)
+        _end(components, loop, evaluation, run_dir, console, elastic=view is not None)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
@@ -514,9 +514,18 @@ def _open_profiler(
 
 
 def _end(
-    components: TrainingComponents, loop: Loop, evaluation: Mapping[str, float], run_dir: RunDir, console: Any
+    components: TrainingComponents,
+    loop: Loop,
+    evaluation: Mapping[str, float],
+    run_dir: RunDir,
+    console: Any,
+    *,
+    elastic: bool,
 ) -> None:
     """Rank 0 says how the run has ended."""
+    if elastic:
+        run_dir.require_owned()
+        run_dir.forget_failure()  # of a rank that woke after the others had gone on without it
     state = State.PREEMPTED if loop.preempted else State.DONE
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
     run_dir.write_status(state, step=loop.progress.step, reason=reason)

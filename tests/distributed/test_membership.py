@@ -188,6 +188,8 @@ def test_words_candidates_and_views_of_the_store(tmp_path: Path) -> None:
         newcomer = Membership(started.store, "c")
         assert newcomer.regroup(None, Report(member="c", position=NEWCOMER)) == (next_view, reports)
         assert not newcomer.wishes()
+        out = {name: Membership(started.store, name).is_left_out() for name in "abcd"}
+        assert out == {"a": False, "b": True, "c": False, "d": False}  # d has never been in
         assert Membership(started.store, "d").lost(view)
         with pytest.raises(ExpelledError, match="generation 1 goes on without member b"):
             Membership(started.store, "b").regroup(view, Report(member="b", position=4))

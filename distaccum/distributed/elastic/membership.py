@@ -89,6 +89,14 @@ class Membership:
             self._read_words()
             return dict(self._gone)
 
+    def is_left_out(self) -> bool:
+        """Whether the others go on without this member: it is said to be gone, or the newest view is without it."""
+        with self._lock, _asking():
+            self._read_words()
+            newest = self._newest_view()
+            is_out = newest is not None and self.member in self._ever and self.member not in newest.members
+            return is_out or self.member in self._gone
+
     def lost(self, view: View) -> str:
         """Why the view's group is of no use any more, or an empty string: one of its members is gone, or has left."""
         try:  # written out: whoever waits in a collective asks this, again and again

@@ -159,10 +159,21 @@ def run_in_views(
             except ExpelledError:
                 raise
             except BaseException as error:
+                if _is_left_out(member):
+                    _log.warning("an error came after the others had gone on without this member", exc_info=error)
+                    raise ExpelledError(f"the others go on without member {member.name}") from error
                 note_failure(run_dir, rank, error)
                 if isinstance(error, DistaccumError):  # which all ranks raise
                     member.end(1)
                 raise
+
+
+def _is_left_out(member: Member) -> bool:
+    """Whether the others go on without this process, so that its errors are its own; False if nobody can say."""
+    try:
+        return member.membership.is_left_out()
+    except DistaccumError:
+        return False
 
 
 def _continuity(anew: Anew) -> Continuity:

@@ -22,11 +22,12 @@ from distaccum.accumulation import tracker
 from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.tracker import ProgressTracker
 from distaccum.distributed.elastic.member import Member
+from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
-from distaccum.errors import NonFiniteError, SpikeError
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components
@@ -35,7 +36,7 @@ from distaccum.train.elastic.joining import JoinRider
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.run import run
-from distaccum.train.run_dir import RunDir
+from distaccum.train.run_dir import RunDir, State
 from tests.unit.train.test_skips import Square
 
 pytestmark = pytest.mark.usefixtures("gloo_world")
@@ -48,9 +49,9 @@ class Alone:
 
     name, rank, is_first = _NAME, 0, True
     told: Mapping[str, Any] = {}
-    membership = SimpleNamespace(wishes=lambda: False)
 
-    def __init__(self) -> None:
+    def __init__(self, *, left_out: bool = False) -> None:
+        self.membership = SimpleNamespace(wishes=lambda: False, is_left_out=lambda: left_out)
         self.views = 0
         self.codes: list[int] = []
         self._said: set[str] = set()
@@ -99,7 +100,14 @@ class Told(Callback):
         self._tell("skip", run)
 
 
-def _fit(folder: Path, *told: Callback, bad: tuple[int, ...] = (), by: float = math.inf, **trainer: Any) -> Alone:
+def _fit(
+    folder: Path,
+    *told: Callback,
+    bad: tuple[int, ...] = (),
+    by: float = math.inf,
+    member: Alone | None = None,
+    **trainer: Any,
+) -> Alone:
     """Trains on 16 windows of two samples; those of the windows ``bad`` are ``by`` too large."""
     torch.manual_seed(0)
     samples = list(torch.randn(32, 3))
@@ -113,7 +121,7 @@ def _fit(folder: Path, *told: Callback, bad: tuple[int, ...] = (), by: float = m
             "numerics": "reproducible",
         }
     )
-    model, member = nn.Linear(3, 1), Alone()
+    model, member = nn.Linear(3, 1), member or Alone()
     run(
         lambda: build_components(
             config,
@@ -264,3 +272,35 @@ def test_a_state_that_the_next_view_cannot_take_up_stays(tmp_path: Path, monkeyp
     member = _fit(tmp_path / "run", Told())
     assert member.views == 4
     assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+def _raises(error: Exception) -> Callable[[Run], None]:
+    def act(_: Run) -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), MisuseError("late and wrong")], ids=repr)
+def test_a_late_error_of_a_member_that_was_left_out_is_its_own(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ExpelledError, match="go on without member") as raised:
+        _fit(tmp_path, Told(3, _raises(error)), member=(alone := Alone(left_out=True)))
+    assert raised.value.__cause__ is error
+    assert str(error) in caplog.text
+    assert alone.codes == []
+    assert RunDir(tmp_path).failure() == ""
+    assert RunDir(tmp_path).state() is State.RUNNING
+
+
+def test_an_error_of_a_member_that_is_in_the_view_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError):
+        _fit(tmp_path, Told(3, _raises(MisuseError("wrong"))), member=(alone := Alone()))
+    assert alone.codes == [1]
+    assert RunDir(tmp_path).state() is State.FAILED
+
+
+def test_what_a_rank_that_was_left_behind_noted_late_is_forgotten_at_the_end(tmp_path: Path) -> None:
+    _fit(tmp_path, Told(16, lambda _: RunDir(tmp_path).write_failure("rank 1: OSError: stale")))
+    assert RunDir(tmp_path).status() | {"ranks": 1} == {"state": "done", "step": 16, "reason": "", "ranks": 1}
