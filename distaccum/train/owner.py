@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
@@ -79,7 +79,7 @@ class Holder:
     """The content of ``owner.json``.
 
     ``job`` and ``attempt``: what Slurm or torchrun starts again, and how often it has. ``launch``: the same for all
-    ranks that were started together.
+    ranks that were started together. ``generation``: of an elastic run, whose first rank it is in that one.
     """
 
     machine: Machine
@@ -90,6 +90,7 @@ class Holder:
     attempt: int
     launch: str
     token: str
+    generation: int = 0
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Holder:
@@ -159,15 +160,16 @@ class Owner:
     Args:
         folder: the run directory.
         after: the token of a holder that is known to be gone; empty for none.
+        generation: of an elastic run, of which this process is the first rank by now; it takes over from earlier ones.
 
     Raises:
         ConfigError: another run holds it, or it cannot be written.
     """
 
-    def __init__(self, folder: Path, *, after: str = "") -> None:
+    def __init__(self, folder: Path, *, after: str = "", generation: int = 0) -> None:
         self._after = after
         self._path = folder / _NAME
-        self.holder = Holder.here()
+        self.holder = replace(Holder.here(), generation=generation)
         self._mine = folder / f".owner-{self.holder.token}"
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="run-directory-owner", daemon=True)
@@ -288,6 +290,8 @@ class Owner:
         mine = self.holder
         if other is not None and other.token == self._after:
             return "is gone, as the other ranks know"
+        if other is not None and other.launch == mine.launch and other.generation < mine.generation:
+            return f"was first in generation {other.generation} of this run"  # and may have died before it told anybody
         if other is not None and other.machine == mine.machine:
             if not _runs(other):
                 return "is gone"

@@ -96,16 +96,17 @@ class RunDir:
         return self if world.is_main else RunDir(Path(path), token=token, secrets=self.secrets)
 
     @contextmanager
-    def own(self, *, after: str = "") -> Iterator[None]:
+    def own(self, *, after: str = "", generation: int = 0) -> Iterator[None]:
         """Owns the folder for the block, and clears away what a process that died has left in it.
 
         Args:
             after: the token of an owner that is known to be gone.
+            generation: of an elastic run; see :class:`~distaccum.train.owner.Owner`.
 
         Raises:
             ConfigError: another run owns it, or it cannot be written.
         """
-        with Owner(self.path, after=after) as holding:
+        with Owner(self.path, after=after, generation=generation) as holding:
             self._owner, self.token = holding, holding.holder.token
             self._clear()
             try:

@@ -138,7 +138,7 @@ def run_in_views(
                     rank = member.rank = world.rank
                     if world.is_main:
                         if not run_dir.owned:
-                            owning.enter_context(run_dir.own(after=run_dir.token))
+                            owning.enter_context(run_dir.own(after=run_dir.token, generation=view.generation))
                         member.tell_folder(run_dir.path, run_dir.token)
                         run_dir.forget_failure()  # of a rank without which the others go on
                     run_dir = run_dir.of_main(world)
