@@ -317,3 +317,31 @@ def test_a_newcomer_that_cannot_begin_is_told_and_is_not_the_runs_end(tmp_path: 
         assert made.end() == 0, made.said()
         assert status(made.folder) == status(reference()) | {"ranks": 1}
         assert first_difference(made.folder, reference()) == ""
+
+
+@pytest.mark.heavy
+def test_fewer_than_go_on_save_and_leave_when_they_are_told_to(tmp_path: Path) -> None:
+    with job(tmp_path / "run", _ALONE, "elastic.min_ranks=3") as made:
+        agent = made.start("--nproc=3", faults=kills(("0.1.1", "forward", 9)))
+        made.wait_for(lambda: "(elastic.min_ranks): waiting for others" in made.said())
+        agent.terminate()
+        assert made.end(60) == 0, made.said()
+        assert status(made.folder) == {"state": "preempted", "step": 9, "reason": "SIGTERM", "ranks": 2}
+        assert (made.folder / "checkpoints" / "step-9" / "manifest.json").exists()
+        assert made.said().count("waiting for others") == 1
+
+
+@pytest.mark.heavy
+def test_a_first_rank_that_wakes_ends_alone_and_the_run_ends_well(tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", _ALONE, "elastic.expel_after=3") as made:
+        faults: list[Fault] = [("0.0.1", "recorded", 5, "stop"), ("*", "update", 8, "await go")]
+        made.start("--nproc=3", faults=faults)
+        made.wait_for(lambda: made.windows() >= 5)
+        woken = made.workers()["0.0.1"]
+        made.wait_for(lambda: len(made.views()) >= 2)
+        os.kill(woken, signal.SIGCONT)
+        made.wait_for(lambda: "0.0.1" not in made.workers())
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert status(made.folder) == status(reference()) | {"ranks": 2}
+        assert first_difference(made.folder, reference()) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,3 +197,20 @@ def test_words_candidates_and_views_of_the_store(tmp_path: Path) -> None:
         started.store.set("ended", "0")
         with pytest.raises(ExpelledError, match="has ended"):
             Membership(started.store, "d").regroup(None, Report(member="d", position=NEWCOMER))
+
+
+def test_too_few_say_what_they_wait_for_and_leave_together_once_one_is_told_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with members(tmp_path) as started:
+        membership = Membership(started.store, "a", least=2)
+        view = membership.begin(["a", "b"])
+        started.say("b", "was killed")
+        told = threading.Event()
+        membership.told_to_leave = told.is_set
+        threading.Timer(0.5, told.set).start()
+        next_view, _ = membership.regroup(view, Report(member="a", position=4))
+        assert told.is_set()
+        assert next_view == View(generation=1, members=("a",))
+        said = "1 of 2 members are left, and 0 wait to join; the run goes on with 2 or more, one of which has its state"
+        assert caplog.text.count(f"{said} (elastic.min_ranks): waiting for others, 600 s at most") == 1

@@ -14,6 +14,7 @@ Keys of the store, all under the run's prefix:
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from distaccum.distributed.elastic.polled_group import PolledGroup, form_group, make_default
 from distaccum.distributed.elastic.views import NEWCOMER, Report, View, propose
 from distaccum.errors import ConfigError, DistaccumError
+
+_log = logging.getLogger(__name__)
 
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e-2  # between two looks at the store
 _REPORTS = "reports/"
@@ -72,6 +75,8 @@ class Membership:
             raise ConfigError("torch", torch.__version__, problem, "Use torch 2.8 or later.")
         self.member, self.expel_after_s, self.least = member, expel_after_s, least
         self.wait_for_least_s, self.limit_s = wait_for_least_s, limit_s
+        self.told_to_leave: Callable[[], object] = bool
+        """Whether this process is to save and leave, which fewer than ``least`` members do, too."""
         self._store = store.clone()
         self._lock = RLock()
         self._gone, self._words, self._words_read = dict[str, str](), 0, set[int]()
@@ -185,7 +190,7 @@ class Membership:
 
     def _decided(self, view: View, report: Report) -> View:
         """What follows ``view``, decided by this member or by another."""
-        generation, begun, short_since = view.generation + 1, monotonic(), None
+        generation, begun, short_since, warned = view.generation + 1, monotonic(), None, False
         already = self._view(generation)
         if already is not None:
             return already
@@ -204,18 +209,23 @@ class Membership:
                 counted = count
             gone, candidates = self.gone(), self.waiting()
             expels = monotonic() - begun > self.expel_after_s
-            next_view = propose(view, reports, candidates, gone, expels=expels, least=self.least)
+            least = 1 if self.told_to_leave() else self.least
+            next_view = propose(view, reports, candidates, gone, expels=expels, least=least)
             if next_view is not None:
+                for silent in {*view.members} - reports.keys() - gone.keys():
+                    _log.warning("%s has been silent for %g s (elastic.expel_after)", silent, self.expel_after_s)
                 return self._decide(next_view)
             complete = expels or all(member in reports or member in gone for member in view.members)
             short_since = (short_since or monotonic()) if complete else None
-            if short_since is not None and monotonic() - short_since > self.wait_for_least_s:
+            if short_since is not None:
                 there = [member for member in view.members if member in reports and member not in gone]
                 few = f"{len(there)} of {len(view.members)} members are left, and {len(candidates)} wait to join"
-                raise TooFewMembersError(
-                    f"{few}; the run goes on with {self.least} or more, one of which has its state, "
-                    f"and nobody has come in {self.wait_for_least_s:g} s"
-                )
+                few += f"; the run goes on with {self.least} or more, one of which has its state"
+                if monotonic() - short_since > self.wait_for_least_s:
+                    raise TooFewMembersError(f"{few}, and nobody has come in {self.wait_for_least_s:g} s")
+                if not warned and there[:1] == [self.member]:  # one of them says it
+                    _log.warning("%s (elastic.min_ranks): waiting for others, %g s at most", few, self.wait_for_least_s)
+                warned = True
             sleep(pause)
             pause = min(_LONGEST_S, pause * 1.3)
 

@@ -100,6 +100,7 @@ def run_in_views(
         JoinRider(member.membership) as rider,
         Desk() as desk,
     ):
+        member.membership.told_to_leave = lambda: caught.received
 
         def part(world: World, group: PolledGroup, view: View, reports: Mapping[str, Report]) -> Result | None:
             """A view's part of the run, whose model nobody holds afterwards."""
