@@ -265,6 +265,7 @@ def test_a_silent_member_is_given_up_and_late_comers_learn_of_it(tmp_path: Path,
         first, last = (started.await_notes(name, "noticed")[0] for name in ("0", "2"))
         print(first, last)
         assert ("has not come for 0.3" if how == "limit" else "a member is gone") in first["text"]
+        assert ("elastic.expel_after" in first["text"]) == (how == "limit")
         assert last["seconds"] < 0.2
         assert started.ended("0", "2")
 

@@ -33,12 +33,18 @@ _DRAIN_S = 60.0  # gloo's threads end within milliseconds of the connections' en
 _CLOSES = timedelta(milliseconds=1)
 _UNUSED_TAG = 2_147_480_021
 _NEVER_AWAITED = 32  # operations, of which those that are done are looked for then
+_LIMIT = "elastic.expel_after"
 _OF_CONNECTIONS, _DOUBTS_S = ("gloo/transport/", "Application timeout", "onnection"), 3.0
 _TO_ONE, _UNTOLD = ("send", "recv", "recv_anysource"), ("reduce_scatter", "_reduce_scatter_base")  # see _InThread
 
 
 class ViewChangedError(DistaccumError):  # what happened, not what is wrong
     """The group is of no use any more: a member is gone, or another view is to be decided."""
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a member took too long, and is not known to be gone; of the text, which is all that C++ passes on."""
+        return _LIMIT in str(self)
 
 
 class _Waits:
@@ -377,9 +383,12 @@ class PolledGroup(ProcessGroup):
     def _ask(self, waited_s: float, timeout_s: float | None = None) -> None:
         """Raises ViewChangedError where, by what is known now, a wait has no end."""
         reason = self.lost()
-        limits = [each for each in (self.limit_s(), timeout_s) if each is not None]
+        limit_s = self.limit_s()
+        limits = [each for each in (limit_s, timeout_s) if each is not None]
         if not reason and limits and waited_s > min(limits):
             reason = f"what another member owes has not come for {waited_s:.1f} s"
+            if limit_s is not None and waited_s > limit_s:
+                reason += f", and the others wait for {limit_s:g} s ({_LIMIT})"
         if reason:
             raise self._fail(reason)
 
@@ -490,7 +499,7 @@ def form_group(
         if waits.asks():
             reason = lost()
             if not reason and form_limit_s is not None and waits.seconds > form_limit_s:
-                reason = f"the group has not formed in {form_limit_s:g} s{missing}"
+                reason = f"the group has not formed in {form_limit_s:g} s ({_LIMIT}){missing}"
             if reason:
                 raise ViewChangedError(reason)
         waits.sleep()

@@ -31,6 +31,7 @@ class InView:
         desk: what rank 0 has open from view to view.
         changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
         first_to: whether this process is the first of the run to do something.
+        note: told why the view has ended before the run.
         memory: checkpoints in memory, of an engine whose windows cannot go on without a rank.
     """
 
@@ -39,6 +40,7 @@ class InView:
     desk: Desk
     changes: Callable[[], AbstractContextManager[None]]
     first_to: Callable[[str], bool]
+    note: Callable[[ViewChangedError], None]
     memory: MemoryCheckpoints | None = None
 
     def enter(self, accumulator: Accumulator, console: Console | None) -> None:
@@ -60,6 +62,7 @@ class InView:
         Raises:
             ViewChangedError: a rank is lost while those that are left keep it together.
         """
+        self.note(error)
         if self.memory is None:
             self.begin.carried = loop.carried()
         elif isinstance(error, JoinsError):  # so that nothing is computed again

@@ -30,6 +30,7 @@ from distaccum.train.elastic.in_place import InPlace
 from distaccum.train.elastic.in_view import InView
 from distaccum.train.elastic.joining import JoinRider
 from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
+from distaccum.train.elastic.standstill import Standstill
 from distaccum.train.failure import note_failure
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
@@ -93,6 +94,7 @@ def run_in_views(
         run: what else ``train`` takes.
     """
     device, how = anew.get().device, _continuity(anew)
+    standstill = Standstill(member.membership.expel_after_s)
     view: View | None = None
     rank, logs = member.environment.rank, False
     with (
@@ -113,6 +115,7 @@ def run_in_views(
                 desk=desk,
                 changes=group.changes,
                 first_to=member.first_to,
+                note=standstill.note,
                 memory=how.memory,
             )
             with (
@@ -133,8 +136,9 @@ def run_in_views(
                 )
 
         while True:
-            view, reports = member.next_view(view, how.report(member.name))
+            view, reports = member.next_view(view, standstill.told_in(how.report(member.name)))
             try:
+                standstill.look_at(view, reports)
                 with member.world(view, device) as (world, group):
                     rank = member.rank = world.rank
                     if world.is_main:
@@ -153,7 +157,7 @@ def run_in_views(
                         world.barrier()  # rank 0 has written how the run has ended
                         return ended
             except (ViewChangedError, LostStateError) as error:
-                _log.warning("%s", error)
+                standstill.note(error)
                 how.left(lost=isinstance(error, LostStateError))
                 del error
                 gc.collect()  # a half-made engine leaves its hooks with its last reference

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +35,7 @@ from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components
 from distaccum.train.elastic.carried import Carried
 from distaccum.train.elastic.joining import JoinRider
+from distaccum.train.elastic.standstill import StandstillError
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.run import run
@@ -51,7 +54,7 @@ class Alone:
     told: Mapping[str, Any] = {}
 
     def __init__(self, *, left_out: bool = False) -> None:
-        self.membership = SimpleNamespace(wishes=lambda: False, is_left_out=lambda: left_out)
+        self.membership = SimpleNamespace(wishes=lambda: False, is_left_out=lambda: left_out, expel_after_s=30.0)
         self.views = 0
         self.codes: list[int] = []
         self._said: set[str] = set()
@@ -304,3 +307,31 @@ def test_an_error_of_a_member_that_is_in_the_view_ends_the_run(tmp_path: Path) -
 def test_what_a_rank_that_was_left_behind_noted_late_is_forgotten_at_the_end(tmp_path: Path) -> None:
     _fit(tmp_path, Told(16, lambda _: RunDir(tmp_path).write_failure("rank 1: OSError: stale")))
     assert RunDir(tmp_path).status() | {"ranks": 1} == {"state": "done", "step": 16, "reason": "", "ranks": 1}
+
+
+def test_a_view_that_is_given_up_at_the_same_place_again_and_again_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait(_: Run) -> None:
+        raise ViewChangedError(
+            "what another member owes has not come, and the others wait for 30 s (elastic.expel_after)"
+        )
+
+    class Waits(Told):
+        def on_update(self, run: Run, _: Outcome) -> None:
+            if run.progress.window > 3:
+                wait(run)
+
+    alone = Alone()
+    with pytest.raises(StandstillError, match=r"3 times for longer than elastic\.expel_after=30 s"):
+        _fit(tmp_path, Waits(), member=alone)
+    assert alone.views == 4
+    assert alone.codes == [1]
+    assert caplog.text.count("WARNING") == 3
+    assert "StandstillError" in RunDir(tmp_path).failure()
+
+
+def test_the_members_decide_by_the_signal_that_was_received(tmp_path: Path) -> None:
+    member = _fit(tmp_path, Told(3, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    assert member.membership.told_to_leave() == "SIGTERM"
+    assert RunDir(tmp_path).state() is State.PREEMPTED
