@@ -164,21 +164,23 @@ def run_in_views(
             except ExpelledError:
                 raise
             except BaseException as error:
-                if _is_left_out(member):
-                    _log.warning("an error came after the others had gone on without this member", exc_info=error)
-                    raise ExpelledError(f"the others go on without member {member.name}") from error
+                _raise_if_left_out(member, error)
                 note_failure(run_dir, rank, error)
                 if isinstance(error, DistaccumError):  # which all ranks raise
                     member.end(1)
                 raise
 
 
-def _is_left_out(member: Member) -> bool:
-    """Whether the others go on without this process, so that its errors are its own; False if nobody can say."""
+def _raise_if_left_out(member: Member, error: BaseException) -> None:
+    """Raises ExpelledError where the others go on without this process: its error is its own. Not if nobody can say."""
     try:
-        return member.membership.is_left_out()
+        is_out = member.membership.is_left_out()
     except DistaccumError:
-        return False
+        return
+    if is_out:
+        _log.warning("after the others had gone on without this member: %s", error)
+        _log.info("where that comes from", exc_info=error)
+        raise ExpelledError(f"the others go on without member {member.name}") from error
 
 
 def _continuity(anew: Anew) -> Continuity:
