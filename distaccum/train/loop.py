@@ -158,6 +158,7 @@ class Loop:
         self._lr_before: float | None = None
         self._begun_before: tuple[Begun, Progress] | None = None
         self._shares_before: tuple[Shares, Progress] | None = None
+        self._begins_at = None if before is None else accumulator.progress
         self._ends: DistaccumError | None = None
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
@@ -536,6 +537,8 @@ class Loop:
         if self._owed is not None:
             window, outcome = self._owed
             (self._pay if outcome.applied else self._pay_skip)(window, outcome, self.progress)
+        elif self._called[0] == "on_checkpoint":  # of a save that no window is owed, as the last one
+            self._save(best=self._is_best())
         if self._ends is not None:
             raise self._ends
 
@@ -571,7 +574,13 @@ class Loop:
             logger.log(record)
 
     def _is_best(self) -> bool:
-        return self._evaluation is not None and self._saver.improves(self._evaluation[1])
+        known = self._may_be_saved
+        return self._evaluation is not None and self._saver.improves(self._evaluation[1], known=known)
+
+    @property
+    def _may_be_saved(self) -> bool:
+        """Whether the view before may have saved the present state: nothing has been run here since."""
+        return self._begins_at is not None and self._begins_at == self.progress
 
     def _save(self, *, best: bool = False, again: bool = False, waits: bool = False) -> None:
         self._settle(at_end=waits)
@@ -582,7 +591,7 @@ class Loop:
             self._recorder.sync()
         evaluation = self._evaluation[1] if best and self._evaluation is not None else None
         self._saves_best = best
-        self._saver.save(self._logged, best=evaluation, again=again, waits=waits)
+        self._saver.save(self._logged, best=evaluation, again=again, waits=waits, known=self._may_be_saved)
         self._saves_best = False
         self._goes_on()
 
@@ -628,7 +637,8 @@ class Loop:
             self._log_evaluation()
         elif is_due:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
-        self._save_last(best=is_due and self._is_best())
+        unsaved = self._may_be_saved and self._saver.saved_step != self.progress.step  # by the view before, maybe
+        self._save_last(best=(is_due or unsaved) and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call("on_end", lambda callback: callback.on_end(self, results))
         return results

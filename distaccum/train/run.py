@@ -403,7 +403,7 @@ def train(
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
-        _end(components, loop, evaluation, run_dir, console)
+        _end(components, loop, evaluation, run_dir, console, first_to=_always if view is None else view.first_to)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
@@ -514,13 +514,22 @@ def _open_profiler(
 
 
 def _end(
-    components: TrainingComponents, loop: Loop, evaluation: Mapping[str, float], run_dir: RunDir, console: Any
+    components: TrainingComponents,
+    loop: Loop,
+    evaluation: Mapping[str, float],
+    run_dir: RunDir,
+    console: Any,
+    *,
+    first_to: Callable[[str], bool],
 ) -> None:
-    """Rank 0 says how the run has ended."""
+    """Rank 0 says how the run has ended; where a rank is lost after that, the next view comes here once more."""
     state = State.PREEMPTED if loop.preempted else State.DONE
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
     run_dir.write_status(state, step=loop.progress.step, reason=reason)
-    print_summary(components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
+    if first_to("print the summary"):
+        print_summary(
+            components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
+        )
 
 
 def _open_recorder(

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,12 +22,13 @@ from distaccum import DataSpec, RunConfig
 from distaccum.accumulation import tracker
 from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.tracker import ProgressTracker
+from distaccum.checkpoint.store import CheckpointStore
 from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
-from distaccum.errors import NonFiniteError, SpikeError
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components
@@ -98,8 +100,28 @@ class Told(Callback):
     def on_skip(self, run: Run, _: Outcome) -> None:
         self._tell("skip", run)
 
+    def on_checkpoint(self, run: Run, _: Path) -> None:
+        self._tell("checkpoint", run)
 
-def _fit(folder: Path, *told: Callback, bad: tuple[int, ...] = (), by: float = math.inf, **trainer: Any) -> Alone:
+
+class Becomes(Alone):
+    """Not rank 0 as the job begins, and rank 0 from the first view on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.environment = replace(self.environment, rank=1, size=2)
+
+
+def _fit(
+    folder: Path,
+    *told: Callback,
+    bad: tuple[int, ...] = (),
+    by: float = math.inf,
+    model: nn.Module | None = None,
+    member: Alone | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> Alone:
     """Trains on 16 windows of two samples; those of the windows ``bad`` are ``by`` too large."""
     torch.manual_seed(0)
     samples = list(torch.randn(32, 3))
@@ -111,14 +133,15 @@ def _fit(folder: Path, *told: Callback, bad: tuple[int, ...] = (), by: float = m
             "trainer": {"max_steps": None, "max_epochs": 1, "log_every": 1, "verify": "never", **trainer},
             "metrics": {"console": False, "wandb": {"mode": "disabled"}},
             "numerics": "reproducible",
+            **(settings or {}),
         }
     )
-    model, member = nn.Linear(3, 1), Alone()
+    trained, member = model or nn.Linear(3, 1), member or Alone()
     run(
         lambda: build_components(
             config,
-            DataSpec(train=samples, description="numbers", shuffle=False),
-            model,
+            DataSpec(train=samples, eval_dataset=samples[:4], description="numbers", shuffle=False),
+            trained,
             Square(),
             world_size=1,
             device=torch.device("cpu"),
@@ -264,3 +287,77 @@ def test_a_state_that_the_next_view_cannot_take_up_stays(tmp_path: Path, monkeyp
     member = _fit(tmp_path / "run", Told())
     assert member.views == 4
     assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+_SAVES: dict[str, dict[str, Any]] = {
+    "every": {"checkpoint": {"every": 4, "keep": 0}},
+    "best": {"checkpoint": {"every": 1000, "best": "eval_loss", "keep": 0}},
+    "last": {"checkpoint": {"every": 1000, "keep": 0}},
+}
+
+
+@pytest.mark.parametrize("place", ["published", "told"])
+@pytest.mark.parametrize("saves", _SAVES)
+def test_a_checkpoint_that_the_view_before_has_published_is_told_and_not_made_again(
+    saves: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"settings": _SAVES[saves], "eval_every": 4}
+    _fit(tmp_path / "undisturbed", undisturbed := Told(), **settings)
+    published = [window for what, window in undisturbed.told if what == "checkpoint"]
+    made, left, told = list[int](), list[int](), Told()
+    store = CheckpointStore.save
+
+    def leave_once(step: int) -> None:
+        if step not in left:
+            left.append(step)
+            _leave()
+
+    def save(self: CheckpointStore, step: int, *given: Any, **named: Any) -> Path:
+        made.append(step)
+        path = store(self, step, *given, **named)
+        if place == "published":
+            leave_once(step)
+        return path
+
+    class Leaves(Callback):
+        def on_checkpoint(self, run: Run, _: Path) -> None:
+            if place == "told":
+                leave_once(run.progress.step)
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    member = _fit(tmp_path / "run", Leaves(), told, **settings)
+    assert member.views == 1 + len(published)
+    assert made == left == published
+    assert told.told == undisturbed.told
+    found, expected = ((tmp_path / name / "checkpoints") for name in ("run", "undisturbed"))
+    assert sorted(one.name for one in found.iterdir()) == sorted(one.name for one in expected.iterdir())
+    if saves == "best":
+        assert (found / "best.json").read_text() == (expected / "best.json").read_text()
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+def test_whoever_becomes_rank_0_writes_the_report(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    _fit(tmp_path / "run", member=Becomes(), settings={"metrics": {"report": True, "wandb": {"mode": "disabled"}}})
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_summary_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _leave_in(World, "barrier", monkeypatch)
+    settings = {"metrics": {"console": True, "wandb": {"mode": "disabled"}}, "checkpoint": {"every": 0}}
+    member = _fit(tmp_path / "run", settings=settings)
+    assert member.views == 2
+    assert capsys.readouterr().out.count("done: ") == 1
+
+
+def test_a_parameter_that_is_frozen_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wish = nn.Linear(3, 1), _wait_to_join(monkeypatch)
+
+    def freeze(_: Run) -> None:
+        model.bias.requires_grad_(False)
+        wish()
+
+    with pytest.raises(MisuseError, match="bias was frozen while an elastic run trained"):
+        _fit(tmp_path / "run", Told(3, freeze), model=model)
