@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
+from distaccum.train.metrics.loggers import TEXTS, Logger, last_window, records_of
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.metrics.windows import WindowRecorder
@@ -175,6 +176,7 @@ class Loop:
         """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
         self.preempted = False
         """Whether another process is to continue the run: the same on every rank, known at the end."""
+        self._follows = before is not None
         if before is not None:
             self._go_on_from(before)
 
@@ -575,14 +577,21 @@ class Loop:
             "epoch": progress.epoch,
             "samples": progress.samples,
             "tokens": tokens,
-            **self._evaluate(),
+            **(found := self._evaluate()),
             **self._evaluator.samples,
             **self._texts,
         }
         if self._world.is_main:
             self._run_dir.require_owned()
+            if self._follows and self._is_written({"step": progress.step, "window": progress.window, **found}):
+                return
         for logger in self._loggers:
             logger.log(record)
+
+    def _is_written(self, values: Mapping[str, Any]) -> bool:
+        """Whether the last record has these values, by which it is the one that the view before was to write."""
+        (last,) = deque(records_of(self._run_dir.metrics), maxlen=1) or ({},)
+        return all(key in last and last[key] == value for key, value in values.items())
 
     def _is_best(self) -> bool:
         return self._evaluation is not None and self._saver.improves(self._evaluation[1])

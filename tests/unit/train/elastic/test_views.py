@@ -434,6 +434,16 @@ def test_an_evaluation_at_the_end_stands_in_the_record_and_is_the_best_though_a_
     assert best[0] == best[1]
 
 
+def test_an_evaluation_without_training_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, trainer = Program(evaluates=True), {"max_steps": 0, "max_epochs": None}
+    _fit(tmp_path / "undisturbed", Told(), program=program, **trainer)
+    _leave_in(Accumulator, "close", monkeypatch)
+    member = _fit(tmp_path / "run", Told(), program=program, **trainer)
+    assert member.views == 2
+    assert len(_records(tmp_path / "undisturbed")) == 1
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
 def test_the_end_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ends(Told):
         def on_end(self, run: Run, _: Mapping[str, float]) -> None:
