@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
+from distaccum.train.metrics.loggers import TEXTS, Logger, last_window, records_of
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.metrics.windows import WindowRecorder
@@ -43,6 +44,8 @@ from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
 from distaccum.train.time_limit import TimeLimit
+
+_ASKED = "a rank that is lost asked to stop"
 
 
 def _tell_nobody(*_: object) -> None:
@@ -158,7 +161,7 @@ class Loop:
         self._lr_before: float | None = None
         self._begun_before: tuple[Begun, Progress] | None = None
         self._shares_before: tuple[Shares, Progress] | None = None
-        self._begins_at = None if before is None else accumulator.progress
+        self._begins_at = None if before is None else accumulator.progress  # with what the view before has left
         self._ends: DistaccumError | None = None
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
@@ -191,6 +194,8 @@ class Loop:
             self._shares_before = before.shares, self._accumulator.progress
         self._evaluation, self._telling, self._called = before.evaluation, before.telling, before.called
         self._record, self._ends, self._reason, self._proven = before.record, before.ends, before.stop, before.verified
+        if before.stopping and not before.stop:
+            self._preempted_by = _ASKED
 
     @property
     def progress(self) -> Progress:
@@ -414,7 +419,9 @@ class Loop:
             saved_step=self._saver.saved_step,
             evaluation=self._evaluation,
             record=self._record,
-            stop=self._reason,
+            stop=self._agreed_stop or self._reason,
+            stopping=accumulator.stopping,
+            counted=accumulator.counted,
             verified=self._proven or bool(accumulator.verified),
             random=random,
             begun=kept,
@@ -440,9 +447,17 @@ class Loop:
             evaluation=self._evaluation,
             record=self._record,
             stop=self._reason,
+            counted=self._accumulator.counted,
             verified=self._proven or bool(self._accumulator.verified),
             random=RNGState.capture(self._world.device),
         )
+
+    @property
+    def _agreed_stop(self) -> str:
+        """Why the run stops, where all ranks know that it does; the one that knows more may be lost."""
+        if self.preempted:
+            return ""
+        return self.stop_reason or (_ASKED if self._ended else "")
 
     def _what_ends_it(self) -> DistaccumError | None:
         """The error that all ranks were about to raise together; as far as this one can tell of it."""
@@ -526,7 +541,7 @@ class Loop:
 
         A stop that was asked for stays so.
         """
-        if self._reason:
+        if self._reason or self._preempted_by:
             self._accumulator.stop()
         if self._world.is_main:
             self._written = last_window(self._run_dir.metrics)
@@ -564,14 +579,21 @@ class Loop:
             "epoch": progress.epoch,
             "samples": progress.samples,
             "tokens": tokens,
-            **self._evaluate(),
+            **(found := self._evaluate()),
             **self._evaluator.samples,
             **self._texts,
         }
         if self._world.is_main:
             self._run_dir.require_owned()
+            if self._begins_at is not None and self._is_written({"step": progress.step, "window": progress.window, **found}):
+                return
         for logger in self._loggers:
             logger.log(record)
+
+    def _is_written(self, values: Mapping[str, Any]) -> bool:
+        """Whether the last record has these values, by which it is the one that the view before was to write."""
+        (last,) = deque(records_of(self._run_dir.metrics), maxlen=1) or ({},)
+        return all(key in last and last[key] == value for key, value in values.items())
 
     def _is_best(self) -> bool:
         known = self._may_be_saved
@@ -630,7 +652,9 @@ class Loop:
             self._write_profile()
         if self.preempted:
             return {}
-        is_due = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
+        is_evaluated = self._evaluation is not None and self._evaluation[0] == self.progress.step
+        # Where the view before has evaluated for this record, it is in no record yet, and in no best checkpoint.
+        is_due = self._evaluates and (not is_evaluated or self._unlogged is not None)
         if self._unlogged is not None:
             self._log(*self._unlogged, self.progress, evaluates=is_due)
         elif self._components.evaluates_alone:
@@ -641,6 +665,7 @@ class Loop:
         self._save_last(best=(is_due or unsaved) and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call("on_end", lambda callback: callback.on_end(self, results))
+        self._called = ("on_end", len(self._components.callbacks))  # not again, if a rank is lost from here on
         return results
 
     def _call(self, name: str, hook: Callable[[Callback], None]) -> None:

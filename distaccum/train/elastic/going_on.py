@@ -38,6 +38,8 @@ class Beginnings:
     def put_back(self) -> None:
         """Before an engine is made of them again."""
         for group, settings in zip(self._groups(), self._settings, strict=True):
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]  # it has come since, so that it is state, and comes back with that
             group.update(deepcopy(settings))
 
 
