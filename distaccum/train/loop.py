@@ -585,7 +585,8 @@ class Loop:
         }
         if self._world.is_main:
             self._run_dir.require_owned()
-            if self._begins_at is not None and self._is_written({"step": progress.step, "window": progress.window, **found}):
+            written = {"step": progress.step, "window": progress.window, **found}
+            if self._begins_at is not None and self._is_written(written):
                 return
         for logger in self._loggers:
             logger.log(record)

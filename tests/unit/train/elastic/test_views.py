@@ -31,10 +31,12 @@ from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.shares import LostStateError
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components
+from distaccum.train.elastic import going_on
 from distaccum.train.elastic.carried import Carried
 from distaccum.train.elastic.joining import JoinRider
 from distaccum.train.loop import Loop
@@ -123,7 +125,7 @@ class Program:
     loss: Any = field(default_factory=Square)
     optimizer: Callable[[Any], Optimizer] | None = None
     evaluates: bool = False
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _fit(
@@ -181,13 +183,17 @@ def _leave(*_: object, **__: object) -> Any:
     raise ViewChangedError("a member is gone")
 
 
-def _leave_in(owner: Any, name: str, patch: pytest.MonkeyPatch, *, at: int = 1) -> list[int]:
+def _leave_in(
+    owner: Any, name: str, patch: pytest.MonkeyPatch, *, at: int = 1, error: Exception | None = None
+) -> list[int]:
     """Has the ``at``-th call of a function be the end of the view; the list grows with each call."""
     inner, calls = getattr(owner, name), list[int]()
 
     def outer(*given: Any, **named: Any) -> Any:
         calls.append(len(calls) + 1)
-        return _leave() if calls[-1] == at else inner(*given, **named)
+        if calls[-1] != at:
+            return inner(*given, **named)
+        raise error or ViewChangedError("a member is gone")
 
     patch.setattr(owner, name, outer)
     return calls
@@ -542,3 +548,29 @@ def test_a_parameter_that_is_frozen_meanwhile_is_named(tmp_path: Path, monkeypat
 
     with pytest.raises(MisuseError, match="bias was frozen while an elastic run trained"):
         _fit(tmp_path / "run", Told(3, freeze), program=Program(lambda: model))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("resume", "resume={}: there is no checkpoint of this run that is whole; 4 windows are"),
+        (
+            "init_from",
+            "the beginning, with init_from={}: there is no checkpoint of this run that is whole; 8 windows are",
+        ),
+    ],
+)
+def test_a_run_that_goes_back_to_its_beginning_names_what_it_begins_with(
+    setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fit(tmp_path / "other", program=Program(settings={"checkpoint": {"every": 4, "keep": 0}}))
+    begins = str(tmp_path / "other" / "checkpoints" / "step-4")
+    program = Program(settings={setting: begins, "checkpoint": {"every": 1000}})
+    _fit(tmp_path / "undisturbed", program=program)
+    at = 5 if setting == "resume" else 9
+    _leave_in(ProgressTracker, "begin_step", monkeypatch, at=at)
+    _leave_in(going_on, "hand_over", monkeypatch, at=2, error=LostStateError("a part is gone"))
+    member = _fit(tmp_path / "run", program=program)
+    assert member.views == 3
+    assert f"1 rank goes on from {said.format(begins)} computed again" in caplog.text
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
