@@ -669,6 +669,15 @@ class Accumulator:
         self._verifier.restart()
         self.replicas.restart()
 
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """What batches count, by name; empty before the first window."""
+        return self._counter.names
+
+    def know_counted(self, names: Sequence[str]) -> None:
+        """Goes on with what an earlier part of the run has :attr:`counted`, on all ranks alike."""
+        self._counter.know(names)
+
     def add_rider(self, rider: Rider) -> None:
         """Has numbers travel with the count of every window; before the first one, on all ranks."""
         self._counter.riders = (*self._counter.riders, rider)

@@ -114,6 +114,13 @@ class CheckpointStore:
             shutil.rmtree(before, ignore_errors=True)
             self._prune()
 
+    def end_publishing(self, step: int) -> None:
+        """Does what :meth:`publish` has left to do of ``step-N``, which is there and whole, if a process died in it."""
+        final = self.root / f"step-{step}"
+        sync(self.root)
+        self._published(final, self._newer(final))
+        self._prune()
+
     def drop(self, step: int) -> None:
         """Removes what was written since :meth:`begin`, as far as it can be; called by rank 0 when nobody writes."""
         shutil.rmtree(self.folder_of(step), ignore_errors=True)
@@ -202,11 +209,18 @@ class CheckpointStore:
         return sorted((path for path in found if _STEP.fullmatch(path.name)), key=_number)
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        newer = [path for path in self.steps() if _number(path) > _number(final)]
+        newer = self._newer(final)
         if os.path.lexists(final):
             _clear(final)
         temporary.rename(final)
         sync(self.root)
+        self._published(final, newer)
+
+    def _newer(self, final: Path) -> list[Path]:
+        return [path for path in self.steps() if _number(path) > _number(final)]
+
+    def _published(self, final: Path, newer: Sequence[Path]) -> None:
+        """What is left to do once a checkpoint is there; ``newer`` ones were there before."""
         self._whole.add(final.name)
         for path in newer:  # once there is another one to go on from
             _clear(path)

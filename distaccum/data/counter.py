@@ -59,6 +59,16 @@ class GlobalCounter:
         self.stopping = False
         self.riders: tuple[Rider, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What batches count, by name, once a window was counted; empty before."""
+        return self._names or ()
+
+    def know(self, names: Sequence[str]) -> None:
+        """Takes the :attr:`names` that all ranks of an earlier part of the run have found; empty changes nothing."""
+        if self._names is None:
+            self._names = tuple(names) or None
+
     def request_stop(self) -> None:
         """Asks all ranks to stop; the next :meth:`all_reduce` tells them. Safe in a signal handler."""
         self._stop_requested = True

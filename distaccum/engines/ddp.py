@@ -226,6 +226,8 @@ class DDPEngine(Engine):
         self._micro_steps = micro_steps
         self._take_deal(deal)
         if self._tree is not None:
+            if self._unused is not None:
+                self._unused.take_up(self._tree.taken_up.used)
             self._tree.begin(deal)
         if communicating := self._communicating():
             self._compare_micro_steps(communicating)
@@ -422,7 +424,8 @@ class DDPEngine(Engine):
     def kept(self) -> PartialWindow:
         """See :class:`Engine`."""
         assert self._tree is not None
-        return self._tree.kept
+        kept = self._tree.kept
+        return kept if self._unused is None else replace(kept, used=self._unused.used)
 
     def take_up(self, kept: PartialWindow) -> None:
         """See :class:`Engine`."""

@@ -16,10 +16,14 @@ from distaccum.errors import MisuseError
 
 @dataclass(frozen=True, kw_only=True)
 class PartialWindow:
-    """What a rank has of a window that is not reduced: sums of blocks by node of the tree, and what goes along."""
+    """What a rank has of a window that is not reduced: sums of blocks by node of the tree, and what goes along.
+
+    ``used`` says of each parameter whether they depend on it, where parameters may be unused.
+    """
 
     sums: Mapping[Node, Sequence[Tensor]] = field(default_factory=dict)
     along: Tensor | None = None
+    used: Sequence[int] = ()
 
 
 class BlockClock:

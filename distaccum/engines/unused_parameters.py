@@ -42,6 +42,15 @@ class UnusedParameters:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def used(self) -> Sequence[int]:
+        """Of each parameter 1 if it was used here since the last step, else 0."""
+        return tuple(self._used)
+
+    def take_up(self, used: Sequence[int]) -> None:
+        """Goes on from :attr:`used`, of a part of the window that is not computed again; empty: of nothing."""
+        self._used = [*used] or [0] * len(self._stepped)
+
     def reset(self) -> None:
         """Forgets what was used, after a step or a dropped window."""
         self._used = [0] * len(self._stepped)
@@ -69,7 +78,7 @@ class UnusedParameters:
             parameter.grad = None
         try:
             yield
+            self.reset()  # a step that failed may be made again, of the same sums
         finally:
             for parameter, gradient in unused:
                 set_gradient(parameter, gradient)
-            self.reset()

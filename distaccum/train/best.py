@@ -24,11 +24,11 @@ class BestCheckpoint:
 
     def __init__(self, config: CheckpointConfig, store: CheckpointStore, world: World) -> None:
         self._config, self._store = config, store
-        self._value = math.nan
+        self._value, self._name = math.nan, ""
         if config.best is not None:
             kept = json.loads(world.broadcast_str(json.dumps(store.best() if world.is_main else None)))
             if kept is not None and kept["metric"] == config.best:
-                self._value = float(kept["value"])
+                self._value, self._name = float(kept["value"]), str(kept["checkpoint"])
 
     def improves(self, evaluation: Mapping[str, float]) -> bool:
         """Whether this evaluation, the same on every rank, is better than any before; NaN never is.
@@ -45,6 +45,11 @@ class BestCheckpoint:
         sign = 1.0 if self._config.best_mode == "min" else -1.0
         value = sign * evaluation[name]
         return value < (math.inf if math.isnan(self._value) else sign * self._value)
+
+    def is_of(self, step: int, evaluation: Mapping[str, float]) -> bool:
+        """Whether this evaluation is the best one as this process began, and its checkpoint that of this step."""
+        name = self._config.best
+        return name is not None and self._name == f"step-{step}" and evaluation.get(name) == self._value
 
     def mark(self, path: Path, evaluation: Mapping[str, float]) -> None:
         """Keeps ``path``, which is of the weights that were evaluated; the one before is pruned like any other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import TEXTS, Logger, last_window
+from distaccum.train.metrics.loggers import TEXTS, Logger, last_window, records_of
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.metrics.windows import WindowRecorder
@@ -43,6 +44,8 @@ from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
 from distaccum.train.time_limit import TimeLimit
+
+_ASKED = "a rank that is lost asked to stop"
 
 
 def _tell_nobody(*_: object) -> None:
@@ -158,6 +161,7 @@ class Loop:
         self._lr_before: float | None = None
         self._begun_before: tuple[Begun, Progress] | None = None
         self._shares_before: tuple[Shares, Progress] | None = None
+        self._begins_at = None if before is None else accumulator.progress  # with what the view before has left
         self._ends: DistaccumError | None = None
         self._elastic = elastic
         self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
@@ -190,6 +194,8 @@ class Loop:
             self._shares_before = before.shares, self._accumulator.progress
         self._evaluation, self._telling, self._called = before.evaluation, before.telling, before.called
         self._record, self._ends, self._reason, self._proven = before.record, before.ends, before.stop, before.verified
+        if before.stopping and not before.stop:
+            self._preempted_by = _ASKED
 
     @property
     def progress(self) -> Progress:
@@ -413,7 +419,9 @@ class Loop:
             saved_step=self._saver.saved_step,
             evaluation=self._evaluation,
             record=self._record,
-            stop=self._reason,
+            stop=self._agreed_stop or self._reason,
+            stopping=accumulator.stopping,
+            counted=accumulator.counted,
             verified=self._proven or bool(accumulator.verified),
             random=random,
             begun=kept,
@@ -439,9 +447,17 @@ class Loop:
             evaluation=self._evaluation,
             record=self._record,
             stop=self._reason,
+            counted=self._accumulator.counted,
             verified=self._proven or bool(self._accumulator.verified),
             random=RNGState.capture(self._world.device),
         )
+
+    @property
+    def _agreed_stop(self) -> str:
+        """Why the run stops, where all ranks know that it does; the one that knows more may be lost."""
+        if self.preempted:
+            return ""
+        return self.stop_reason or (_ASKED if self._ended else "")
 
     def _what_ends_it(self) -> DistaccumError | None:
         """The error that all ranks were about to raise together; as far as this one can tell of it."""
@@ -525,7 +541,7 @@ class Loop:
 
         A stop that was asked for stays so.
         """
-        if self._reason:
+        if self._reason or self._preempted_by:
             self._accumulator.stop()
         if self._world.is_main:
             self._written = last_window(self._run_dir.metrics)
@@ -536,6 +552,8 @@ class Loop:
         if self._owed is not None:
             window, outcome = self._owed
             (self._pay if outcome.applied else self._pay_skip)(window, outcome, self.progress)
+        elif self._called[0] == "on_checkpoint":  # of a save that no window is owed, as the last one
+            self._save(best=self._is_best())
         if self._ends is not None:
             raise self._ends
 
@@ -561,17 +579,31 @@ class Loop:
             "epoch": progress.epoch,
             "samples": progress.samples,
             "tokens": tokens,
-            **self._evaluate(),
+            **(found := self._evaluate()),
             **self._evaluator.samples,
             **self._texts,
         }
         if self._world.is_main:
             self._run_dir.require_owned()
+            written = {"step": progress.step, "window": progress.window, **found}
+            if self._begins_at is not None and self._is_written(written):
+                return
         for logger in self._loggers:
             logger.log(record)
 
+    def _is_written(self, values: Mapping[str, Any]) -> bool:
+        """Whether the last record has these values, by which it is the one that the view before was to write."""
+        (last,) = deque(records_of(self._run_dir.metrics), maxlen=1) or ({},)
+        return all(key in last and last[key] == value for key, value in values.items())
+
     def _is_best(self) -> bool:
-        return self._evaluation is not None and self._saver.improves(self._evaluation[1])
+        known = self._may_be_saved
+        return self._evaluation is not None and self._saver.improves(self._evaluation[1], known=known)
+
+    @property
+    def _may_be_saved(self) -> bool:
+        """Whether the view before may have saved the present state: nothing has been run here since."""
+        return self._begins_at is not None and self._begins_at == self.progress
 
     def _save(self, *, best: bool = False, again: bool = False, waits: bool = False) -> None:
         self._settle(at_end=waits)
@@ -582,7 +614,7 @@ class Loop:
             self._recorder.sync()
         evaluation = self._evaluation[1] if best and self._evaluation is not None else None
         self._saves_best = best
-        self._saver.save(self._logged, best=evaluation, again=again, waits=waits)
+        self._saver.save(self._logged, best=evaluation, again=again, waits=waits, known=self._may_be_saved)
         self._saves_best = False
         self._goes_on()
 
@@ -621,16 +653,20 @@ class Loop:
             self._write_profile()
         if self.preempted:
             return {}
-        is_due = self._evaluates and (self._evaluation is None or self._evaluation[0] != self.progress.step)
+        is_evaluated = self._evaluation is not None and self._evaluation[0] == self.progress.step
+        # Where the view before has evaluated for this record, it is in no record yet, and in no best checkpoint.
+        is_due = self._evaluates and (not is_evaluated or self._unlogged is not None)
         if self._unlogged is not None:
             self._log(*self._unlogged, self.progress, evaluates=is_due)
         elif self._components.evaluates_alone:
             self._log_evaluation()
         elif is_due:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
-        self._save_last(best=is_due and self._is_best())
+        unsaved = self._may_be_saved and self._saver.saved_step != self.progress.step  # by the view before, maybe
+        self._save_last(best=(is_due or unsaved) and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call("on_end", lambda callback: callback.on_end(self, results))
+        self._called = ("on_end", len(self._components.callbacks))  # not again, if a rank is lost from here on
         return results
 
     def _call(self, name: str, hook: Callable[[Callback], None]) -> None:

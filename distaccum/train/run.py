@@ -403,7 +403,7 @@ def train(
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
-        _end(components, loop, evaluation, run_dir, console, elastic=view is not None)
+        _end(components, loop, evaluation, run_dir, console, view=view)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
@@ -520,16 +520,19 @@ def _end(
     run_dir: RunDir,
     console: Any,
     *,
-    elastic: bool,
+    view: InView | None,
 ) -> None:
-    """Rank 0 says how the run has ended."""
-    if elastic:
+    """Rank 0 says how the run has ended; where a rank is lost after that, the next view comes here once more."""
+    if view is not None:
         run_dir.require_owned()
         run_dir.forget_failure()  # of a rank that woke after the others had gone on without it
     state = State.PREEMPTED if loop.preempted else State.DONE
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
     run_dir.write_status(state, step=loop.progress.step, reason=reason)
-    print_summary(components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason)
+    if view is None or view.first_to("print the summary"):
+        print_summary(
+            components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
+        )
 
 
 def _open_recorder(

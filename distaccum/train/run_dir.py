@@ -112,6 +112,8 @@ class RunDir:
             try:
                 self._reserve.write_bytes(b" " * _RESERVED)
                 self.ranks.mkdir()
+                if after and self.metrics.exists():
+                    self._leave_to_others(self.metrics)
             except OSError as error:
                 remedy = "Make room there, or choose another folder"
                 raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error})", remedy) from error
@@ -123,6 +125,14 @@ class RunDir:
                     self._reserve.unlink(missing_ok=True)
                     shutil.rmtree(self.ranks, ignore_errors=True)
                 self._owner = None
+
+    def _leave_to_others(self, file: Path) -> None:
+        """Goes on with a copy: an owner that stands still, and was given up, may write once more when it wakes."""
+        copy = self.path / "metrics.tmp"
+        shutil.copyfile(file, copy)
+        with copy.open("rb") as written:
+            os.fsync(written.fileno())
+        copy.replace(file)
 
     def _clear(self) -> None:
         left = [self._reserve, self.path / "metrics.tmp"]

@@ -11,12 +11,12 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.host_memory import HostMemory
-from distaccum.checkpoint.store import CheckpointStore
+from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.checks import AUTO
 from distaccum.data.loader import WindowLoader
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.free_memory import lacks
-from distaccum.errors import DistaccumError, PeerError
+from distaccum.errors import CheckpointError, DistaccumError, PeerError
 from distaccum.train import ema
 from distaccum.train.background_save import BackgroundSave, clear
 from distaccum.train.best import BestCheckpoint
@@ -108,9 +108,14 @@ class Saver:
         saving = self._background is not None and self._background.pending and self._background.step == step
         return saving or step == self.saved_step
 
-    def improves(self, evaluation: Mapping[str, float]) -> bool:
-        """Whether ``checkpoint.best`` is to be the checkpoint of this evaluation, which is the same on every rank."""
-        return self._best.improves(evaluation)
+    def improves(self, evaluation: Mapping[str, float], *, known: bool = False) -> bool:
+        """Whether ``checkpoint.best`` is to be the checkpoint of this evaluation, which is the same on every rank.
+
+        It is that already where it is ``known`` to a view before: see :meth:`save`.
+        """
+        if self._best.improves(evaluation):
+            return True
+        return known and self._best.is_of(self._accumulator.tracker.progress.step, evaluation)
 
     def save(
         self,
@@ -119,6 +124,7 @@ class Saver:
         best: Mapping[str, float] | None = None,
         again: bool = False,
         waits: bool = False,
+        known: bool = False,
     ) -> None:
         """Saves this step; returns when it is published, or when training may go on. No other one may be pending.
 
@@ -127,6 +133,7 @@ class Saver:
             best: the evaluation that makes it the best so far; it is published before this returns.
             again: see :meth:`CheckpointStore.save`; so is this.
             waits: so is this.
+            known: a view before may have saved this step, and have ended before all knew. Then it is only told.
 
         Raises:
             OSError: it cannot be written. What is written later tells so in :meth:`settle`.
@@ -137,6 +144,9 @@ class Saver:
         self._accumulator.replicas.check_state()
         self._accumulator.use_evaluation_weights()
         engine, step = self._accumulator.engine, self._accumulator.tracker.progress.step
+        if known and self._takes_over(step):
+            self._made(self._store.root / f"step-{step}", best)
+            return
         part = checkpoint.Part.of(
             engine,
             self.run_state(logged),
@@ -153,6 +163,24 @@ class Saver:
             again=again,
             before_publishing=partial(self._before_publishing, step, best),
         )
+        self._made(path, best)
+
+    def _takes_over(self, step: int) -> bool:
+        """Whether the whole checkpoint of this very progress is there; a collective."""
+        there = self._world.is_main and self._is_there(self._store.root / f"step-{step}")
+        if there:
+            self._store.end_publishing(step)
+        return bool(self._world.broadcast_str("there" if there else ""))
+
+    def _is_there(self, path: Path) -> bool:
+        try:
+            verify(path)
+            return checkpoint.read(path).run.progress == self._accumulator.tracker.progress
+        except CheckpointError:
+            return False
+
+    def _made(self, path: Path, best: Mapping[str, float] | None) -> None:
+        """This step's checkpoint is there, for which training has waited."""
         if best is not None:
             self._best.note(best)
         if self._clock is not None:

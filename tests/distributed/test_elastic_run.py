@@ -67,6 +67,8 @@ def test_three_of_four_ranks_are_killed_at_a_place(
     assert len(killed) >= min(2, len(certain)), made.said()  # the others may not be the one who decides
     assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
     assert len(re.findall(r"^world +\d x cpu$", made.said(), re.MULTILINE)) == 1  # of the header
+    assert len(re.findall(r"^done: ", made.said(), re.MULTILINE)) == 1
+    assert (made.folder / ".hydra" / "overrides.yaml").exists()
 
 
 SHARDED = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,9 @@ class Carried:
     ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end,
     and ``ends`` the error that it ends with. ``unlogged`` is the last update, where its record was not due. ``called``
     is the hook that callbacks were being called by, and of how many it was; ``telling`` the evaluation that they were
-    told. ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``.
+    told. ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``. ``counted`` is
+    what batches count, by name. ``stopping`` says that all ranks know that one has asked to stop, or to leave; that one
+    alone may know why.
     """
 
     run: RunState
@@ -115,6 +117,8 @@ class Carried:
     verified: bool
     record: Mapping[str, Any] | None = None
     stop: str = ""
+    stopping: bool = False
+    counted: Sequence[str] = ()
     ends: DistaccumError | None = None
     unlogged: Tail | None = None
     called: tuple[str, int] = ("", 0)

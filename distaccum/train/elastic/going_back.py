@@ -52,10 +52,14 @@ class Anew:
 
 @dataclass(frozen=True, kw_only=True)
 class Goes:
-    """To where a view goes back: memory, disk or the beginning, after ``window``."""
+    """To where a view goes back: memory, disk or the beginning, after ``window``.
+
+    ``named`` is what the settings begin with, where that is a checkpoint or weights of another run.
+    """
 
     to: str
     window: int = 0
+    named: str = ""
 
     @property
     def where(self) -> str:
@@ -63,7 +67,7 @@ class Goes:
         return {
             MEMORY: f"the checkpoint in memory after window {self.window}",
             DISK: f"the checkpoint on disk after window {self.window}",
-            BEGINNING: "the beginning: there is no checkpoint that is whole",
+            BEGINNING: f"{self.named or 'the beginning'}: there is no checkpoint of this run that is whole",
         }[self.to]
 
     def tell(self, world: World, *, reached: int) -> None:
@@ -120,5 +124,8 @@ def _find(
     if in_memory is not None:
         return Goes(to=MEMORY, window=in_memory.window), None
     resume = components.config.resume
-    named = resume not in (AUTO, "never")
-    return Goes(to=BEGINNING), checkpoint.read(Path(resume).resolve()) if named else None
+    if resume not in (AUTO, "never"):
+        saved = checkpoint.read(Path(resume).resolve())
+        return Goes(to=BEGINNING, window=saved.run.progress.window, named=f"resume={resume}"), saved
+    init_from = components.config.init_from
+    return Goes(to=BEGINNING, named=f"the beginning, with init_from={init_from}" if init_from else ""), None

@@ -15,6 +15,7 @@ from distaccum.train.components import TrainingComponents
 from distaccum.train.elastic.going_back import Anew, newest
 from distaccum.train.elastic.hand_over import Begin, hand_over
 from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
+from distaccum.train.elastic.trained import Trained
 from distaccum.train.run_dir import RunDir
 
 
@@ -37,6 +38,8 @@ class Beginnings:
     def put_back(self) -> None:
         """Before an engine is made of them again."""
         for group, settings in zip(self._groups(), self._settings, strict=True):
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]  # it has come since, so that it is state, and comes back with that
             group.update(deepcopy(settings))
 
 
@@ -53,7 +56,7 @@ class GoesOn:
 
     def __init__(self, anew: Anew) -> None:
         self._anew, self._components = anew, anew.take()
-        self._beginnings = Beginnings(self._components.optimizers)
+        self._beginnings, self._needed = Beginnings(self._components.optimizers), Trained(self._components.model)
         self._begin, self._trained, self._reached = Begin(), False, 0
 
     def report(self, member: str) -> Report:
@@ -69,6 +72,7 @@ class GoesOn:
         self._note_state()
         if self._begin.carried is None and view.generation > 0:
             return self._back(world, run_dir)
+        self._needed.check()
         self._beginnings.put_back()
         return self._components, saved if view.generation == 0 else None, self._begin
 
@@ -80,7 +84,7 @@ class GoesOn:
         """Nobody has a state: the run has not begun, or a part of the state is gone."""
         if self._trained:
             self._components = self._anew.take()
-            self._beginnings = Beginnings(self._components.optimizers)
+            self._beginnings, self._needed = Beginnings(self._components.optimizers), Trained(self._components.model)
         self._beginnings.put_back()
         goes, saved = newest(self._components, run_dir, world)
         if self._trained:

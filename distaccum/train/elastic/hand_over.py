@@ -93,8 +93,11 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
             random=carried.random,
             begun=carried.begun,
             stop=told.stop or carried.stop,
+            stopping=told.stopping or carried.stopping,
         )
     again = _again(view, reports)
+    if again is not None:  # the furthest one may not have counted it
+        carried = replace(carried, counted=tuple(again.counts))
     kept = PartialWindow()
     if again is not None and carried.begun is not None and again.deal.held_by(world.rank):
         kept = carried.begun.kept

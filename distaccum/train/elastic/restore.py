@@ -36,6 +36,7 @@ class RestoreCarried:
         run = carried.run
         accumulator.restore(run.progress, run.position, None, run.spikes)
         accumulator.tracker.skips_in_a_row = carried.skips_in_a_row
+        accumulator.know_counted(carried.counted)
         for name, callback in named(self._callbacks).items():
             if name in run.callbacks:
                 callback.load_state_dict(run.callbacks[name])

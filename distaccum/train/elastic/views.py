@@ -34,6 +34,7 @@ from distaccum.train.elastic.standstill import Standstill
 from distaccum.train.failure import note_failure
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
+from distaccum.train.run_report import ReportAtEnd
 from distaccum.train.screen import open_screen
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def run_in_views(
         owning: has the run directory for as long as this process is rank 0.
         run: what else ``train`` takes.
     """
-    device, how = anew.get().device, _continuity(anew)
+    device, reports_at_end, how = anew.get().device, anew.get().config.metrics.report, _continuity(anew)
     standstill = Standstill(member.membership.expel_after_s)
     view: View | None = None
     rank, logs = member.environment.rank, False
@@ -144,6 +145,8 @@ def run_in_views(
                     if world.is_main:
                         if not run_dir.owned:
                             owning.enter_context(run_dir.own(after=run_dir.token, generation=view.generation))
+                            if reports_at_end:
+                                owning.enter_context(ReportAtEnd(run_dir))
                         member.tell_folder(run_dir.path, run_dir.token)
                         run_dir.forget_failure()  # of a rank without which the others go on
                     run_dir = run_dir.of_main(world)

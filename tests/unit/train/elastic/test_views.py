@@ -11,28 +11,35 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from distaccum import DataSpec, RunConfig
 from distaccum.accumulation import tracker
+from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.tracker import ProgressTracker
+from distaccum.checkpoint.store import CheckpointStore
 from distaccum.distributed.elastic.member import Member
 from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.elastic.views import Report, View
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
+from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.shares import LostStateError
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components
+from distaccum.train.elastic import going_on
 from distaccum.train.elastic.carried import Carried
 from distaccum.train.elastic.joining import JoinRider
 from distaccum.train.elastic.standstill import StandstillError
@@ -102,17 +109,41 @@ class Told(Callback):
     def on_skip(self, run: Run, _: Outcome) -> None:
         self._tell("skip", run)
 
+    def on_checkpoint(self, run: Run, _: Path) -> None:
+        self._tell("checkpoint", run)
+
+
+class Becomes(Alone):
+    """Not rank 0 as the job begins, and rank 0 from the first view on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.environment = replace(self.environment, rank=1, size=2)
+
+
+@dataclass
+class Program:
+    """What is trained."""
+
+    model: Callable[[], nn.Module] = lambda: nn.Linear(3, 1)
+    loss: Any = field(default_factory=Square)
+    optimizer: Callable[[Any], Optimizer] | None = None
+    evaluates: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
 
 def _fit(
     folder: Path,
     *told: Callback,
     bad: tuple[int, ...] = (),
     by: float = math.inf,
+    program: Program | None = None,
     member: Alone | None = None,
     **trainer: Any,
 ) -> Alone:
     """Trains on 16 windows of two samples; those of the windows ``bad`` are ``by`` too large."""
     torch.manual_seed(0)
+    program = program or Program()
     samples = list(torch.randn(32, 3))
     for window in bad:
         samples[2 * window - 2] = samples[2 * window - 2] * by
@@ -122,15 +153,18 @@ def _fit(
             "trainer": {"max_steps": None, "max_epochs": 1, "log_every": 1, "verify": "never", **trainer},
             "metrics": {"console": False, "wandb": {"mode": "disabled"}},
             "numerics": "reproducible",
+            **program.settings,
         }
     )
-    model, member = nn.Linear(3, 1), member or Alone()
+    held_out = list(torch.randn(6, 3)) if program.evaluates else None
+    model, member = program.model(), member or Alone()
     run(
         lambda: build_components(
             config,
-            DataSpec(train=samples, description="numbers", shuffle=False),
+            DataSpec(train=samples, eval_dataset=held_out, description="numbers", shuffle=False),
             model,
-            Square(),
+            program.loss,
+            optimizers=() if program.optimizer is None else [program.optimizer(model.parameters())],
             world_size=1,
             device=torch.device("cpu"),
             callbacks=told,
@@ -153,13 +187,17 @@ def _leave(*_: object, **__: object) -> Any:
     raise ViewChangedError("a member is gone")
 
 
-def _leave_in(owner: Any, name: str, patch: pytest.MonkeyPatch, *, at: int = 1) -> list[int]:
+def _leave_in(
+    owner: Any, name: str, patch: pytest.MonkeyPatch, *, at: int = 1, error: Exception | None = None
+) -> list[int]:
     """Has the ``at``-th call of a function be the end of the view; the list grows with each call."""
     inner, calls = getattr(owner, name), list[int]()
 
     def outer(*given: Any, **named: Any) -> Any:
         calls.append(len(calls) + 1)
-        return _leave() if calls[-1] == at else inner(*given, **named)
+        if calls[-1] != at:
+            return inner(*given, **named)
+        raise error or ViewChangedError("a member is gone")
 
     patch.setattr(owner, name, outer)
     return calls
@@ -274,6 +312,271 @@ def test_a_state_that_the_next_view_cannot_take_up_stays(tmp_path: Path, monkeyp
     _leave_in(Loop, "fit", monkeypatch, at=2)
     member = _fit(tmp_path / "run", Told())
     assert member.views == 4
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+class Branches(nn.Module):
+    """A branch that each other window takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        out: Tensor = self.always(batch)
+        return out + self.sometimes(batch) if bool(batch.sum() > 0) else out
+
+
+def test_a_parameter_is_used_by_sums_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to compute: without a word of what the sums depend on no parameter would move."""
+    program = Program(Branches, settings={"engine": {"find_unused_parameters": True}})
+    _fit(tmp_path / "undisturbed", Told(), program=program)
+    for place, name in ((ProgressTracker, "begin_step"), (OptimizerStep, "step")):
+        for at in (4, 5, 6):
+            folder = tmp_path / f"{name}-{at}"
+            with monkeypatch.context() as patch:
+                _leave_in(place, name, patch, at=at)
+                member = _fit(folder, Told(), program=program)
+            assert member.views == 2
+            assert _records(folder) == _records(tmp_path / "undisturbed")
+
+
+class Begins(SGD):
+    """Its first step is larger, which it notes in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        """Steps."""
+        for group in self.param_groups:
+            rate = 1.0 if group.setdefault("begun", False) else 3.0
+            group["begun"] = True
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    parameter.sub_(rate * group["lr"] * parameter.grad)
+
+
+def test_what_an_optimizer_adds_to_its_groups_is_state_in_later_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = _wait_to_join(monkeypatch)
+    saved = list[dict[str, Any]]()
+
+    class Saves(Told):
+        def on_checkpoint(self, run: Run, path: Path) -> None:
+            saved.append(json.loads((path / "state.json").read_text())["optimizer_values"])
+
+    program = Program(optimizer=lambda p: Begins(p, lr=0.01), settings={"checkpoint": {"every": 10}})
+    _fit(tmp_path / "undisturbed", Saves(), program=program)
+    member = _fit(tmp_path / "run", Saves(4, lambda _: wish()), program=program)
+    assert member.views == 2
+    half = len(saved) // 2
+    assert half
+    assert saved[half:] == saved[:half]
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+class Kinds:
+    """Two losses; a batch counts those that it has samples of."""
+
+    def count(self, batch: Tensor) -> dict[str, int]:
+        found = {"large": int((batch[:, 2] > 0).sum()), "small": int((batch[:, 2] <= 0).sum())}
+        return {name: count for name, count in found.items() if count}
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        squares, large = model(batch).square().flatten(), batch[:, 2] > 0
+        return {"large": squares[large].sum(), "small": squares[~large].sum()}
+
+
+@pytest.mark.parametrize("place", ["window", "reduction"])
+def test_what_batches_count_is_known_in_later_views(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some windows lack a name, and nothing is computed again of one that goes on."""
+    program = Program(loss=Kinds())
+    _fit(tmp_path / "undisturbed", Told(), program=program)
+    records = _records(tmp_path / "undisturbed")
+    assert len(records) == 16
+    for window in range(2, 9):
+        folder = tmp_path / f"run-{window}"
+        with monkeypatch.context() as patch:
+            if place == "reduction":
+                _leave_in(ProgressTracker, "begin_step", patch, at=window)
+                member = _fit(folder, Told(), program=program)
+            else:
+                wish = _wait_to_join(patch)
+                member = _fit(folder, Told(window, lambda _, wish=wish: wish()), program=program)  # type: ignore[misc]
+        assert member.views == 2
+        assert _records(folder) == records
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_stop_stays_though_the_rank_is_lost_that_asked(
+    heard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one rank alone knows goes with it; where nobody has ``heard`` its reason the run may have been preempted."""
+    take_reasons = Loop._take_reasons
+
+    def take(loop: Loop) -> None:
+        if heard:
+            take_reasons(loop)
+        loop._reason = ""
+        monkeypatch.setattr(Loop, "_take_reasons", take_reasons)
+        _leave()
+
+    monkeypatch.setattr(Loop, "_take_reasons", take)
+    program = Program(settings={"checkpoint": {"every": 100}})
+    member = _fit(tmp_path / "run", Told(6, lambda run: run.stop("enough")), program=program)
+    assert member.views == 2
+    assert [one["window"] for one in _records(tmp_path / "run")] == [*range(1, 7)]
+    expected = ("done", "enough") if heard else ("preempted", "a rank that is lost asked to stop")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == expected
+
+
+def test_an_evaluation_at_the_end_stands_in_the_record_and_is_the_best_though_a_rank_is_lost_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(evaluates=True, settings={"checkpoint": {"every": 100, "best": "eval_loss"}})
+    trainer: dict[str, Any] = {"log_every": 4, "eval_every": 4}
+
+    class Evaluated(Told):
+        def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+            self._tell("eval", run)
+            if run.progress.window == 6 and lost:  # by the others, once all were told
+                lost.pop()
+                _leave_in(World, "all_reduce_max_host", monkeypatch)
+
+    lost = list[int]()
+    _fit(tmp_path / "undisturbed", one := Evaluated(6, lambda run: run.stop("enough")), program=program, **trainer)
+    lost = [1]
+    member = _fit(tmp_path / "run", Evaluated(6, lambda run: run.stop("enough")), program=program, **trainer)
+    assert member.views == 2
+    assert ("eval", 6) in one.told
+    assert "eval_loss" in _records(tmp_path / "undisturbed")[-1]
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+    best = [next((tmp_path / name).rglob("best.json")).read_text() for name in ("undisturbed", "run")]
+    assert best[0] == best[1]
+
+
+def test_an_evaluation_without_training_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, trainer = Program(evaluates=True), {"max_steps": 0, "max_epochs": None}
+    _fit(tmp_path / "undisturbed", Told(), program=program, **trainer)
+    _leave_in(Accumulator, "close", monkeypatch)
+    member = _fit(tmp_path / "run", Told(), program=program, **trainer)
+    assert member.views == 2
+    assert len(_records(tmp_path / "undisturbed")) == 1
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+def test_the_end_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ends(Told):
+        def on_end(self, run: Run, _: Mapping[str, float]) -> None:
+            self._tell("end", run)
+
+    told = Ends()
+    _leave_in(Accumulator, "close", monkeypatch)
+    member = _fit(tmp_path / "run", told)
+    assert member.views == 2
+    assert told.told.count(("end", 16)) == 1
+
+
+_SAVES: dict[str, dict[str, Any]] = {
+    "every": {"checkpoint": {"every": 4, "keep": 0}},
+    "best": {"checkpoint": {"every": 1000, "best": "eval_loss", "keep": 0}},
+    "last": {"checkpoint": {"every": 1000, "keep": 0}},
+}
+
+
+@pytest.mark.parametrize("place", ["published", "told"])
+@pytest.mark.parametrize("saves", _SAVES)
+def test_a_checkpoint_that_the_view_before_has_published_is_told_and_not_made_again(
+    saves: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"program": Program(evaluates=True, settings=_SAVES[saves]), "eval_every": 4}
+    _fit(tmp_path / "undisturbed", undisturbed := Told(), **settings)
+    published = [window for what, window in undisturbed.told if what == "checkpoint"]
+    made, left, told = list[int](), list[int](), Told()
+    store = CheckpointStore.save
+
+    def leave_once(step: int) -> None:
+        if step not in left:
+            left.append(step)
+            _leave()
+
+    def save(self: CheckpointStore, step: int, *given: Any, **named: Any) -> Path:
+        made.append(step)
+        path = store(self, step, *given, **named)
+        if place == "published":
+            leave_once(step)
+        return path
+
+    class Leaves(Callback):
+        def on_checkpoint(self, run: Run, _: Path) -> None:
+            if place == "told":
+                leave_once(run.progress.step)
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    member = _fit(tmp_path / "run", Leaves(), told, **settings)
+    assert member.views == 1 + len(published)
+    assert made == left == published
+    assert told.told == undisturbed.told
+    found, expected = ((tmp_path / name / "checkpoints") for name in ("run", "undisturbed"))
+    assert sorted(one.name for one in found.iterdir()) == sorted(one.name for one in expected.iterdir())
+    if saves == "best":
+        assert (found / "best.json").read_text() == (expected / "best.json").read_text()
+    assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
+
+
+def test_whoever_becomes_rank_0_writes_the_report(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    settings = {"metrics": {"report": True, "wandb": {"mode": "disabled"}}}
+    _fit(tmp_path / "run", member=Becomes(), program=Program(settings=settings))
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_summary_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _leave_in(World, "barrier", monkeypatch)
+    settings: dict[str, Any] = {"metrics": {"console": True, "wandb": {"mode": "disabled"}}, "checkpoint": {"every": 0}}
+    member = _fit(tmp_path / "run", program=Program(settings=settings))
+    assert member.views == 2
+    assert capsys.readouterr().out.count("done: ") == 1
+
+
+def test_a_parameter_that_is_frozen_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wish = nn.Linear(3, 1), _wait_to_join(monkeypatch)
+
+    def freeze(_: Run) -> None:
+        model.bias.requires_grad_(False)
+        wish()
+
+    with pytest.raises(MisuseError, match="bias was frozen while an elastic run trained"):
+        _fit(tmp_path / "run", Told(3, freeze), program=Program(lambda: model))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("resume", "resume={}: there is no checkpoint of this run that is whole; 4 windows are"),
+        (
+            "init_from",
+            "the beginning, with init_from={}: there is no checkpoint of this run that is whole; 8 windows are",
+        ),
+    ],
+)
+def test_a_run_that_goes_back_to_its_beginning_names_what_it_begins_with(
+    setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fit(tmp_path / "other", program=Program(settings={"checkpoint": {"every": 4, "keep": 0}}))
+    begins = str(tmp_path / "other" / "checkpoints" / "step-4")
+    program = Program(settings={setting: begins, "checkpoint": {"every": 1000}})
+    _fit(tmp_path / "undisturbed", program=program)
+    at = 5 if setting == "resume" else 9
+    _leave_in(ProgressTracker, "begin_step", monkeypatch, at=at)
+    _leave_in(going_on, "hand_over", monkeypatch, at=2, error=LostStateError("a part is gone"))
+    member = _fit(tmp_path / "run", program=program)
+    assert member.views == 3
+    assert f"1 rank goes on from {said.format(begins)} computed again" in caplog.text
     assert _records(tmp_path / "run") == _records(tmp_path / "undisturbed")
 
 
