@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
+def _modules(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,12 +63,17 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    return tuple(_modules(_parse(path)))
+
+
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_imports_point_down(path: Path) -> None:
     room = _room(path)
     if room == "__init__":
         return
-    used = {name.split(".")[1] for name in _imports(_parse(path)) if name.startswith("distaccum.")} - {room}
+    used = {name.split(".")[1] for name in _imports(path) if name.startswith("distaccum.")} - {room}
     allowed = BESIDE[room] if room in BESIDE else {other for other, floor in FLOOR.items() if floor < FLOOR[room]}
     allowed = allowed | USED_BY.get(room, set())
     assert used <= allowed, f"{room} imports {sorted(used - allowed)}"
@@ -82,7 +88,7 @@ def test_every_room_has_its_place_and_says_what_lives_there() -> None:
 
 
 def _users_of(library: str) -> set[str]:
-    return {_name(path) for path in FILES if any(name.split(".")[0] == library for name in _imports(_parse(path)))}
+    return {_name(path) for path in FILES if any(name.split(".")[0] == library for name in _imports(path))}
 
 
 def test_libraries_stay_in_their_rooms() -> None:
@@ -108,7 +114,7 @@ def test_libraries_stay_in_their_rooms() -> None:
     assert _users_of("wandb") == {"train/metrics/wandb.py"}
     assert _users_of("mlflow") == {"train/metrics/mlflow.py"}
     assert _users_of("tensorboard") == {"train/metrics/tensorboard.py"}
-    of_torch = {path for path in FILES for name in _imports(_parse(path)) if name.startswith("torch.utils.tensorboard")}
+    of_torch = {path for path in FILES for name in _imports(path) if name.startswith("torch.utils.tensorboard")}
     assert of_torch == {PACKAGE / "train/metrics/tensorboard.py"}
     assert _users_of("safetensors") == {"checkpoint/tensors.py"}
     assert _users_of("blake3") == {"checkpoint/digest.py"}
@@ -122,7 +128,7 @@ def test_the_plan_is_pure() -> None:
     pure_files = ("train/schedules.py", "accumulation/progress.py", "train/from_deepspeed.py")
     for path in FILES:
         if _name(path).startswith(pure) or _name(path) in pure_files:
-            assert not {"torch", "deepspeed"} & {module.split(".")[0] for module in _imports(_parse(path))}, path
+            assert not {"torch", "deepspeed"} & {module.split(".")[0] for module in _imports(path)}, path
 
 
 # What a user of levels 1 and 2 does not wait for: a fresh interpreter has none of these.
@@ -180,7 +186,7 @@ def test_engines_are_named_in_their_factory_only() -> None:
     }
     shared |= {"blocks", "modules", "ownership", "state"}
     for path in FILES:
-        for module in _imports(_parse(path)):
+        for module in _imports(path):
             if module.startswith("distaccum.engines.") and _room(path) != "engines":
                 inner = module.split(".")[2:]
                 told = inner[:2] in (["deepspeed", "config"], ["deepspeed", "ops"])

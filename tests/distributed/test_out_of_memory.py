@@ -240,7 +240,7 @@ def _losses(world: World, *, errors: bool, dropout: float) -> tuple[list[float],
     return found, struck
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 def test_twenty_errors_change_no_loss(dropout: float) -> None:
     with single_process_world() as world:
         found, struck = _losses(world, errors=True, dropout=dropout)
