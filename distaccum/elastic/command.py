@@ -91,11 +91,13 @@ def _run(settings: Settings, command: Sequence[str]) -> int:
             started.kill()
         raise
     code = agent.run()
-    if agent.why:
+    if agent.folder is not None:
         from distaccum.elastic.last_word import told  # noqa: PLC0415  few jobs end so
 
-        for line in told(agent.why, agent.folder):
+        for line in told(agent.why, *agent.folder):
             _complain(line)
+    elif agent.why:
+        _complain(agent.why)
     return code
 
 

@@ -8,15 +8,16 @@ from distaccum.train.failure import lines_of
 from distaccum.train.run_dir import RunDir
 
 
-def told(why: str, folder: tuple[str, str] | None) -> list[str]:
+def told(why: str, folder: str, token: str) -> list[str]:
     """The lines for people about a run of which no rank is left.
 
     Args:
         why: the reason, which its ``status.json`` gets unless a rank has written one.
-        folder: its run directory, and the token of the directory's owner; None where it had come to none.
+        folder: its run directory.
+        token: of the directory's owner.
     """
-    if folder is None or not (path := Path(folder[0])).is_dir():  # or it is on another node's disk
+    run_dir = RunDir(Path(folder), token=token)
+    if not run_dir.path.is_dir():  # it is on another node's disk
         return [why]
-    run_dir = RunDir(path, token=folder[1])
     run_dir.write_failure(why)
     return lines_of(run_dir, why)
