@@ -30,7 +30,8 @@ _NEVER = timedelta(days=30)
 _ASKS_AFTER_S, _ASKS_OFTEN_FOR_S, _ASKS_SELDOM_S = 0.01, 0.25, 0.02  # limits are looked at after the second
 _SHORTEST_S, _LONGEST_S = 5e-5, 2e-3  # between two looks at an operation
 _DRAIN_S = 60.0  # gloo's threads end within milliseconds of the connections' end, unless the machine is overloaded
-_CLOSES = timedelta(milliseconds=1)
+_UNTOLD_S = 5.0  # far longer than they compute between two steps of an operation
+_CLOSES, _TIMED_OUT = timedelta(milliseconds=1), "Timed out"
 _UNUSED_TAG = 2_147_480_021
 _NEVER_AWAITED = 32  # operations, of which those that are done are looked for then
 _LIMIT = "elastic.expel_after"
@@ -407,21 +408,32 @@ class PolledGroup(ProcessGroup):
     def _close(self) -> None:
         """Closes every connection, and waits until gloo's threads have let go of the tensors.
 
-        A receive that times out closes all connections of its group, which gloo has no call for.
+        A receive that times out closes all connections of its group, which gloo has no call for. A send that begins as
+        its peer closes a connection is told of it only by its time-out: gloo's thread then waits for that, and has
+        nothing to write any more. Its group is kept, as freeing it would wait, too.
         """
-        for peer in range(self._ranks):
-            if peer != self._rank:
-                try:
-                    self._inner.recv([torch.zeros(1)], peer, _UNUSED_TAG).wait(_CLOSES)
-                except RuntimeError:  # this one's is closed, now or since before; a dead peer's says nothing of others
-                    continue
+        self._peers_closed()
         begun = monotonic()
         while not all(each.is_completed() for each in list(self._started)):
+            if monotonic() - begun > _UNTOLD_S and self._peers_closed():
+                _STUCK.append(self._inner)
+                break
             if monotonic() - begun > _DRAIN_S:
                 _STUCK.append(self._inner)
                 raise DistaccumError("gloo does not let go of the tensors of a group that is left; start again")
             sleep(_SHORTEST_S)
         self._started.clear()
+
+    def _peers_closed(self) -> bool:
+        """Has all connections closed, and says whether they were before."""
+        closed = True
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                try:
+                    self._inner.recv([torch.zeros(1)], peer, _UNUSED_TAG).wait(_CLOSES)
+                except RuntimeError as error:  # a dead peer's says nothing of others
+                    closed = closed and _TIMED_OUT not in str(error)
+        return closed
 
     def _watch(self, inner: Any, trigger: torch.futures.Future[Any]) -> None:
         with self._lock:
