@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from distaccum import functional as functional
     from distaccum.accumulation.accumulator import Accumulator as Accumulator
     from distaccum.accumulation.diagnose import diagnose as diagnose
-    from distaccum.auditing.session import audit as audit
     from distaccum.config.compile import CompileConfig as CompileConfig
     from distaccum.config.engine import DDPConfig as DDPConfig
     from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
@@ -51,10 +50,11 @@ if TYPE_CHECKING:
     from distaccum.losses.transformers import MaskedLM as MaskedLM
     from distaccum.losses.transformers import SequenceClassification as SequenceClassification
     from distaccum.precision.scaler import LossScaler as LossScaler
+    from distaccum.tools.audit.session import audit as audit
+    from distaccum.tools.from_deepspeed import from_deepspeed_json as from_deepspeed_json
     from distaccum.train.callbacks import Callback as Callback
     from distaccum.train.callbacks import EarlyStopping as EarlyStopping
     from distaccum.train.ema import EMA as EMA
-    from distaccum.train.from_deepspeed import from_deepspeed_json as from_deepspeed_json
     from distaccum.train.metrics.loggers import Logger as Logger
     from distaccum.train.metrics.loggers import RunInfo as RunInfo
     from distaccum.train.trainer import Trainer as Trainer
@@ -105,9 +105,9 @@ _HOMES = {
     "WindowLoss": "distaccum.losses.base",
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",
-    "audit": "distaccum.auditing.session",
+    "audit": "distaccum.tools.audit.session",
     "diagnose": "distaccum.accumulation.diagnose",
-    "from_deepspeed_json": "distaccum.train.from_deepspeed",
+    "from_deepspeed_json": "distaccum.tools.from_deepspeed",
 }
 __all__ = ["functional", *_HOMES]  # noqa: PLE0604  the names of the table, in its order
 

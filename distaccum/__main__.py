@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distaccum.commands.main import main
+from distaccum.program import main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """What every command does as a program: its version, its name, its arguments, and pipes that nobody reads.
 
-A file of its own above ``errors``, so that each command begins alike, however it is started: as ``distaccum NAME``, by
-its own script ``distaccum-NAME``, or with ``python -m``. Loads neither torch nor Hydra.
+The one command, ``distaccum NAME``, and its table of names are here, too: a command's module is loaded once it is
+chosen, so that ``--help`` and ``--version`` load neither torch nor Hydra. Begin with ``TABLE``.
 """
 
 from __future__ import annotations
@@ -14,18 +14,195 @@ import platform
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import distaccum
 from distaccum.errors import near_misses
 
+# Shell completion of ``distaccum``: its subcommands, and behind ``train`` and ``plan`` the settings, by Hydra.
+#
+# ``eval "$(distaccum -sc install=bash)"`` tells the shell to ask ``distaccum -sc query=bash`` with what was typed in
+# ``COMP_LINE``. Where nothing is answered the shell completes names of files.
+
+CONFIGURATIONS = {"train": "config", "plan": "plan"}
+_CURSOR_AT_COMMAND = 2  # words: distaccum, and the one being typed
+
+
+def complete_words(commands: Iterable[str], arguments: Sequence[str]) -> None:
+    """Answers ``distaccum [COMMAND] -sc install=SHELL`` and the shell's ``query=SHELL``."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if any(argument.startswith("query=") for argument in arguments):
+        if len(words) + line.endswith(" ") <= _CURSOR_AT_COMMAND:
+            sys.stdout.write(f"{' '.join([*commands, '--help', '--version'])}\n")
+            return
+        if words[1] not in CONFIGURATIONS:
+            return
+        name, line = CONFIGURATIONS[words[1]], f"distaccum {line.partition(words[1])[2].lstrip()}"
+    else:
+        name = "config"
+    complete = import_module("distaccum.config.command_line").complete  # it loads Hydra
+
+    sys.argv = ["distaccum", *arguments]  # the name that Hydra tells the shell
+    complete(name, [one for one in arguments if one not in CONFIGURATIONS], line=line)
+
+
+# The subcommands of ``distaccum``: a name, what is called, and a sentence.
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: ``target`` is ``module:function``, which reads ``sys.argv[1:]`` and may exit."""
+
+    name: str
+    target: str
+    says: str
+
+    @property
+    def module(self) -> str:
+        """The module that is imported once the command is chosen."""
+        return self.target.partition(":")[0]
+
+    def is_there(self) -> bool:
+        """Whether this installation has the command; looks for its module, and imports none but empty packages."""
+        try:
+            return find_spec(self.module) is not None
+        except ModuleNotFoundError:
+            return False
+
+    def load(self) -> Any:
+        """Imports the function."""
+        return load(self.target)
+
+
+def load(target: str) -> Any:
+    """What ``module:name`` is; its module is imported. So the core reaches tools that it does not import."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+REPORT = "distaccum.tools.report.at_end:ReportAtEnd"
+"""A context around a run, which writes its report at its end."""
+
+
+TABLE = (
+    Command(
+        "train",
+        "distaccum.train.__main__:main",
+        "trains what the settings describe, in one process or under torchrun",
+    ),
+    Command(
+        "plan",
+        "distaccum.tools.plan.command:main",
+        "forecasts what a run would hold, send and take on a cluster",
+    ),
+    Command(
+        "verify",
+        "distaccum.tools.verify:main",
+        "says what a run directory holds, whole or not, and what resume=auto would do",
+    ),
+    Command(
+        "compare",
+        "distaccum.tools.compare.command:main",
+        "says the first window in which two runs differ, and in what",
+    ),
+    Command(
+        "export",
+        "distaccum.checkpoint.export:main",
+        "writes a checkpoint's weights into one safetensors file",
+    ),
+    Command(
+        "report",
+        "distaccum.tools.report.command:main",
+        "draws the curves of one run or several into one HTML file",
+    ),
+    Command(
+        "audit",
+        "distaccum.tools.audit.command:main",
+        "compares the gradient of somebody's script with the global batch's",
+    ),
+    Command(
+        "doctor",
+        "distaccum.tools.doctor.command:main",
+        "looks at this machine and the links between ranks, and says what to mend",
+    ),
+    Command(
+        "wandb-upload",
+        "distaccum.train.metrics.wandb:main",
+        "makes a W&B run of a run's metrics.jsonl",
+    ),
+)
+
+
+def commands() -> dict[str, Command]:
+    """The subcommands of this installation, by name."""
+    return {command.name: command for command in TABLE if command.is_there()}
+
+
+# ``distaccum NAME ...``: finds the subcommand, and calls it as if it had been started by its own script.
+
+_BAD_ARGUMENTS = 2
+_COMPLETION = ("-sc", "--shell-completion")
+_HELP = ("--help", "-h", "help")
+_EXAMPLES = """\
+examples:
+  distaccum train                             train the default model here
+  distaccum train --help                      what can be set, group by group
+  distaccum train --check=8 engine=fsdp2      would it run on 8 processes?
+  torchrun --nproc-per-node=8 -m distaccum train engine=fsdp2
+  distaccum verify runs/NAME
+"""
+
+
+def main() -> None:
+    """Runs the subcommand that ``sys.argv[1]`` names, and exits as it does."""
+    start(sys.argv[1:2])
+    first, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    known = commands()
+    if first in _HELP:
+        if first == "help" and rest:  # `distaccum help train`
+            first, rest = rest[0], ["--help"]
+        else:
+            say(overview(known))
+            sys.exit(0)
+    if first in _COMPLETION or (first in CONFIGURATIONS and any(word in _COMPLETION for word in rest)):
+        complete_words(known, sys.argv[1:])
+        sys.exit(0)
+    if first not in known:
+        complain(f"distaccum: {_unknown(first, known)}\n")
+        sys.exit(_BAD_ARGUMENTS)
+    sys.argv = [f"distaccum {first}", *rest]
+    known[first].load()()
+
+
+def overview(known: Mapping[str, Command]) -> str:
+    """What ``distaccum --help`` prints."""
+    width = max(map(len, known)) + 4
+    listed = "".join(wrapped(f"  {one.name}".ljust(width) + one.says, width) for one in known.values())
+    return (
+        "usage: distaccum COMMAND [ARGUMENTS]\n\n"
+        "State the global batch, get exactly its gradient: the trainer and its tools.\n\n"
+        f"commands:\n{listed}\n"
+        "options:\n"
+        "  --help     this text; after a command, its own\n"
+        "  --version  the versions of distaccum, torch and Python\n\n"
+        f"{_EXAMPLES}"
+    )
+
+
+def _unknown(word: str, known: Mapping[str, Command]) -> str:
+    if "=" in word or word.startswith("-"):
+        return f"{word}: no command. Settings and flags follow one, as in: distaccum train {word}"
+    return f"{word}: no such command{near_misses(word, known) or '.'} Use one of {', '.join(known)}"
+
+
 _log = logging.getLogger(__name__)
 
 _WIDEST = 120
-_BAD_ARGUMENTS = 2
 
 
 def start(given: Sequence[str] | None = None) -> None:
@@ -77,9 +254,8 @@ def version() -> str:
 
 
 def name_of(command: str) -> str:
-    """How the user has called the command: ``distaccum NAME``, or ``distaccum-NAME`` where the script has that name."""
-    script = f"distaccum-{command}"
-    return script if Path(sys.argv[0]).name == script else f"distaccum {command}"
+    """How a user calls the command: ``distaccum NAME``."""
+    return f"distaccum {command}"
 
 
 class Arguments(argparse.ArgumentParser):

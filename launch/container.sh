@@ -7,7 +7,7 @@
 #   JOIN_SECONDS              how long they wait for each other at the start (900)
 #   STOP_SECONDS              how long the processes have to save and leave once they are asked to stop (120)
 # It exits with 0 when the run is done, 2 for bad configuration, 75 where the run was preempted: saved, to be continued.
-# With a program's name first (bash, python, pytest, torchrun, distaccum-export) that runs instead.
+# With a program's name first (bash, python, pytest, torchrun, distaccum) that runs instead.
 set -euo pipefail
 
 refuse() {
@@ -16,7 +16,7 @@ refuse() {
 }
 
 case ${1:-} in
-    bash | python | pytest | torchrun | distaccum-export) exec "$@" ;;
+    bash | python | pytest | torchrun | distaccum) exec "$@" ;;
 esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -20,7 +20,7 @@ from threading import Timer
 from time import monotonic, sleep
 from types import FrameType
 
-from distaccum.train.startup import without_garbage_collection
+from distaccum.train.__main__ import without_garbage_collection
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
 with without_garbage_collection():

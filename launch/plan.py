@@ -1,6 +1,6 @@
-"""The forecast of a run: ``python launch/plan.py``, with Hydra overrides; ``distaccum-plan`` is the same command."""
+"""The forecast of a run: ``python launch/plan.py``, with Hydra overrides; ``distaccum plan`` is the same command."""
 
-from distaccum.train.plan import main
+from distaccum.tools.plan.command import main
 
 if __name__ == "__main__":
     main()

@@ -20,6 +20,7 @@ import pytest
 from distaccum.config.describe import settings
 from distaccum.config.precision import ALIASES
 from distaccum.data.datasets.lines import lines
+from distaccum.program import commands
 from launch.docs import json_schema
 from launch.docs.pictures import IMAGES, PICTURES
 from launch.docs.settings import with_tables
@@ -70,11 +71,7 @@ def _commands_of(page: str) -> Iterator[str]:
             command = re.sub(r"\s+#\s.*$", "", line).strip()
             if command and not re.match(r"export \w+=\S+( \w+=\S+)*$", command):
                 # Both names are one function: tests/unit/commands/test_main.py
-                yield re.sub(r"(^|-m )distaccum (?=[a-z])", _name_of_script, " ".join(command.split()))
-
-
-def _name_of_script(found: re.Match[str]) -> str:
-    return f"{found[1]}distaccum{'.' if found[1] else '-'}"
+                yield " ".join(command.split()).replace("-m distaccum train", "-m distaccum.train")
 
 
 COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_of(page)}  # README's first
@@ -99,7 +96,7 @@ ELSEWHERE = {
     "python launch/examples/seq2seq.py launch/examples/dates.jsonl": (
         "distributed/test_examples.py::test_the_encoder_decoder_learns"
     ),
-    "distaccum-train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
+    "distaccum train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
         "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
     ),
     "torchrun --standalone --nproc-per-node=2 launch/train.py trainer.max_steps=20 profile.steps=[10,14]": (
@@ -117,7 +114,7 @@ ELSEWHERE = {
     "cd launch/examples/nanogpt": NANOGPT,
     "python prepare.py": NANOGPT,
     "python -m distaccum.train --config-dir conf experiment=nanogpt-cpu hydra.run.dir=runs/nanogpt": NANOGPT,
-    "distaccum-export runs/nanogpt/checkpoints/step-2000 weights.safetensors": NANOGPT,
+    "distaccum export runs/nanogpt/checkpoints/step-2000 weights.safetensors": NANOGPT,
     'python sample.py weights.safetensors --start "The "': NANOGPT,
     "torchrun --standalone --nproc-per-node=2 -m distaccum.train --config-dir conf experiment=nanogpt-cpu "
     "batch.micro_size=6 hydra.run.dir=runs/two": NANOGPT,
@@ -127,24 +124,24 @@ ELSEWHERE = {
     "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
     "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
     "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
-    "distaccum-report runs/NAME": "unit/report/test_report.py::test_the_command_writes_beside_the_run",
-    "distaccum-report runs/first runs/second -o compared.html": (
-        "unit/report/test_report.py::test_the_command_writes_beside_the_run"
+    "distaccum report runs/NAME": "tools/report/test_report.py::test_the_command_writes_beside_the_run",
+    "distaccum report runs/first runs/second -o compared.html": (
+        "tools/report/test_report.py::test_the_command_writes_beside_the_run"
     ),
-    "distaccum-verify runs/NAME": "unit/train/test_verify.py::test_",
-    "distaccum-compare runs/before runs/after": "distributed/test_compare.py::test_the_command_of_the_page",
-    "distaccum-doctor": "unit/doctor/test_command.py::test_everything_is_looked_at",
-    "distaccum-doctor --json --only host,disk": "unit/doctor/test_command.py::test_json_and_the_table_of_the_parts",
-    "torchrun --standalone --nproc-per-node=2 -m distaccum.doctor": (
-        "distributed/test_doctor.py::test_the_command_of_the_page_as_torchrun_starts_it"
+    "distaccum verify runs/NAME": "tools/test_verify.py::test_",
+    "distaccum compare runs/before runs/after": "tools/test_compare_command.py::test_the_command_of_the_page",
+    "distaccum doctor": "tools/doctor/test_command.py::test_everything_is_looked_at",
+    "distaccum doctor --json --only host,disk": "tools/doctor/test_command.py::test_json_and_the_table_of_the_parts",
+    "torchrun --standalone --nproc-per-node=2 -m distaccum doctor": (
+        "tools/test_doctor_command.py::test_the_command_of_the_page_as_torchrun_starts_it"
     ),
-    "distaccum-export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
-    "distaccum-export checkpoints/step-N my-llama --dtype bf16 --config-from llama": (
+    "distaccum export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "distaccum export checkpoints/step-N my-llama --dtype bf16 --config-from llama": (
         "unit/checkpoint/test_pretrained.py::test_the_configuration_states_the_format_that_is_written"
     ),
-    "distaccum-wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
-    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes_both_names",
-    "distaccum-train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
+    "distaccum wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
+    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes",
+    "distaccum train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
     ),
     "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
@@ -156,8 +153,8 @@ ELSEWHERE = {
     "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$FIRST_NODE:29400 launch/train.py": (
         "cluster/two_hosts/test_two_hosts.py::test_two_hosts_train_bitwise_as_one_does"
     ),
-    "torchrun --standalone --nproc-per-node=2 -m distaccum.audit launch/examples/handwritten_ddp.py "
-    "--loss distaccum:CrossEntropy": "distributed/test_audit.py::test_the_command_of_the_page",
+    "torchrun --standalone --nproc-per-node=2 -m distaccum audit launch/examples/handwritten_ddp.py "
+    "--loss distaccum:CrossEntropy": "tools/test_audit_command.py::test_the_command_of_the_page",
     "python launch/bench": "distributed/test_bench.py::test_a_window_costs_what_a_hand_written_one_does",
     "python launch/bench boundary=true": (
         "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"
@@ -187,20 +184,20 @@ ELSEWHERE = {
         "unit/launch/test_gpu_speed.py::test_a_measurement_of_speed_runs_in_small"
     ),
     "TORCHFT_PYTHON=/path/to/python python launch/bench elastic kills=12 quiet_s=12 'ways=[elastic,restart,torchft]'": (
-        "distributed/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
+        "elastic/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
     ),
     "NPROC=4 bash launch/elastic.sh engine=fsdp2 numerics=reproducible trainer.max_steps=40": (
-        "distributed/test_elastic_in_place.py::test_three_of_four_ranks_are_killed_at_a_place"
+        "elastic/test_elastic_in_place.py::test_three_of_four_ranks_are_killed_at_a_place"
     ),
     "NPROC=4 bash launch/elastic.sh numerics=reproducible trainer.max_steps=20": (
-        "distributed/test_elastic_run.py::test_three_of_four_ranks_are_killed_at_a_place"
+        "elastic/test_elastic_run.py::test_three_of_four_ranks_are_killed_at_a_place"
     ),
     **dict.fromkeys(
         (
             f"bash launch/elastic.sh --nnodes=2 --node-rank={rank} --rdzv=node1:29400 trainer.max_steps=20"
             for rank in (0, 1)
         ),
-        "distributed/test_elastic_agent.py::test_two_nodes_of_which_one_is_lost_and_comes_back",
+        "elastic/test_elastic_agent.py::test_two_nodes_of_which_one_is_lost_and_comes_back",
     ),
     "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
     "python launch/bench network": (
@@ -234,7 +231,7 @@ def _training(command: str) -> tuple[int, list[str]] | None:
             return int(variables.get("NPROC", 2)), arguments
         case (
             ["python", "launch/train.py", *arguments]
-            | ["distaccum-train", *arguments]
+            | ["distaccum", "train", *arguments]
             | ["python", "-m", "distaccum.train", *arguments]
         ):
             return 1, arguments
@@ -262,7 +259,7 @@ CHAIN = [
 ]
 TRAINING = [command for command in COMMANDS if _training(command) and command not in {OWN_PROJECT, *CHAIN, *ELSEWHERE}]
 JOBS = [command for command in COMMANDS if _sbatch(command) is not None]
-PLAN = [command for command in COMMANDS if command.startswith("distaccum-plan ")]
+PLAN = [command for command in COMMANDS if command.startswith("distaccum plan ")]
 CONTAINERS = [command for command in COMMANDS if command.startswith(("docker ", "kubectl "))]
 DEVELOPMENT = [
     command
@@ -360,10 +357,10 @@ def test_a_slurm_command_names_what_there_is(command: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("command", PLAN)
 def test_a_forecast_command_forecasts(command: str, tmp_path: Path) -> None:
-    module, function = PYPROJECT["project"]["scripts"]["distaccum-plan"].split(":")
+    module, function = commands()["plan"].target.split(":")
     script = tmp_path / "plan.py"
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
-    succeed(*shlex.split(command)[1:], f"hydra.run.dir={tmp_path}", script=script, cwd=tmp_path)
+    succeed(*shlex.split(command)[2:], f"hydra.run.dir={tmp_path}", script=script, cwd=tmp_path)
     assert (tmp_path / "plan.json").is_file()
 
 
@@ -656,8 +653,8 @@ def test_the_reference_has_every_choice_of_a_group(group: str) -> None:
 
 
 def test_the_reference_names_every_command() -> None:
-    rows = re.findall(r"^\| `(distaccum(?:-[\w-]+)?)` \|", text_of("docs/reference.md"), re.MULTILINE)
-    assert sorted(rows) == sorted(PYPROJECT["project"]["scripts"])
+    rows = re.findall(r"^\| `(distaccum [\w-]+)` \|", text_of("docs/reference.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(f"distaccum {name}" for name in commands())
 
 
 def test_the_example_programs_are_there() -> None:

@@ -15,23 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from distaccum.accumulation.batch_norm import warn_of_batch_statistics
+from distaccum.accumulation.batch_norm import check_kernels, expect_repeats, warn_of_batch_statistics
 from distaccum.accumulation.cut_check import check_cut
 from distaccum.accumulation.divided import divided
-from distaccum.accumulation.evaluation_weights import EvaluationWeights
 from distaccum.accumulation.global_batch import GlobalBatch
-from distaccum.accumulation.kernels import check_kernels
 from distaccum.accumulation.loader_factory import LoaderFactory, loss_to_rehearse
-from distaccum.accumulation.lockstep import Lockstep
+from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.rehearsal import Rehearsal
-from distaccum.accumulation.repeats import expect_repeats
-from distaccum.accumulation.schedulers import OwnedScheduler, check_schedulers
-from distaccum.accumulation.settings_agreement import SettingsAgreement
+from distaccum.accumulation.schedulers import EvaluationWeights, OwnedScheduler, check_schedulers
 from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import LossSums, Outcome, run_window
-from distaccum.accumulation.stragglers import Stragglers
 from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (

@@ -4,10 +4,76 @@ from __future__ import annotations
 
 import warnings
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distaccum.errors import BatchStatisticsWarning, shorten
+from distaccum.data.batches import to_device
+from distaccum.data.window import Window
+from distaccum.distributed.random import KeyedRandom
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.engines.buffers import state_restored
+from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError, shorten
+from distaccum.losses.base import Loss
+from distaccum.losses.normalize import as_loss_sums
+
+# Kernels and threads: what the bits of a micro-batch depend on beside its numbers.
+
+
+def check_kernels(world: World) -> None:
+    """For ``numerics=reproducible``: a collective.
+
+    Raises:
+        ConfigError: kernels may add in any order, or ranks have other numbers of threads; on all ranks.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        problem = "and torch may choose kernels that add in any order"
+        remedy = "Call torch.use_deterministic_algorithms(True) before"
+        raise ConfigError("numerics", "reproducible", problem, remedy)
+    threads = world.all_gather_object(torch.get_num_threads())
+    if len(set(threads)) > 1:
+        each = ", ".join(map(str, threads))
+        problem = f"and the ranks have {each} threads, by which kernels cut their sums"
+        remedy = "Call torch.set_num_threads(n) with one n on every rank"
+        raise ConfigError("numerics", "reproducible", problem, remedy)
+
+
+# Whether a micro-batch's loss is the same a second time, for ``numerics=reproducible``.
+
+
+@torch.no_grad()
+def expect_repeats(engine: Engine, window: Window, loss: Loss, world: World) -> None:
+    """Computes the loss of this rank's first micro-batch twice, with the same random numbers; a collective.
+
+    What a model or a loss keeps between two calls in an attribute, such as a hidden state, a counter or a generator of
+    its own, depends on the micro-batches that its rank has seen. Where a forward is a collective nothing is computed.
+
+    Raises:
+        MisuseError: the two differ, on any rank; on all of them.
+    """
+    if engine.forward_communicates:
+        return
+    differs = False
+    if window.micro_batches:
+        batch, found = to_device(window.micro_batches[0].batch, engine.device), list[list[Tensor]]()
+        random = KeyedRandom(engine.device, others=True)
+        with state_restored(engine):
+            for _ in range(2):
+                with random.keyed(window.keys, 0), engine.autocast():
+                    found.append(
+                        [part.detach().clone() for part in as_loss_sums(loss(engine.unwrapped_model, batch)).values()]
+                    )
+        first, second = found
+        differs = len(first) != len(second) or not all(map(_same, first, second))
+    if world.all_reduce_max_host([differs])[0]:
+        problem = "the loss of a micro-batch is another one a second time, with the same weights and random numbers"
+        remedy = "keep no state between two calls, and no generator of your own, in the model or the loss"
+        raise MisuseError(f"{problem}, so that it depends on what its rank has run before: {remedy}, or numerics=fast")
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def batch_statistics(model: nn.Module) -> list[str]:

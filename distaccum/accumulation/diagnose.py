@@ -21,8 +21,7 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
-from distaccum.engines.dtensor import to_local
-from distaccum.engines.modules import clean
+from distaccum.engines.modules import clean, to_local
 from distaccum.errors import MisuseError, shorten
 from distaccum.losses.base import AnyLoss, Loss, is_window_loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums, normalize_loss

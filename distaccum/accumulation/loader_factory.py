@@ -14,8 +14,8 @@ from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.checks import AUTO
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import as_loader, make_plan
+from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.loader import WindowLoader
-from distaccum.data.longest import longest_micro_batch
 from distaccum.data.plan.batch import largest_share
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import is_map_style

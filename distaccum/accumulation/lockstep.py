@@ -2,13 +2,162 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
+from statistics import median_low as median
+from time import perf_counter
+from typing import Any
 from zlib import crc32
 
 from distaccum.data.counter import GlobalCounter
 from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.engines.group_settings import OTHER_SETTINGS, differ, fingerprint, plain_settings
 from distaccum.errors import MisuseError, shorten
 from distaccum.verification.replicas import Replicas
+
+# Compares the settings of the optimizers' groups over the ranks, at no collective of its own: they ride in the count.
+#
+# Ranks that step with different rates hold different weights, or, where each steps a part, parts of different models.
+
+
+class SettingsAgreement:
+    """What is known when a window is counted: the groups' settings, and the schedule's next factor.
+
+    What a torch scheduler or a loop sets later, within the window, is compared with the next.
+
+    Args:
+        engine: whose optimizers are compared.
+        world: this rank.
+        next_factors: the schedule's factors that the coming step may get.
+    """
+
+    def __init__(self, engine: Engine, world: World, next_factors: Callable[[], Sequence[float]]) -> None:
+        self._engine, self._world, self._next_factors = engine, world, next_factors
+
+    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
+        """A number that stands for the settings, and its square."""
+        if self._world.size == 1:
+            return []
+        engine = self._engine
+        factors = self._next_factors()
+        number = fingerprint(engine.optimizers, factors, hooks=engine.steps_parts, world_size=self._world.size)
+        return [number, number**2]
+
+    def incoming(self, sums: list[float]) -> None:
+        """What :meth:`outgoing` gave, summed over the ranks.
+
+        Raises:
+            MisuseError: the ranks differ; raised on all of them.
+        """
+        if sums and differ(sums, self._world.size):
+            raise MisuseError(self._explanation())
+
+    def _explanation(self) -> str:
+        """A collective."""
+        own: dict[str, Any] = {"the schedule's next factor": list(self._next_factors())[-1:]}
+        own |= plain_settings(self._engine.optimizers, hooks=self._engine.steps_parts)
+        everyone = self._world.all_gather_object({name: repr(value) for name, value in own.items()})
+        names = [name for each in everyone for name in each if len({one.get(name) for one in everyone}) > 1]
+        if not names:
+            return OTHER_SETTINGS
+        name = min(names, key=lambda name: not name.startswith("lr "))
+        values = [each.get(name, "not there") for each in everyone]
+        other = next(rank for rank, value in enumerate(values) if value != values[0])
+        return (
+            f"ranks would step with different settings: {name} is {values[0]} on rank 0, and {values[other]} on rank "
+            f"{other}. Make it the same on every rank: reduce what it is computed from, or leave the rank out of it"
+        )
+
+
+# Finds the rank that the others wait for, at no collective of its own: each rank's times ride in the count.
+
+_log = logging.getLogger(__name__)
+WINDOWS, RATIO = 50, 1.5  # a rank is slow that needs so much longer than the median of the ranks, over so many windows
+_LEAST_S = 0.01  # a window: less is noise
+_WARM_UP = 2  # windows of which nothing is said: they compile, and start loaders
+_MOST_SLOTS = 256
+
+
+class Stragglers:
+    """Compares what the ranks do by themselves: loading data, and computing until the gradient's reduction.
+
+    On a GPU that is the host's time. See :class:`~distaccum.data.counter.Rider`.
+
+    Args:
+        world: this rank.
+        forward_communicates: whether the ranks wait for each other in forwards too: of those nothing is said.
+    """
+
+    def __init__(self, world: World, *, forward_communicates: bool) -> None:
+        self._world, self._activity, self._computes = world, world.activity, not forward_communicates
+        self._slots = min(world.size, _MOST_SLOTS)
+        self._windows = -_WARM_UP
+        self._totals: list[float] = []
+        self._slow: int | None = None
+        self.metrics: dict[str, float] = {}
+        """``slowest_rank``, and its time over the median of the ranks; empty before the first ``WINDOWS``."""
+
+    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
+        """One, so that a collective of the program's own is noticed; the seconds of loading, and of computing."""
+        activity, slots = self._activity, self._slots
+        if self._world.size == 1:
+            return []
+        times = [0.0] * (2 * slots)
+        slot = self._world.rank % slots
+        times[slot] = perf_counter() - activity.loading_at
+        if self._computes and activity.arrived_at > activity.counted_at:  # else it is another round for one window
+            times[slots + slot] = activity.arrived_at - activity.counted_at
+        return [1.0, *times]
+
+    def incoming(self, sums: list[float]) -> None:
+        """What :meth:`outgoing` gave, summed over the ranks.
+
+        Raises:
+            MisuseError: they are not those of a count.
+        """
+        if not sums:
+            return
+        if sums[0] != self._world.size:
+            problem = "the count's all-reduce has met a collective that this program calls on some ranks only"
+            raise MisuseError(f"{problem}: call each collective of your own on every rank, in the same order")
+        self._windows += 1
+        if self._windows <= 0:
+            return
+        self._totals = list(map(add, self._totals, sums[1:])) if self._totals else sums[1:]
+        if self._windows >= WINDOWS:
+            self._compare(self._totals)
+            self._totals, self._windows = [], 0
+
+    def _compare(self, totals: list[float]) -> None:
+        sharing = [len(range(slot, self._world.size, self._slots)) * WINDOWS for slot in range(self._slots)]
+        loading = [total / n for total, n in zip(totals[: self._slots], sharing, strict=True)]
+        computing = [total / n for total, n in zip(totals[self._slots :], sharing, strict=True)]
+        each = [a + b for a, b in zip(loading, computing, strict=True)]
+        middle, slowest = median(each), max(range(self._slots), key=each.__getitem__)
+        ratio = each[slowest] / middle if middle else 1.0
+        self.metrics = {"slowest_rank": slowest, "slowest_over_median": ratio}
+        if ratio < RATIO or each[slowest] - middle < _LEAST_S:
+            self._slow = None
+        elif slowest != self._slow:
+            self._slow = slowest
+            if self._world.is_main:
+                _log.warning("%s", self._explanation(slowest, ratio, loading, computing))
+
+    def _explanation(self, slowest: int, ratio: float, loading: list[float], computing: list[float]) -> str:
+        others = range(slowest, self._world.size, self._slots)
+        who = f"rank {slowest}" if len(others) == 1 else f"one of the ranks {', '.join(map(str, others))}"
+        loads = loading[slowest] - median(loading) > computing[slowest] - median(computing)
+        what, times = ("loading data", loading) if loads else ("its forwards and backwards", computing)
+        look = "its files and loading processes" if loads else "its clock and temperature, and who shares its cores"
+        return (
+            f"{who} is slow: {ratio:.2f}x the median of the ranks over {WINDOWS} windows. It needs "
+            f"{times[slowest]:.3f} s a window for {what}, and the median rank {median(times):.3f} s; all others wait "
+            f"for it. Look at {look}"
+        )
+
 
 _PLACES = 2**20  # so that the sums of their squares are whole numbers in fp64, up to 4096 ranks
 

@@ -23,18 +23,15 @@ from torch import Tensor
 from distaccum.accumulation.graph import leaves_of
 from distaccum.data.batches import to_device
 from distaccum.data.cutting import shape_of
-from distaccum.distributed.live_memory import LiveMemory
-from distaccum.distributed.memory import is_out_of_memory
-from distaccum.distributed.memory_limit import memory_left
+from distaccum.distributed.memory import LiveMemory, is_out_of_memory, memory_left
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
-from distaccum.engines.memory_marks import Shape
+from distaccum.engines.memory_marks import Shape, state_to_come
 from distaccum.engines.memory_report import memory_by_part
 from distaccum.engines.ownership import is_owned
-from distaccum.engines.step_memory import state_to_come
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, as_counts, normalize_loss

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distaccum.accumulation.graph import leaves_of
 from distaccum.accumulation.step import refuse_freed
 from distaccum.engines.base import Engine
-from distaccum.engines.guard import is_guarded
+from distaccum.engines.optimizer_step import is_guarded
 from distaccum.engines.ownership import is_owned
 from distaccum.errors import MisuseError
 

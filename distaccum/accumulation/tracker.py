@@ -3,28 +3,83 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import inf
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
 from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import Outcome
-from distaccum.accumulation.untrained import UntrainedParameters
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine
+from distaccum.engines.base import Engine, StepOutput
+from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import trained
-from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError, UntrainedParameterWarning, shorten
 from distaccum.losses.base import Loss
+
+# Names parameters that the loss never gave a gradient: a frozen branch, a head no loss uses, a detached path.
+
+WINDOWS = 16  # looked at
+
+
+class UntrainedParameters:
+    """Adds up the gradients' norms on the device over the first windows, and looks at the sum once.
+
+    A gradient of 0.0 counts as none: an engine whose gradients are buckets has one for every parameter.
+
+    Args:
+        names: of the parameters that need a gradient.
+        windows: to look at.
+    """
+
+    def __init__(self, names: Iterable[str], windows: int = WINDOWS) -> None:
+        self._untrained = set(names)
+        self._left = windows
+        self._seen: list[str] | None = None
+        self._norms: Tensor | None = None
+        self._copy: HostCopy | None = None
+
+    def note(self, step: StepOutput) -> None:
+        """Adds one window's step; warns in the window after the last one, when the numbers have arrived."""
+        if self._left < 0:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self._warn()
+            return
+        names = list(step.names)
+        if self._norms is None:
+            self._seen, self._norms = names, step.norms
+        elif names == self._seen:
+            self._norms = torch.maximum(self._norms, step.norms)
+        else:  # used now, and not before, or the other way round
+            self._untrained.difference_update(set(names) ^ set(self._seen or ()))
+            return
+        if self._left == 0:
+            self._copy = HostCopy(self._norms)
+
+    def _warn(self) -> None:
+        norms = self._copy.read() if self._copy is not None else []
+        trained = {name for name, norm in zip(self._seen or (), norms, strict=False) if norm != 0.0}
+        if self._copy is None:  # parameters came and went: those that were ever named
+            trained = set(self._seen or ())
+        names = sorted(self._untrained - trained)
+        self._norms = self._copy = None
+        if names and trained:
+            problem = f"no window has given {shorten(names)} a gradient so far"
+            warnings.warn(f"{problem}: set requires_grad=False, or use it in the loss", UntrainedParameterWarning, 2)
+
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP = "gave up its window"  # in place of a fault

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from stat import S_ISREG
 from time import sleep
-from typing import TypeVar
+from types import TracebackType
+from typing import Protocol, TypeAlias, TypeVar
+
+from blake3 import blake3
+
+# The digests of a checkpoint's files: BLAKE3, which a core makes of 7 GB in a second, where SHA-256 takes three more.
+#
+# A digest names its algorithm, as ``blake3:9f64...``; one without a name is SHA-256, of checkpoints from before.
+
+NAME = "blake3:"
+
+
+class Digest(Protocol):
+    """What takes bytes piece by piece, in any pieces; without the interpreter's lock where they are many."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Adds the bytes of ``data``."""
+
+    def hexdigest(self) -> str:
+        """Of all bytes so far."""
+
+
+def begin_digest(like: str = NAME) -> Digest:
+    """A digest of nothing yet, by the algorithm of the digest ``like``."""
+    return blake3() if like.startswith(NAME) else hashlib.sha256()
+
+
+def digest_text(digest: Digest) -> str:
+    """The digest with its algorithm's name, as manifests have it."""
+    return f"{NAME if isinstance(digest, blake3) else ''}{digest.hexdigest()}"
+
 
 _T = TypeVar("_T")
 # What a path that does not hold what was asked for gives. Any other error says nothing about what is on the disk:
@@ -94,3 +128,138 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """:func:`write_text` for a JSON value."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+# Files written and hashed by threads: what is written beside its writing, and several files at once.
+#
+# Digests, reads, writes and syncs release the interpreter's lock, so that one core hashes what another one writes.
+
+Pieces: TypeAlias = Sequence[memoryview | bytes]
+
+THREADS = min(8, os.cpu_count() or 1)
+_READ = 2**20  # bytes at once
+_LARGE = 2**22  # bytes: a thread costs more than it saves where there are fewer
+
+
+class HashingWriter:
+    """Writes files into a folder, and hashes the same memory beside; a context, at whose end all of them are durable.
+
+    A digest tells what a file is to hold, not what the disk gives back: a write that is torn or lost in silence does
+    not agree with it. Large files are written by threads, some at once, and others hash them; small ones at once.
+
+    Args:
+        folder: exists already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._threads = ThreadPoolExecutor(2 * THREADS, thread_name_prefix="checkpoint")
+        self._running: dict[Future[str], str] = {}  # files that are being written, and their names
+        self._digests: dict[str, str] = {}
+
+    def __enter__(self) -> HashingWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish(most=0)
+        finally:
+            self._threads.shutdown(cancel_futures=True)
+
+    def write(self, name: str, pieces: Pieces) -> None:
+        """Writes one file, or has it written; returns when fewer files than there are threads are still in memory.
+
+        Args:
+            name: of the file in the folder.
+            pieces: its content, which may not change before :attr:`digests` are read.
+
+        Raises:
+            OSError: the disk is full, or gone; with the name of this file, or of one before.
+        """
+        if sum(map(len, pieces)) < _LARGE:
+            _write(self.folder / name, pieces)
+            self._digests[name] = _digest_of(pieces)
+            return
+        self._running[self._threads.submit(self._write_and_hash, self.folder / name, pieces)] = name
+        self._finish(most=THREADS - 1)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each file by its name, once all are durable; raises what :meth:`write` does."""
+        self._finish(most=0)
+        return dict(self._digests)
+
+    def _finish(self, *, most: int) -> None:
+        """Waits until so many files are still being written, or fewer."""
+        while len(self._running) > most:
+            for ended in wait(self._running, return_when=FIRST_COMPLETED).done:
+                self._digests[self._running.pop(ended)] = ended.result()
+
+    def _write_and_hash(self, file: Path, pieces: Pieces) -> str:
+        """In one thread; another one hashes. As many files as there are cores take two threads each: all there are."""
+        hashed = self._threads.submit(_digest_of, pieces)
+        _write(file, pieces)
+        return hashed.result()
+
+
+def digests(files: Mapping[Path, str]) -> list[str | None]:
+    """The digest of each file, None for what is none, such as a link; the large ones are read by threads.
+
+    Args:
+        files: with the digest that each is compared with, or that of any other, whose algorithm is taken.
+
+    Raises:
+        OSError: one cannot be read, again and again.
+    """
+    tasks: list[Callable[[], str | None]] = []
+    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
+    try:
+        for file, like in files.items():
+            read = partial(retried, partial(_digest, file, like), of=file)
+            large = retried(partial(_size, file), of=file) >= _LARGE
+            tasks.append(threads.submit(read).result if large else read)
+        return [task() for task in tasks]
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _write(file: Path, pieces: Pieces) -> None:
+    try:
+        with file.open("wb") as opened:
+            for piece in pieces:
+                opened.write(piece)
+        sync(file)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is no link, pipe or device: what a link names may be anywhere, and to read the others may not end."""
+    return S_ISREG(path.lstat().st_mode)
+
+
+def _size(path: Path) -> int:
+    found = path.lstat()
+    return found.st_size if S_ISREG(found.st_mode) else 0
+
+
+def _digest(path: Path, like: str) -> str | None:
+    if not is_file(path):
+        return None
+    found, buffer = begin_digest(like), bytearray(_READ)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            found.update(memoryview(buffer)[:size])
+    return digest_text(found)
+
+
+def _digest_of(pieces: Pieces) -> str:
+    found = begin_digest()
+    for piece in pieces:
+        found.update(piece)
+    return digest_text(found)

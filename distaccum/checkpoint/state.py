@@ -32,8 +32,7 @@ from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
-from distaccum.checkpoint.files import retried
-from distaccum.checkpoint.hashing import HashingWriter, Pieces
+from distaccum.checkpoint.files import HashingWriter, Pieces, retried
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World

@@ -15,9 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distaccum.checkpoint import digest
-from distaccum.checkpoint.files import ABSENT, listed, retried, sync, write_json, write_text
-from distaccum.checkpoint.hashing import digests, is_file
+from distaccum.checkpoint.files import ABSENT, NAME, digests, is_file, listed, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -361,7 +359,7 @@ def _digests(
             relative = path.relative_to(folder).as_posix()
             if path != folder / MANIFEST and relative not in known:
                 unknown[relative] = path
-    sought = {path: str(like.get(name, digest.NAME)) for name, path in unknown.items()}
+    sought = {path: str(like.get(name, NAME)) for name, path in unknown.items()}
     found |= zip(unknown, digests(sought), strict=True)
     return dict(sorted(found.items()))
 

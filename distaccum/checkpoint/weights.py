@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.checkpoint.tensors import TensorFiles
-from distaccum.engines.extra_state import is_extra, set_extra_state, to_bytes
 from distaccum.engines.modules import clean, is_meta
-from distaccum.engines.state import model_state
+from distaccum.engines.state import is_extra, model_state, set_extra_state, to_bytes
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 

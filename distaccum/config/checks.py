@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import fields
 from numbers import Real
@@ -11,6 +12,61 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from distaccum.errors import ConfigError
+
+# Durations as Slurm writes them.
+
+_CLOCK = re.compile(r"(?:(?P<days>\d+)[-:](?=\d+:\d+:))?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+
+def seconds_of(key: str, value: object) -> float:
+    """The seconds of ``D-HH:MM:SS``, ``DD:HH:MM:SS``, ``HH:MM:SS``, ``MM:SS``, ``90s`` (or ``m``, ``h``, ``d``), or of
+    a number of seconds.
+
+    Raises:
+        ConfigError: it is none of these, or not positive.
+    """
+    found: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        found = float(value)
+    elif isinstance(value, str) and (unit := _DURATION.fullmatch(value)):
+        found = float(unit[1]) * _SECONDS[unit[2]]
+    elif isinstance(value, str) and (clock := _CLOCK.fullmatch(value)):
+        days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
+        found = days * 86400 + hours * 3600 + minutes * 60 + seconds
+    if found is None or not 0 < found < float("inf"):
+        remedy = "Write HH:MM:SS, D-HH:MM:SS, 90s, 30m, 12h, or seconds"
+        raise ConfigError(key, value, "not a positive length of time", remedy)
+    return found
+
+
+# Sizes of memory, with their unit.
+
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_WHOLE = 100  # from which on no decimal is shown
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_BYTES)})")
+
+
+def bytes_of(key: str, value: object) -> float:
+    """The bytes of ``512MiB``, ``1.5GiB``, ``64GB`` and the like.
+
+    Raises:
+        ConfigError: it is no positive size with a unit.
+    """
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is None or not float(found[1]):
+        raise ConfigError(key, value, "no positive size with its unit", f"Write 4GiB; units are {', '.join(_BYTES)}")
+    return float(found[1]) * _BYTES[found[2]]
+
+
+def size_of(count: float) -> str:
+    """Bytes with a unit, as ``512 B``, ``1.5 MiB``, ``93.1 GiB``, ``250 GiB``."""
+    power = min(len(_BINARY) - 1, int(math.log2(max(1.0, count))) // 10)
+    number = count / 1024**power
+    return f"{number:.{1 if power and number < _WHOLE else 0}f} {_BINARY[power]}"
+
 
 _Settings = TypeVar("_Settings")
 

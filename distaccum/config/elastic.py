@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distaccum.config.checks import require_annotated, require_count
-from distaccum.config.durations import seconds_of
+from distaccum.config.checks import require_annotated, require_count, seconds_of
 
 
 @dataclass(frozen=True, kw_only=True)

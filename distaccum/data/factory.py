@@ -12,13 +12,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from distaccum.config.checks import REPRODUCIBLE, require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
-from distaccum.data.ahead import items_of_window, stream_loader
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
+from distaccum.data.loading_processes import items_of_window, stream_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
-from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.plan.tokens import TokenPlan
+from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
 from distaccum.data.plan.units import UnitPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader

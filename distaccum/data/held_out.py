@@ -11,11 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distaccum.data import loading_processes
-from distaccum.data.ahead import SeededIds
 from distaccum.data.cutting import CannotCutError, cut, shape_of
 from distaccum.data.factory import loading_options
 from distaccum.data.loader import Collate, expect_all, generator_of, torch_loader
-from distaccum.data.reading import start_method
+from distaccum.data.loading_processes import SeededIds, start_method
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World

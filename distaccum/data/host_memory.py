@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import numpy as np
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from distaccum.data.ahead import items_of_window
+from distaccum.data.adapters import yields_batches
 from distaccum.data.batches import map_tensors
 from distaccum.data.loader import rows_of
+from distaccum.data.loading_processes import items_of_window, reading
 from distaccum.data.plan.batch import Plan
-from distaccum.data.plan.micro_tokens import MicroTokenPlan
-from distaccum.data.reading import reading
+from distaccum.data.plan.tokens import MicroTokenPlan
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError
+
+# The longest micro-batch that data can make: what takes the most memory and time.
+
+
+def longest_micro_batch(data: DataSpec, size: int) -> Any:
+    """A micro-batch of so many samples, on the host: the longest where the data says how long they are."""
+    if not is_map_style(data.train):
+        stream = iter(cast("Iterable[Any]", data.train))
+        if yields_batches(data):
+            return next(stream)
+        return (data.collate or default_collate)(list(islice(stream, size)))
+    ids = list(range(min(size, len(data.train))))
+    if data.lengths is not None:
+        ids = np.argsort(-np.asarray(data.lengths), kind="stable")[:size].tolist()
+    loader = DataLoader(cast("Any", data.train), batch_sampler=[ids], collate_fn=data.collate)
+    return next(iter(loader))
+
 
 _MIB = 2**20
 

@@ -18,21 +18,25 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distaccum.data import loading_processes
-from distaccum.data.agreement import Agreement, differing_item, refuse_other_data
-from distaccum.data.ahead import Seeded, SeededIds, items_of_window, note_memory, prefetch_factor
+from distaccum.data.agreement import Agreement, Sketch, differing_item, refuse_other_data, same, sketch
 from distaccum.data.batches import map_tensors
 from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
+from distaccum.data.loading_processes import (
+    Seeded,
+    SeededIds,
+    WaitClock,
+    items_of_window,
+    note_memory,
+    prefetch_factor,
+    reading,
+)
 from distaccum.data.packing import PackCollator
 from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
-from distaccum.data.plan.micro_tokens import MicroTokenPlan, TokensOf
-from distaccum.data.plan.resized import Resize, ResizedPlan
-from distaccum.data.plan.scheduled import ScheduledPlan
+from distaccum.data.plan.scheduled import Resize, ResizedPlan, ScheduledPlan
+from distaccum.data.plan.tokens import MicroTokenPlan, TokensOf
 from distaccum.data.plan.units import UnitEpoch, UnitPlan
-from distaccum.data.reading import reading
-from distaccum.data.sketch import Sketch, same, sketch
 from distaccum.data.spec import Ignored, MapDataset, WorkerOptions
-from distaccum.data.waiting import WaitClock
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState, keys_of
 from distaccum.distributed.world import World

@@ -3,30 +3,156 @@
 from __future__ import annotations
 
 import gc
+import logging
+import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 from weakref import finalize
 
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from distaccum.data.batches import map_tensors
+from distaccum.data.plan.batch import Plan
+from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.spec import MapDataset, WorkerOptions
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
+from distaccum.distributed.random import seed_others
 from distaccum.distributed.signals import ignore_stop_signals
 from distaccum.distributed.world import World
-from distaccum.errors import DataError
+from distaccum.errors import DataError, DataWarning
+
+# What loading processes load ahead: how many micro-batches, and with which random numbers.
+
+_log = logging.getLogger(__name__)
+_MIB = 2**20
+_TORCHS_FACTOR = 2  # of a DataLoader that is told none
+
+
+def prefetch_factor(workers: WorkerOptions, window: int) -> int | None:
+    """Items that each loading process has ahead, so that together they have ``workers.prefetch_windows`` windows.
+
+    Torch's ``DataLoader`` sends an item's number to a process whenever it hands one out. So when all items of a window
+    are taken, the processes are at those of the next one, and load them while the window is computed. A factor that is
+    stated, or torch's own, is kept where it is larger; with no ``prefetch_windows`` it is all there is. All of them
+    together are no more than ``workers.most_ahead``.
+
+    Args:
+        workers: their number, and what is stated.
+        window: the items of a rank's largest window: micro-batches, or samples of a stream.
+
+    Returns:
+        Torch's ``prefetch_factor``; None without loading processes.
+    """
+    if not workers.num_workers:
+        return None
+    wanted = -(-workers.prefetch_windows * window // workers.num_workers)
+    factor = max(wanted, workers.prefetch_factor or _TORCHS_FACTOR)
+    return factor if workers.most_ahead is None else min(factor, max(1, workers.most_ahead // workers.num_workers))
+
+
+def items_of_window(plan: Plan | StreamPlan) -> int:
+    """The items of a rank's largest window: micro-batches, or samples of a stream; of limits of tokens in epoch 0."""
+    if isinstance(plan, StreamPlan):
+        return -(-plan.wanted(0) // plan.world_size)
+    steps: int = plan.as_dict()["accumulation_steps"]
+    return steps
+
+
+def note_memory(window: Sequence[Any], ahead: int) -> None:
+    """Logs the host memory that micro-batches loaded ahead may take, and warns where shared memory cannot hold them.
+
+    Args:
+        window: a window's micro-batches on the host, after which those ahead are reckoned.
+        ahead: how many of them may be loaded ahead.
+    """
+    sizes: list[int] = []
+    for batch in window:
+        map_tensors(batch, lambda tensor: sizes.append(tensor.nbytes))
+    held, limit = sum(sizes) / max(len(window), 1) * ahead, shared_memory()
+    _log.info("up to %d micro-batches are loaded ahead: about %.1f MiB of host memory", ahead, held / _MIB)
+    if held > limit:
+        what = f"up to {ahead} micro-batches are loaded ahead, about {held / _MIB:,.0f} MiB"
+        where = f"and the shared memory that they travel through has {limit / _MIB:,.0f} MiB"
+        remedy = f"{MORE_SHARED_MEMORY[0].upper()}{MORE_SHARED_MEMORY[1:]}"
+        warnings.warn(f"{what}, {where}. {remedy}, or set prefetch_windows=0", DataWarning, stacklevel=2)
+
+
+def stream_loader(stream: IterableDataset[Any], workers: WorkerOptions, window: int) -> DataLoader[Any]:
+    """Torch's ``DataLoader`` of the samples of a stream that divides itself among the loading processes.
+
+    Args:
+        stream: the samples of this rank.
+        workers: how they are loaded.
+        window: the samples of a rank's window.
+    """
+    return DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=workers.num_workers,
+        worker_init_fn=begin,
+        multiprocessing_context=workers.multiprocessing_context,
+        timeout=workers.timeout,
+        prefetch_factor=prefetch_factor(workers, window),
+    )
+
+
+class SeededIds(list[int]):
+    """The samples of a micro-batch, as a plain list for the loading process that gets them, which they seed.
+
+    Torch pickles them into a process's queue, and the process loads them as soon as it has unpickled them: what a
+    dataset draws from the global generators of torch, NumPy and Python is then a function of the key. It depends
+    neither on which process loads, nor on what it has loaded before or how far ahead it is.
+    """
+
+    def __init__(self, ids: list[int], key: int) -> None:
+        super().__init__(ids)
+        self.key = key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _seeded, (self.key, list(self))
+
+    @classmethod
+    def here(cls, ids: list[int], key: int) -> list[int]:
+        """The ids, with which this process seeds its own generators: it loads the samples next."""
+        return _seeded(key, ids)
+
+
+class Seeded:
+    """Micro-batches of which each seeds whoever loads it: this process, or the loading process that gets it."""
+
+    def __init__(self, batches: Sequence[list[int]], *, key: int) -> None:
+        self._batches, self._key = batches, key
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for ids in self._batches:
+            _seeded(self._key, ids)
+            yield SeededIds(ids, self._key)
+
+
+def _seeded(key: int, ids: list[int]) -> list[int]:
+    torch.default_generator.manual_seed(key)  # of the host alone
+    seed_others(key)
+    return ids
+
 
 _T = TypeVar("_T")
 _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory)"
 _LESS_AHEAD = "prefetch_windows=0 loads less ahead"
-_MIB = 2**20
 _ENDS_WITHIN_S = 2.0
 _KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
 
@@ -188,3 +314,107 @@ def _memory_limit() -> str:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         return f" (this container uses {used / _MIB:,.0f} of {limit / _MIB:,.0f} MiB)"
     return ""
+
+
+# Samples that are read beside the training, for what is to be known of them.
+
+
+def reading(
+    dataset: MapDataset, batches: Sequence[list[int]], of: Callable[[list[Any]], Any], workers: WorkerOptions
+) -> Iterator[Any]:
+    """What ``of`` makes of the samples of each batch; after one that raises, the next may be asked for.
+
+    Where loading processes are forked, one of them reads. A dataset that opens its file with its first sample, as one
+    does for loading processes, would open it in this process, and all that are forked later would share the open file
+    and its one position: they would read each other's samples. Where they are started otherwise, they get the dataset
+    pickled, as an open file cannot be; what is read here is such a copy.
+
+    Args:
+        dataset: map-style samples.
+        batches: the samples of each, by number.
+        of: from a batch's samples to what is wanted of them.
+        workers: how the others are loaded.
+    """
+    forked = workers.num_workers > 0 and start_method(workers.multiprocessing_context) == "fork"
+    if workers.num_workers and not forked:
+        with suppress(Exception):  # it is pickled for the loading processes too, which then say so
+            dataset = pickle.loads(pickle.dumps(dataset))  # noqa: S301  written here
+    loader: DataLoader[Any] = DataLoader(
+        cast("Dataset[Any]", dataset),  # torch names its base class, and uses [index] only
+        batch_sampler=cast(Any, batches),
+        collate_fn=of,
+        num_workers=int(forked),
+        multiprocessing_context="fork" if forked else None,
+        worker_init_fn=WorkerInit(workers.worker_init_fn),
+        timeout=workers.timeout if forked else 0,
+        generator=torch.Generator(),  # of the process's seed: none of the model's numbers is drawn
+    )
+    return Iteration().begin(loader)
+
+
+def start_method(context: Any) -> str | None:
+    """That of a ``DataLoader``'s ``multiprocessing_context``: a context, a name, or None for the default."""
+    if isinstance(context, str):
+        return context
+    return str((multiprocessing if context is None else context).get_start_method())
+
+
+# How long a rank waits for the micro-batches of a window: the device, or, without one of its own, the host.
+
+
+class WaitClock:
+    """Times the loading of windows, and never makes the host wait for the device.
+
+    The host is ahead of a GPU, which goes on while the host waits for data. So an event marks the end of what was
+    queued before the loading. If the GPU has not got there when the data are there, it has not waited. If it has, it
+    was idle from that event until now, which a second event marks; what lies between them is known when both have
+    happened.
+
+    Args:
+        device: of this rank.
+        clock: seconds of the host.
+        event: makes an event of the device, as ``torch.cuda.Event``; None: the device's own, or none without a GPU.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        clock: Callable[[], float] = perf_counter,
+        event: Callable[[], Any] | None = None,
+    ) -> None:
+        if event is None and device.type == "cuda":
+            event = partial(torch.cuda.Event, enable_timing=True)
+        self._clock, self._event = clock, event
+        self._began = 0.0
+        self._queued: Any = None
+
+    def start(self) -> None:
+        """Called when a window is asked for: all work of the one before is queued."""
+        self._began = self._clock()
+        if self._event is not None:
+            self._queued = self._event()
+            self._queued.record()
+
+    def stop(self) -> tuple[float, Callable[[], float] | None]:
+        """Called when its micro-batches are there.
+
+        Returns:
+            the seconds that the host has waited; and what gives those of the device, when the window is run, None where
+            there are no events.
+        """
+        waited, queued = self._clock() - self._began, self._queued
+        if self._event is None or queued is None:
+            return waited, None
+        if not queued.query():
+            return waited, float  # 0.0: the device is still busy
+        loaded = self._event()
+        loaded.record()
+        return waited, partial(_idle, queued, loaded, waited)
+
+
+def _idle(queued: Any, loaded: Any, most: float) -> float:
+    """Seconds between two events of a device, and no more than the host has waited."""
+    loaded.synchronize()  # no wait: the device was idle when it was recorded, and has computed a window since
+    idle: float = queued.elapsed_time(loaded) / 1e3
+    return min(most, idle)

@@ -13,15 +13,14 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from distaccum.data import loading_processes
-from distaccum.data.agreement import Agreement, refuse_equal_streams, refuse_equal_workers
+from distaccum.data.agreement import Agreement, Sketch, refuse_equal_streams, refuse_equal_workers, sketch
 from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
+from distaccum.data.loading_processes import WaitClock
 from distaccum.data.plan.batch import KEYWORDS
-from distaccum.data.plan.resized import Resize
+from distaccum.data.plan.scheduled import Resize
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.sketch import Sketch, sketch
-from distaccum.data.waiting import WaitClock
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World

@@ -2,11 +2,200 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import DistaccumError, ResourceError
+
+# The control groups of Linux that limit this process: of version 2, and of version 1.
+#
+# https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/.
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """The folders of each group that this process is in, and of all above it; whether they are of version 2.
+
+    As far as they are seen: a container may see its own alone, as the topmost. None where there are no such groups.
+
+    Args:
+        controller: of version 1: ``cpu``, ``memory``, ``pids``. A folder of version 2 has the files of all of them.
+        root: below which the kernel's files are read.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, name = line.split(":", 2)
+        unified = number == "0"
+        if unified or controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / ("" if unified else controller)
+            folder = top / name.lstrip("/")
+            for group in (folder, *folder.parents):
+                yield group, unified
+                if group == top:
+                    break
+
+
+# Memory that a machine has left: by its kernel's word, and by the limits of this process's control groups.
+#
+# Linux alone says so. A control group's is its limit less what it uses, without the pages of files that were not used
+# lately: https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction counts a working set so.
+
+_SHARE = 0.5  # of what is left, that may be taken at once
+
+
+def lacks(world: World, size: int) -> str:
+    """Why not every rank can take its ``size`` bytes and leave half of what its machine has; "" if all can.
+
+    A collective. Ranks of one machine, in containers too, take what they take together.
+    """
+    return lacking(world.all_gather_object((machine(), size, available())))
+
+
+def lacking(wanted: Sequence[tuple[str, int, int | None]]) -> str:
+    """:func:`lacks`, given each rank's machine, its bytes, and those that are left as it sees them."""
+    for place in dict.fromkeys(machine for machine, _, _ in wanted):
+        ranks = [rank for rank, (machine, _, _) in enumerate(wanted) if machine == place]
+        needed = sum(wanted[rank][1] for rank in ranks)
+        left = [wanted[rank][2] for rank in ranks]
+        known = [one for one in left if one is not None]
+        if needed and len(known) < len(left):
+            return f"nobody says how much memory is left where rank {ranks[left.index(None)]} is"
+        if needed > _SHARE * min(known, default=0):
+            who = f"{len(ranks)} ranks from {ranks[0]} on" if len(ranks) > 1 else f"rank {ranks[0]}"
+            return f"{who} would take {_shown(needed)}, more than half of the {_shown(min(known))} that are left there"
+    return ""
+
+
+def machine(root: Path = Path("/")) -> str:
+    """A name that all processes have which share their memory with this one; files are read below ``root``."""
+    with suppress(OSError):
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes that may be taken before the machine, or a control group, has none left; None where nobody says.
+
+    Files are read below ``root``.
+    """
+    with suppress(OSError, ValueError, LookupError):
+        rows = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        kibibytes = {name: value.split()[0] for name, _, value in rows}
+        return max(0, min([2**10 * int(kibibytes["MemAvailable"]), *_left(root)]))
+    return None
+
+
+def _left(root: Path) -> Iterator[int]:
+    """What each control group of this process leaves it."""
+    for group, unified in control_groups("memory", root):
+        limits = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
+        used = "memory.current" if unified else "memory.usage_in_bytes"
+        reclaimed = "inactive_file" if unified else "total_inactive_file"
+        for limit in limits:
+            with suppress(OSError, ValueError):  # no limit: "max", or no such file
+                most = int((group / limit).read_text())
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield most - int((group / used).read_text()) + int(statistics.get(reclaimed, 0))
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+# The memory of the tensors that operators make, counted while they are alive.
+
+BLOCK = {"cuda": 512}  # bytes, of which a GPU's allocator gives whole ones
+
+
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Counts the bytes of tensors on one kind of device that operators make within the block, while they are alive.
+
+    Args:
+        kind: of the device.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._kind, self._block = kind, BLOCK.get(kind, 1)
+        self._known: dict[int, weakref.ref[Any]] = {}  # by a storage's address
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operator, then looks at what it gives; what it is given and nobody made was there before."""
+        self._note((args, kwargs), made=False)
+        found = function(*args, **(kwargs or {}))
+        self._note(found, made=True)
+        return found
+
+    def _note(self, values: Any, *, made: bool) -> None:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._kind:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._add(storage, -(-storage.nbytes() // self._block) * self._block if made else 0)
+
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        address = storage._cdata
+
+        def freed(_: object) -> None:
+            del self._known[address]
+            self.now -= size
+
+        self._known[address] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+# How much memory a rank may take of its device.
+
+
+def memory_left(device: torch.device, *, sharing: int = 1) -> int | None:
+    """Bytes that this rank can still take, beside what it holds; None where nobody says.
+
+    On a GPU what is free there, and what torch has cached of it, within the fraction of the card that this process may
+    take. On the host what the machine and its control groups leave, by the ranks that share it, within the limits of
+    the process's address space and data.
+
+    Args:
+        device: of this rank.
+        sharing: ranks on this machine.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        allowed = int(fraction * total) - torch.cuda.memory_allocated(device)
+        return max(0, min(free + cached, allowed))
+    left = available()
+    limits = [] if left is None else [left // sharing]
+    return max(0, min(limits + _limits_of_process())) if limits or _limits_of_process() else None
+
+
+def _limits_of_process() -> list[int]:
+    found = []
+    for limit, row in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            with suppress(OSError, LookupError, ValueError):
+                lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+                used = {name: value.split()[0] for name, _, value in lines if value.split()}
+                found.append(most - 1024 * int(used[row]))
+    return found
+
 
 # What allocators and libraries say that have no error class of their own: the host's, oneDNN's, cuBLAS's, CUDA's.
 _SAID = (

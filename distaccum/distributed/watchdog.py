@@ -22,16 +22,91 @@ from datetime import timedelta
 from multiprocessing import active_children
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TextIO
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.activity import MEETINGS, OF_A_WINDOW, Phase, Place
-from distaccum.distributed.processes import DIED, NOWHERE, is_of_library, stand_of, trouble_of, troubled_children
 from distaccum.distributed.world import World
 from distaccum.errors import shorten
+
+# What the kernel and the interpreter say of a process: whether it runs, and where its threads stand.
+
+DIED = "has died"
+_STATES = {
+    "T": "is stopped (SIGSTOP, or Ctrl-Z)",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk or a network file system (state D)",
+    "Z": DIED,
+    "X": DIED,
+}
+_DEBUGGERS = ("pdb.py", "bdb.py", "ipdb", "pydevd", "debugpy", "pudb")
+
+
+def trouble_of(pid: int) -> str:
+    """What is wrong with a process of this machine, such as ``has died``; empty where nobody knows of anything."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except FileNotFoundError:
+        return DIED
+    except OSError:
+        return ""
+    return _STATES.get(after_name[:1], "")
+
+
+def troubled_children() -> str:
+    """The loading processes of this one with which something is wrong, in words; empty without one."""
+    found = [(child.pid, trouble_of(child.pid)) for child in active_children() if child.pid is not None]
+    return ", ".join(f"its process {pid} {trouble}" for pid, trouble in found if trouble)
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a thread stands: in whose code, in which collective if it waits in one, and whether a debugger has it."""
+
+    code: str
+    collective: str
+    debugged: bool
+
+
+NOWHERE = Stand("", "", debugged=False)
+
+
+def stand_of(thread: int) -> Stand:
+    """Of the thread with this identifier; empty where it has ended, or goes on while it is looked at."""
+    try:
+        return _walked(sys._current_frames().get(thread))
+    except AttributeError:  # a running thread's frames may be reused under the walk
+        return NOWHERE
+
+
+def _walked(frame: FrameType | None) -> Stand:
+    code = collective = ""
+    debugged = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/distributed/" in file and not code:
+            collective = collective if file.endswith("c10d_logger.py") else frame.f_code.co_name
+        elif not code and not is_of_library(file):
+            code = _line(frame)
+        debugged = debugged or any(name in file for name in _DEBUGGERS)
+        frame = frame.f_back
+    return Stand(code, collective, debugged)
+
+
+def is_of_library(file: str) -> bool:
+    """Whether a source file is of Python or of an installed package."""
+    return "/site-packages/" in file or "/lib/python" in file or file.startswith("<")
+
+
+def _line(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
 
 _log = logging.getLogger(__name__)
 FLOOR_S, MULTIPLE = 300.0, 10.0  # by default: ten times the longest pause seen, and never less than five minutes

@@ -1,9 +1,8 @@
-"""Jobs that outlive their processes: one agent a node starts the workers, and tells the others when one has ended.
+"""Elastic runs: a rank dies, and its window goes on. Experimental: CPUs over gloo.
 
-``python -m distaccum.elastic``, which ``launch/elastic.sh`` runs. The agents and the workers share a store, a process
-of its own on node 0; what the workers make of it (the views, the windows that go on) is theirs.
-Imports errors, program, config and distributed, and of train the run directory, for a run of which nobody is left.
+A ring beside the core: it imports the core, and nothing in the core imports it. ``python -m distaccum.elastic``, which
+``launch/elastic.sh`` runs, is its launcher.
 
-Begin with ``agent.py``; ``board.py`` has the keys of the store, ``settings.py`` the command line, ``store_process.py``
-and ``meeting.py`` the two ends of the store.
+Begin with ``group/views.py``, the protocol as pure functions; ``agent/`` has a node's agent, ``group/`` members and
+their collectives, ``engine/`` what engines hold of an open window and of others' state, ``run/`` a run view by view.
 """

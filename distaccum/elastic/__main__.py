@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distaccum.elastic.command import main
+from distaccum.elastic.agent.command import main
 
 if __name__ == "__main__":
     main()

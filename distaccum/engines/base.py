@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
 from distaccum.engines.partial_sums import PartialWindow
-from distaccum.engines.shares import Share, Shares
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from distaccum.elastic.engine.shares import Share, Shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,7 +476,7 @@ class Engine(ABC):
             torn: whether some rank's weights are of another moment, so that those of the shares are taken.
 
         Raises:
-            LostStateError, PeerError: as :func:`~distaccum.engines.shares.dealt`.
+            LostStateError, PeerError: as :func:`~distaccum.elastic.engine.shares.dealt`.
         """
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
-from distaccum.engines.extra_state import takes_extra
+from distaccum.engines.state import takes_extra
 from distaccum.errors import ResourceError
 
 _version = attrgetter("_version")  # no call of ours, as this is asked before every micro-step

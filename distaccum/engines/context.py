@@ -12,7 +12,7 @@ import torch
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig
 from distaccum.config.precision import PrecisionConfig
-from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 

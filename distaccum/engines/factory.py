@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from distaccum.config.checks import (
     GLOO,
@@ -36,18 +36,80 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
-from distaccum.engines import compiled, elastic, reproducible
+from distaccum.elastic.engine import elastic
+from distaccum.engines import compiled, reproducible
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.base import Engine
-from distaccum.engines.blocks import blocks_of
 from distaccum.engines.context import EngineContext
-from distaccum.engines.model_checks import check_dtypes, check_sparse, check_wrappers
-from distaccum.engines.modules import is_meta, trained
+from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ConfigError, shorten
 from distaccum.precision import hardware
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
+
+# What no engine can train: models that are wrapped already, odd types, optimizers of sparse gradients.
+
+# By name, since their modules take long to import: where each class's module begins, and what to do.
+_UNWRAP = "delete the line that wraps it, or give what is inside (.module): the engine wraps it"
+_UNSHARD = (
+    "delete the line that shards it: engine=fsdp2 does. What an Accumulator has sharded stays so after close(): build "
+    "the model anew, and load its weights"
+)
+_WRAPPERS = {
+    "DistributedDataParallel": ("torch.nn.parallel.", _UNWRAP),
+    "DataParallel": ("torch.nn.parallel.", _UNWRAP),
+    "FullyShardedDataParallel": ("torch.distributed.", _UNSHARD),
+    "FSDPModule": ("torch.distributed.", _UNSHARD),
+    "ReplicateModule": ("torch.distributed.", "delete the line that calls replicate(): engine=ddp does it"),
+    "DeepSpeedEngine": ("deepspeed.", "delete deepspeed.initialize(), or give what is inside (.module)"),
+}
+_TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """A model that reduces or shards its own gradients would do so twice.
+
+    Raises:
+        ConfigError: it or a module in it is torch's or DeepSpeed's wrapper, or a parameter of it is sharded.
+    """
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            origin, remedy = _WRAPPERS.get(base.__name__, ("", ""))
+            if origin and base.__module__.startswith(origin):
+                part = f"its {name}" if name else "it"
+                problem = f"{part} is in {base.__name__} already, and gradients would be reduced twice"
+                raise ConfigError("model", type(model).__name__, problem, remedy[0].upper() + remedy[1:])
+    sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    if sharded:
+        problem = f"its parameters {shorten(sharded)} are sharded over ranks already (DTensor)"
+        remedy = "Delete what shards them: engine=fsdp2 does. Tensor parallelism is not supported"
+        raise ConfigError("model", type(model).__name__, problem, remedy)
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Parameters that are stepped must be of a type that torch's optimizers and collectives compute in.
+
+    Raises:
+        ConfigError: a trainable parameter is of another type.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
+            problem = f"its parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, which cannot be trained"
+            remedy = "Keep it in float32, or freeze it (requires_grad=False) before"
+            raise ConfigError("model", type(model).__name__, problem, remedy)
+
+
+def check_sparse(optimizer: Optimizer) -> None:
+    """Gradients are dense on every engine, also those of an ``nn.Embedding(sparse=True)``.
+
+    Raises:
+        ConfigError: the optimizer takes sparse gradients only.
+    """
+    if isinstance(optimizer, SparseAdam):
+        problem = "it takes sparse gradients only, and all gradients are dense here"
+        raise ConfigError("optimizer", type(optimizer).__name__, problem, "Use torch.optim.Adam, Adagrad or SGD")
+
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +135,8 @@ class EngineSpec:
 
 
 _SPECS = (
-    EngineSpec(config=DDPConfig, create="ddp:create", check="ddp:check", keeps_tensors=True),
-    EngineSpec(config=Zero1Config, create="ddp:create_zero1", check="ddp:check", keeps_tensors=True),
+    EngineSpec(config=DDPConfig, create="ddp.engine:create", check="ddp.engine:check", keeps_tensors=True),
+    EngineSpec(config=Zero1Config, create="ddp.engine:create_zero1", check="ddp.engine:check", keeps_tensors=True),
     EngineSpec(config=FSDP2Config, create="fsdp2.engine:create", check="fsdp2.checks:check", makes_weights=True),
     EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:create", check="deepspeed.compat:check"),
 )

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from distaccum.config.sizes import size_of
+from distaccum.config.checks import size_of
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import to_local
+from distaccum.engines.modules import to_local
 
 
 def memory_by_part(engine: Engine) -> str:

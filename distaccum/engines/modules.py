@@ -2,10 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from distaccum.errors import ConfigError, MisuseError, near_misses
+
+# The blocks of a model: what is sharded, compiled or computed again one by one.
+
+
+def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.blocks") -> list[nn.Module]:
+    """The modules that the globs name; by default a transformer's layers, as it lists them.
+
+    Those are of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each outermost
+    ``ModuleList``; but none that shares a parameter with what is outside of it, as tied embeddings do.
+
+    ``key`` is the setting that the globs are of.
+
+    Raises:
+        ConfigError: a glob matches nothing.
+    """
+    modules = dict(model.named_modules())
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in modules):
+            problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
+            raise ConfigError(key, glob, problem, "Use names as of model.named_modules()")
+    if globs:
+        chosen = [m for name, m in modules.items() if name and any(fnmatchcase(name, glob) for glob in globs)]
+    else:
+        unsplit = set(getattr(model, "_no_split_modules", None) or ())
+        chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
+        chosen = _sharing_nothing(model, chosen)
+    # What a module holds comes before it: it is sharded first.
+    once = dict.fromkeys(reversed(chosen))  # a layer may be used in several places
+    return [module for module in once if any(p.requires_grad for p in module.parameters())]
+
+
+def _sharing_nothing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    places: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            places.setdefault(id(parameter), set()).add(module)
+    return [block for block in blocks if all(places[id(p)] <= set(block.modules()) for p in block.parameters())]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _listed(child)
+
+
+# Sharded and whole tensors: torch's ``DTensor``, sharded along dimension 0.
+#
+# ``torch.distributed.tensor`` takes as long to import as torch itself. Before something has imported it no tensor can
+# be a ``DTensor``, so these functions look for it among the loaded modules.
+
+_MODULE = "torch.distributed.tensor"
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def to_local(tensor: Any) -> Tensor:
+    """This rank's part of a sharded tensor; any other one as it is."""
+    module = sys.modules.get(_MODULE)  # not by is_sharded: this runs for every gradient
+    local: Tensor = tensor.to_local() if module is not None and isinstance(tensor, module.DTensor) else tensor
+    return local
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """All of a sharded tensor, on every rank (a collective); any other one as it is."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
+def shard_like(tensor: Tensor, pattern: Any) -> Tensor:
+    """This rank's part of ``tensor``, sharded as ``pattern`` of the same shape is; any other one as it is.
+
+    Nothing is communicated: every rank has the whole.
+    """
+    return shard_over(tensor, pattern) if is_sharded(pattern) and tensor.shape == pattern.shape else tensor
+
+
+def shard_over(tensor: Tensor, pattern: Any) -> Tensor:
+    """As :func:`shard_like`, of any shape with as many dimensions as the sharded ``pattern``."""
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415  loaded already, see above
+
+    mesh, rows = pattern.device_mesh, tensor
+    for dimension, placement in enumerate(pattern.placements):
+        if isinstance(placement, Shard):
+            parts = rows.chunk(mesh.size(dimension), placement.dim)
+            i = mesh.get_local_rank(dimension)
+            rows = parts[i] if i < len(parts) else rows.narrow(placement.dim, 0, 0)
+    part = rows.to(to_local(pattern).device)
+    if part.untyped_storage().nbytes() > part.nbytes:  # a view, that would keep the whole
+        part = part.clone()
+    return DTensor.from_local(
+        part, mesh, pattern.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+# Parameters that lie in flat memory, which an engine sends and steps: a user may have put them elsewhere.
+
+
+def put_back(parameter: nn.Parameter, place: Tensor) -> None:
+    """Copies a weight that lies elsewhere (after ``p.data = ...``) to ``place``, and has the parameter lie there again.
+
+    Raises:
+        MisuseError: it has another shape or type.
+    """
+    if parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape:
+        return
+    if parameter.shape != place.shape or parameter.dtype is not place.dtype:
+        now, before = (f"{list(t.shape)} in {str(t.dtype).removeprefix('torch.')}" for t in (parameter, place))
+        raise MisuseError(
+            f"a parameter of {before} was made one of {now} after the model was wrapped (.data = ..., half(), to()): "
+            "change the model before, or choose precision= instead"
+        )
+    place.copy_(parameter.detach())
+    parameter.data = place
+
 
 _WRAPPERS = ("_orig_mod",)  # torch.compile's, in names
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like
-from distaccum.engines.extra_state import from_bytes, to_bytes
-from distaccum.engines.packed_files import is_packed
+from distaccum.elastic.engine.packed_files import is_packed
+from distaccum.engines.modules import full_tensor, is_sharded, shard_like
+from distaccum.engines.state import from_bytes, to_bytes
 from distaccum.errors import CheckpointError, MisuseError
 
 _PREFIX, _OWN = "state.", "own."

@@ -9,8 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.summation_tree import Node, halves, joined
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import Deal, Node, halves, joined
 from distaccum.errors import MisuseError
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.dtensor import full_tensor, shard_over
+from distaccum.engines.modules import full_tensor, shard_over
 from distaccum.errors import ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)

@@ -2,20 +2,119 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum.distributed.world import World
-from distaccum.engines import frozen_base
 from distaccum.engines.base import Engine, EngineState, StateLayout
-from distaccum.engines.extra_state import from_bytes, is_extra, to_bytes
-from distaccum.engines.shares import Shares
-from distaccum.errors import shorten
+from distaccum.engines.modules import clean
+from distaccum.errors import CheckpointError, shorten
+
+if TYPE_CHECKING:
+    from distaccum.elastic.engine.shares import Shares
+
+# Modules' extra state (``get_extra_state``) as tensors of bytes, so that it goes wherever tensors go.
+#
+# Its values may be anything that ``torch.load(weights_only=True)`` reads: plain values, tensors, containers of them.
+
+_SUFFIX = "_extra_state"  # the end of its name in a state dict
+_ZIP = b"PK"  # how a file of torch.save begins
+
+
+def is_extra(name: str) -> bool:
+    """Whether a state dict keeps extra state under this name."""
+    return name.rpartition(".")[2] == _SUFFIX
+
+
+def has_extra(module: nn.Module) -> bool:
+    """Whether the module itself keeps extra state."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def takes_extra(module: nn.Module) -> bool:
+    """Whether the module itself keeps extra state, and takes it back."""
+    return has_extra(module) and type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """The extra state of the model's modules, by its names in a state dict; not encoded."""
+    modules = model.named_modules(remove_duplicate=False)
+    extras = {clean(name): module.get_extra_state() for name, module in modules if has_extra(module)}
+    return {f"{name}.{_SUFFIX}".lstrip("."): value for name, value in extras.items()}
+
+
+def to_bytes(name: str, value: Any) -> Tensor:
+    """The value as a 1-dim uint8 tensor on the host.
+
+    Raises:
+        CheckpointError: reading it back would execute code.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        problem = f"{name} cannot be saved ({type(error).__name__}: {reason})"
+        raise CheckpointError(f"{problem}: let it be tensors, numbers, texts, and lists and dicts of them") from error
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def from_bytes(value: Tensor) -> Any:
+    """What :func:`to_bytes` was given; a tensor that others have saved as it is."""
+    content = value.cpu()
+    plain = content.dtype is not torch.uint8 or content.ndim != 1 or bytes(content[:2].tolist()) != _ZIP
+    return value if plain else torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+
+
+def set_extra_state(model: nn.Module, name: str, value: Tensor) -> None:
+    """Hands saved extra state to the module that ``name`` belongs to."""
+    owner = name.rpartition(".")[0]
+    for own_name, module in model.named_modules(remove_duplicate=False):
+        if clean(own_name) == owner:
+            module.set_extra_state(from_bytes(value))
+
+
+# The frozen weights of a model with adapters, which no engine's state holds: they are where they came from.
+
+_ATTRIBUTE = "_distaccum_frozen_base"
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """The names of parameters, in the model as it was written."""
+
+    names: frozenset[str]
+
+
+def leave_frozen_out(model: nn.Module) -> None:
+    """From here on what is frozen of the model, before an engine wraps it, is no part of an engine's state."""
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    names = frozenset(clean(name) for name, parameter in named if id(parameter) not in trained)
+    vars(model)[_ATTRIBUTE] = FrozenBase(names)
+
+
+def names_set_aside(model: nn.Module) -> frozenset[str]:
+    """What was set aside of it; empty for most models."""
+    base = vars(model).get(_ATTRIBUTE)
+    return base.names if isinstance(base, FrozenBase) else frozenset()
+
+
+def without_base(model: nn.Module, tensors: Mapping[str, Value]) -> dict[str, Value]:
+    """Without what was set aside."""
+    aside = names_set_aside(model)
+    return {name: value for name, value in tensors.items() if name not in aside}
+
 
 _PICKLED = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
@@ -33,7 +132,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: PLC0415  a second to import
 
-    found: Any = frozen_base.kept(model, get_model_state_dict(model))
+    found: Any = without_base(model, get_model_state_dict(model))
     return {name: to_bytes(name, value) if is_extra(name) else value for name, value in found.items()}
 
 
@@ -46,7 +145,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # noqa: PLC0415
 
     given: Any = {name: from_bytes(value) if is_extra(name) else value for name, value in tensors.items()}
-    aside = frozen_base.names_of(model)
+    aside = names_set_aside(model)
     found = set_model_state_dict(model, given, options=StateDictOptions(strict=not aside))
     missing = set(found.missing_keys) - aside
     if missing or found.unexpected_keys:

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distaccum.errors import ConfigError, MisuseError
-from distaccum.losses import output_layer
 from distaccum.losses.cross_entropy import checked_chunk
-from distaccum.losses.linear_cross_entropy import ChunkedOutput
+from distaccum.losses.linear_cross_entropy import ChunkedOutput, call_output_layer, find_output_layer
 
 Batch = Mapping[str, Any]
 """Tensors by name: ``labels`` for the loss, the others for the model."""
@@ -45,7 +44,7 @@ class _Adapter:
             ConfigError: it names none, it is no plain linear layer, or the model does more to its logits.
         """
         if self._chunk is not None:
-            output_layer.find(model, self._chunk)
+            find_output_layer(model, self._chunk)
 
     def count(self, batch: Batch) -> float:
         """The number of labels that count, or the sum of their weights; computed on the host."""
@@ -129,7 +128,7 @@ class _Adapter:
         if weights is not None:
             weights = weights.reshape(len(targets), *[1] * (targets.dim() - 1)).expand(targets.shape)
         output = ChunkedOutput.of(targets, weights=weights, ignore_index=self.ignore_index, chunk=chunk, scores=scores)
-        return output_layer.call(model, self._inputs(batch), output)
+        return call_output_layer(model, self._inputs(batch), output)
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         own = ("labels", self.weights)

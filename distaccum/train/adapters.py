@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum.checkpoint import digest
-from distaccum.engines import frozen_base
+from distaccum.checkpoint.files import begin_digest, digest_text
 from distaccum.engines.modules import clean, trained
+from distaccum.engines.state import leave_frozen_out, names_set_aside
 from distaccum.errors import ConfigError
 
 _ROWS = 2**24  # elements that are hashed at once
@@ -24,7 +24,7 @@ def set_base_aside(model: nn.Module) -> None:
     Other models are left as they are: all of them is saved.
     """
     if _names(model) is not None:
-        frozen_base.set_aside(model)
+        leave_frozen_out(model)
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
     ``base`` and ``digest`` name the base and its weights, ``names`` are those of the adapter's tensors in PEFT's files,
     and ``config`` is PEFT's description of the adapter.
     """
-    names = _names(model) if frozen_base.names_of(model) else None
+    names = _names(model) if names_set_aside(model) else None
     if names is None:
         return {}
     config = _config(model)
@@ -106,7 +106,7 @@ def _plain(value: object) -> object:
 @torch.no_grad()
 def _digest(model: nn.Module) -> str:
     """Of the names, types, shapes and bytes of all that is frozen."""
-    made = digest.begin()
+    made = begin_digest()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
@@ -114,4 +114,4 @@ def _digest(model: nn.Module) -> str:
         flat = parameter.detach().contiguous().view(-1)
         for part in torch.split(flat, _ROWS):
             made.update(part.cpu().view(torch.uint8).numpy().data)
-    return digest.text(made)
+    return digest_text(made)

@@ -1,4 +1,4 @@
-"""The main entry point: ``distaccum-train``, or ``torchrun ... -m distaccum.train``, with Hydra overrides.
+"""The main entry point: ``distaccum train``, or ``torchrun ... -m distaccum.train``, with Hydra overrides.
 
 ``--check`` or ``--check=N`` builds everything for this launch, or for N processes, and starts nothing; ``-v`` logs what
 rank 0 does. Exit codes: 0 done, 2 bad configuration (one message on stderr), 1 anything else.
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Any
 
 import hydra
 import torch
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -33,30 +34,101 @@ from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
 from distaccum.config.checks import AUTO, REPRODUCIBLE
-from distaccum.config.command_line import flags_as_settings, register_aliases, take_flag
-from distaccum.config.composed import composed
-from distaccum.config.hydra_errors import check_overrides, from_hydra
+from distaccum.config.command_line import (
+    check_overrides,
+    composed,
+    flags_as_settings,
+    from_hydra,
+    register_aliases,
+    take_flag,
+)
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
-from distaccum.distributed.elastic.member import Member
-from distaccum.distributed.elastic.membership import ExpelledError
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
+from distaccum.elastic.group.member import Member
+from distaccum.elastic.group.membership import ExpelledError
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
+from distaccum.precision.selection import describe
 from distaccum.program import outlive_output
-from distaccum.train.check import passed
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.hang import watched_start
-from distaccum.train.log_handler import enable_loggers, log_to_stderr
 from distaccum.train.metrics.background import is_left_behind
-from distaccum.train.objective import DEFAULT, NoObjectiveError, objective_of, require_finite
 from distaccum.train.run import RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
-from distaccum.train.submitit import SubmititJob
-from distaccum.train.swept import require_same_choice
+from distaccum.train.run_log import enable_loggers, log_to_stderr
+from distaccum.train.submitit import DEFAULT, NoObjectiveError, SubmititJob, objective_of, require_finite
+
+# What ``--check`` says of a configuration that can run, in one line.
+
+
+def passed(components: TrainingComponents, from_step: int | None) -> str:
+    """What was built, for how many processes, and what the run would do.
+
+    Args:
+        components: all that was built.
+        from_step: the step of the checkpoint that ``resume`` would continue; None without one.
+    """
+    begins = "" if from_step is None else f", from step {from_step} on"
+    updates = f"{components.total_steps} updates{begins}"
+    parts = (
+        f"{type(components.model).__name__} with {components.parameters:,} parameters",
+        f"{components.config.engine.name}, {describe(components.model, components.policy)}",
+        components.plan.describe()[0],
+        "one evaluation, no update" if components.evaluates_alone else updates,
+    )
+    return f"check passed: {'; '.join(parts)}"
+
+
+# What a sweep chooses for a run: a run that was made with another choice is not gone on with under its name.
+
+OVERRIDES = ".hydra/overrides.yaml"
+
+
+def require_same_choice(chosen: Mapping[str, str], run_dir: RunDir) -> None:
+    """Refuses to resume the run of a folder that a sweep has made with other values.
+
+    Its result would stand there, and at the sweeper, as that of the new ones.
+
+    Args:
+        chosen: value by key, of what is swept alone: all else may change in a resumed run.
+        run_dir: of the run.
+
+    Raises:
+        ConfigError: it names the first key.
+    """
+    file = run_dir.path / OVERRIDES
+    if not run_dir.holds_checkpoints() or not file.is_file():
+        return
+    try:
+        overrides = yaml.safe_load(file.read_bytes())
+    except yaml.YAMLError:  # damaged
+        return
+    made_with = dict(_split(str(one)) for one in overrides or [])
+    for key, value in chosen.items():
+        before = made_with.get(key)
+        if before is None or not _is_same(value, before):
+            how = f"with {before}" if before is not None else "without it"
+            problem = f"the run in {run_dir.path} was made {how}, and resume=auto would take its result for this one's"
+            remedy = "hydra.sweep.subdir='${hydra.job.override_dirname}' gives each choice a folder"
+            seed = "hydra.sweeper.sampler.seed has Optuna choose the same again"
+            raise ConfigError(key, value, problem, f"Use another hydra.sweep.dir; {remedy}, and {seed}")
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key, value
+
+
+def _is_same(one: str, other: str) -> bool:
+    try:  # 1e-3 and 0.001 are one number
+        return one == other or float(one) == float(other)
+    except ValueError:
+        return False
+
 
 _BAD_CONFIGURATION = 2
 _RUN_DIRS = ("hydra.run.dir", "hydra.sweep.dir")

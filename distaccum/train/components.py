@@ -18,18 +18,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from distaccum.accumulation.evaluation_weights import has_two_weights
+from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
 from distaccum.checkpoint import weights
-from distaccum.config.checks import GLOO, LASTS
+from distaccum.config.checks import GLOO, LASTS, bytes_of
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import Node, OptimConfig, RunConfig
 from distaccum.config.secrets import redact
-from distaccum.config.sizes import bytes_of
 from distaccum.data.adapters import to_data_spec
+from distaccum.data.agreement import fingerprint
 from distaccum.data.factory import check_workers, in_units, loading_options, make_plan
-from distaccum.data.fingerprint import fingerprint
 from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.scheduled import Stage
@@ -49,12 +48,10 @@ from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.generation import Prompts
 from distaccum.train.generation import prepare as prepare_texts
 from distaccum.train.held_out_checks import check_held_out, check_results, evaluates
-from distaccum.train.metrics.flops import ModelFlops, Utilization
+from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.metrics.peaks import peak_flops
-from distaccum.train.optimizer import build_optimizers
-from distaccum.train.padding import check_padding
-from distaccum.train.parameter_groups import GroupSize, group_sizes
+from distaccum.train.optimizer import GroupSize, build_optimizers, group_sizes
+from distaccum.train.packing import check_padding
 from distaccum.train.profiling import check_profile
 from distaccum.train.schedules import Constant
 from distaccum.train.torch_schedule import TorchSchedule

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.distributed.processes import trouble_of
+from distaccum.distributed.watchdog import trouble_of
 from distaccum.errors import DistaccumError, PeerError, shorten
 
 _log = logging.getLogger(__name__)

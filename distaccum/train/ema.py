@@ -18,8 +18,7 @@ from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.schema import RunConfig
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import full_tensor, shard_like, to_local
-from distaccum.engines.modules import clean
+from distaccum.engines.modules import clean, full_tensor, shard_like, to_local
 from distaccum.errors import CheckpointError, ConfigError, shorten
 from distaccum.train.callbacks import Callback, Run
 

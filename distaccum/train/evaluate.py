@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from distaccum.accumulation.representations import gather
+from distaccum.accumulation.two_pass import gather
 from distaccum.data.batches import to_device
 from distaccum.data.counter import exact_sums, joined
 from distaccum.data.cutting import cut

@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from distaccum.config.evaluation import EvalConfig
-from distaccum.config.schema import RunConfig
+from distaccum.config.schema import EvalConfig, RunConfig
 from distaccum.data.held_out import evaluation_workers
-from distaccum.data.reading import reading
+from distaccum.data.loading_processes import reading
 from distaccum.data.spec import DataSpec, Tokenizer
 from distaccum.distributed.random import RNGState, keys_of
 from distaccum.engines.base import Engine

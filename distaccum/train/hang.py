@@ -10,7 +10,7 @@ from math import inf
 from threading import TIMEOUT_MAX, Timer
 from typing import Any, NoReturn
 
-from distaccum.config.durations import seconds_of
+from distaccum.config.checks import seconds_of
 from distaccum.config.schema import RunConfig, TrainerConfig
 from distaccum.data import loading_processes
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
@@ -18,7 +18,7 @@ from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.watchdog import Watchdog, longest_pause, write_stacks
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DistaccumError, PeerError
-from distaccum.train.faults import innermost, is_lost_connection
+from distaccum.train.failure import innermost, is_lost_connection
 from distaccum.train.run_dir import RunDir
 
 _log = logging.getLogger(__name__)

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, default_collate
 
 from distaccum.config.schema import RunConfig
 from distaccum.data.held_out import evaluation_workers
-from distaccum.data.reading import reading
+from distaccum.data.loading_processes import reading
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Scorer, score_names
 from distaccum.losses.normalize import SINGLE
 from distaccum.train.callbacks import Callback
-from distaccum.train.objective import check_of_records, names_of
+from distaccum.train.submitit import check_of_records, names_of
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 

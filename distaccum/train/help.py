@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distaccum import program
-from distaccum.config.arguments import arguments
-from distaccum.config.describe import Setting, groups, settings
+from distaccum.config.describe import Setting, arguments, groups, settings
 from distaccum.config.schema import conf_dir
 from distaccum.errors import near_misses
 

@@ -20,17 +20,17 @@ from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.random import RNGState
-from distaccum.engines.shares import Shares
+from distaccum.elastic.engine.shares import Shares
+from distaccum.elastic.group.polled_group import ViewChangedError
+from distaccum.elastic.run.carried import Begun, Carried, Tail
+from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.engines.state import own_state, whole_state
 from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
 from distaccum.train.components import TrainingComponents
-from distaccum.train.elastic.carried import Begun, Carried, Tail
-from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates

@@ -14,10 +14,10 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.rehearsal import rehearse
 from distaccum.accumulation.two_pass import of_micro_batch
-from distaccum.data.longest import longest_micro_batch
+from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
-from distaccum.data.plan.micro_tokens import MicroTokenPlan
 from distaccum.data.plan.stream import StreamPlan
+from distaccum.data.plan.tokens import MicroTokenPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine

@@ -9,12 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.config.checks import DOCUMENTS
 from distaccum.config.schema import BatchConfig
+from distaccum.data.collate import PadCollator
 from distaccum.data.packing import PackCollator, packed, parts
 from distaccum.data.spec import DataSpec
 from distaccum.engines.modules import evaluating, is_meta
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, shorten
+
+# Refuses padding to fixed shapes where it would change the gradient: what can be seen of the model beforehand.
+
+
+def check_padding(data: DataSpec, model: nn.Module) -> None:
+    """Statistics of a micro-batch would be those of its padding too.
+
+    A loss or a model that sees padding otherwise is found in the first window, by its value: see
+    :mod:`distaccum.verification.additivity`.
+
+    Raises:
+        ConfigError: the model has such statistics, and micro-batches are filled up, or padded to more than their
+            longest sample.
+    """
+    found = batch_statistics(model)
+    lengthens = isinstance(data.collate, PadCollator) and data.collate.bare is not None
+    if not found or not (data.pad_rows or lengthens):
+        return
+    key = "batch.pad_rows" if data.pad_rows else "data.pad_to"
+    problem = f"the model's {shorten(found, 1)} takes statistics of the micro-batch, of which padding would be a part"
+    raise ConfigError(key, data.pad_rows or None, problem, "Leave it out, or use GroupNorm or LayerNorm")
+
 
 _KEY = "batch.packing"
 _LOOKED_AT = 12  # tokens of a document, at most

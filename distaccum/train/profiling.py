@@ -3,22 +3,312 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 
 from distaccum.checkpoint.files import listed, write_json, write_text
 from distaccum.config.schema import ProfileConfig
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
-from distaccum.train.phase_table import PhaseTable
-from distaccum.train.timeline import DeviceClock, HostClock, Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+# Where the time of a process's windows goes: the phases of its loop, marked as they begin, on the clock that counts.
+#
+# A phase is an attribute that the loop writes (:mod:`distaccum.distributed.activity`), watched here. Every moment
+# between the first mark and the last belongs to one row, so that the rows of a window add up to its wall time.
+
+ROWS = {
+    "loading": "waiting for the window's data",
+    "count": "the count's all-reduce: waiting for the ranks that still load",
+    "copy": "copying micro-batches to the device",
+    "forward": "forwards and losses",
+    "backward": "backwards, with what they communicate meanwhile",
+    "reduction": "what of the gradient's reduction is left when the last gradient is computed",
+    "step": "norm, clipping, the optimizer's step, zeroing",
+    "record": "the record's reduction, and reading it",
+    "evaluation": "evaluations",
+    "save": "saves",
+    "other": "everything else: callbacks, logging, the loop itself",
+}
+_OF_PHASE = {
+    Phase.LOADING: "loading",
+    Phase.COUNTING: "count",
+    Phase.COPYING: "copy",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.REDUCTION: "reduction",
+    Phase.STEP: "step",
+    Phase.RECORD: "record",
+    Phase.EVALUATION: "evaluation",
+    Phase.SAVE: "save",
+}
+Seconds = dict[str, float]
+
+
+class Clock(Protocol):
+    """Marks moments, and tells the seconds between two of them once both have happened."""
+
+    def now(self) -> Any:
+        """This moment."""
+
+    def between(self, first: Any, second: Any) -> float:
+        """Seconds."""
+
+
+class HostClock:
+    """The host's clock, for a CPU, where work is done when a call returns."""
+
+    def now(self) -> float:
+        """See :class:`Clock`."""
+        return perf_counter()
+
+    def between(self, first: float, second: float) -> float:
+        """See :class:`Clock`."""
+        return second - first
+
+
+class DeviceClock:
+    """A GPU's: moments are events on the stream that computes, which the host is ahead of.
+
+    A phase lasts from when the stream gets to what it queues until it has done it. While the host does not keep up, the
+    stream waits: that time belongs to the phase that the host is in. Nothing waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.cuda.Event:
+        """See :class:`Clock`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """See :class:`Clock`."""
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
+
+
+class Timeline:
+    """The marks of consecutive windows: a :class:`~distaccum.distributed.activity.Watcher`.
+
+    Args:
+        clock: of this rank's device.
+        show: told the name of each range as it begins, for a trace; never within a backward.
+    """
+
+    def __init__(self, clock: Clock, show: Callable[[str], None]) -> None:
+        self._clock, self._show = clock, show
+        self._marks: list[tuple[str, Any]] = []
+        self._ends: list[tuple[int, int]] = []  # of each window: the marks before its end, and its number in the run
+        self._phase = Phase.BETWEEN
+        self._mark("other")
+
+    def enter(self, phase: Phase) -> None:
+        """Begins a phase."""
+        row = _OF_PHASE.get(phase, "other")
+        if phase is Phase.LOADING and self._phase is Phase.COUNTING:  # the data are there, the window begins
+            row = "other"
+        self._phase = phase
+        self._mark(row)
+        self._show("backward and reduction" if phase is Phase.REDUCTION else row)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Begins a backward; what is left of it when the gradients are computed is the reduction's.
+
+        Autograd calls back in the order in which it was asked, when it has computed all gradients. A backward's first
+        hook, the loss's own, asks before an engine's hooks do, which then wait for their collectives.
+        """
+        self._mark("backward")
+        if not loss.requires_grad:
+            return
+
+        def computed() -> None:  # maybe in a thread of autograd's
+            self._mark("reduction")
+
+        def began(_: Tensor) -> None:
+            hook.remove()
+            Variable._execution_engine.queue_callback(computed)
+
+        hook = loss.register_hook(began)  # type: ignore[no-untyped-call]
+
+    def end_window(self, number: int) -> None:
+        """Ends a window, the ``number``-th of the run; the next one begins."""
+        self._mark("other")
+        self._ends.append((len(self._marks) - 1, number))
+
+    @property
+    def windows(self) -> int:
+        """Windows that have ended."""
+        return len(self._ends)
+
+    def rows(self) -> list[Seconds]:
+        """For every window that has ended the seconds of each of :data:`ROWS`, ``wall``, and ``window``, its number."""
+        found, first = [], 0
+        for last, number in self._ends:
+            seconds: Seconds = dict.fromkeys(ROWS, 0.0)
+            for (row, begins), (_, ends) in zip(
+                self._marks[first:last], self._marks[first + 1 : last + 1], strict=True
+            ):
+                seconds[row] += self._clock.between(begins, ends)
+            wall = self._clock.between(self._marks[first][1], self._marks[last][1])
+            found.append({"window": number, "wall": wall, **seconds})
+            first = last
+        return found
+
+    def _mark(self, row: str) -> None:
+        self._marks.append((row, self._clock.now()))
+
+
+# What a profile says to people: the table of phases, per window and over the ranks, and who waits for whom.
+
+_OWN = {"loading": ("loading",), "computing": ("copy", "forward", "backward")}
+_MEETING = {"loading": "count", "computing": "reduction"}
+_WORTH = 0.05  # of a window: a wait that is worth a sentence
+_LEAST_S = 1e-3
+
+
+class PhaseTable:
+    """The times of all ranks.
+
+    Args:
+        by_rank: of every rank its windows, as :meth:`~distaccum.train.profiling.Timeline.rows` gives them; as many on
+            each.
+        first: the first one's number, in the count of this process's windows.
+        forward_communicates: whether the ranks wait for each other in forwards too.
+        device: what the clock is of, for the heading.
+    """
+
+    def __init__(
+        self, by_rank: Sequence[Sequence[Seconds]], *, first: int, forward_communicates: bool, device: str
+    ) -> None:
+        self._by_rank, self._first, self._device = by_rank, first, device
+        self._communicates = forward_communicates
+        self._means = [
+            {row: fmean(window[row] for window in windows) for row in ("wall", *ROWS)} for windows in by_rank
+        ]
+        shown = ("loading", "count", "copy", "forward", "backward", "reduction", "step", "other")
+        self._rows = [row for row in ROWS if row in shown or any(mean[row] for mean in self._means)]
+
+    @property
+    def waits(self) -> list[str]:
+        """In words, which rank the others wait for, where that takes a twentieth of a window or more."""
+        if len(self._means) == 1:
+            return []
+        said = []
+        for what, parts in _OWN.items():
+            if what == "computing" and self._communicates:
+                said.append(
+                    "the model's forward communicates: ranks wait for each other in it, and nothing is said of that"
+                )
+                continue
+            own = [sum(mean[part] for part in parts) for mean in self._means]
+            meeting = [mean[_MEETING[what]] for mean in self._means]
+            last, waits = own.index(max(own)), meeting.index(max(meeting))
+            others = median(own[:last] + own[last + 1 :])
+            gap, wall = own[last] - others, max(mean["wall"] for mean in self._means)
+            if last != waits and min(gap, meeting[waits] - meeting[last]) > max(_LEAST_S, _WORTH * wall):
+                said.append(
+                    f"rank {last} is waited for: {what} takes it {_ms(own[last])} ms a window, the others' median is "
+                    f"{_ms(others)}; rank {waits} waits {_ms(meeting[waits])} ms in the {_MEETING[what]}"
+                )
+        return said
+
+    def lines(self) -> list[str]:
+        """For the console."""
+        return [self._title, *self._aligned(), *self.waits]
+
+    def markdown(self) -> str:
+        """Both tables, over the ranks and of each window, with what the rows mean."""
+        head = ("phase", *self._columns)
+        ranks = [head, ["---", *["---:"] * len(self._columns)], *self._cells()]
+        numbers = range(self._first, self._first + len(self._by_rank[0]))
+        each: list[Sequence[str]] = [("window", "of the run", "whole", *self._rows), ["---:"] * (len(self._rows) + 3)]
+        for number, window in zip(numbers, self._by_rank[0], strict=True):
+            each.append((str(number), f"{window['window']:.0f}", *(_ms(window[row]) for row in ("wall", *self._rows))))
+        waits = [f"- {line}" for line in self.waits]
+        meanings = [f"- **{row}**: {ROWS[row]}" for row in self._rows]
+        parts = [
+            f"# Profile: {self._title}",
+            _table(ranks),
+            "\n".join(waits),
+            "Windows of rank 0, in ms:",
+            _table(each),
+        ]
+        return "\n\n".join(part for part in (*parts, "\n".join(meanings)) if part) + "\n"
+
+    def values(self) -> dict[str, Any]:
+        """For programs: seconds of every rank and window, and of the ranks' means the least, median and largest."""
+        rows = {}
+        for row in ("wall", *ROWS):
+            means = [mean[row] for mean in self._means]
+            spread = {"min": min(means), "median": median(means), "max": max(means)}
+            rows[row] = {
+                "window_s": spread,
+                "sum_s": [sum(window[row] for window in windows) for windows in self._by_rank],
+                "share": self._share(row),
+                "slowest_rank": means.index(max(means)),
+            }
+        return {
+            "windows": [self._first, self._first + len(self._by_rank[0]) - 1],
+            "clock": self._device,
+            "rows": rows,
+            "ranks": [{"rank": rank, "windows": list(windows)} for rank, windows in enumerate(self._by_rank)],
+            "waits": self.waits,
+        }
+
+    @property
+    def _title(self) -> str:
+        windows = len(self._by_rank[0])
+        which = f"window {self._first}" if windows == 1 else f"windows {self._first} to {self._first + windows - 1}"
+        return f"{which} of this process, {_ms(self._means[0]['wall'])} ms each (clock of the {self._device})"
+
+    @property
+    def _columns(self) -> Sequence[str]:
+        return ("ms a window", "share", *(("min", "median", "max", "slowest rank") if len(self._means) > 1 else ()))
+
+    def _share(self, row: str) -> float:
+        return sum(mean[row] for mean in self._means) / (sum(mean["wall"] for mean in self._means) or 1.0)
+
+    def _cells(self) -> list[list[str]]:
+        found = []
+        for row in self._rows:
+            means = [mean[row] for mean in self._means]
+            cells = [row, _ms(means[0]), f"{self._share(row):.1%}"]
+            if len(means) > 1:
+                cells += [_ms(min(means)), _ms(median(means)), _ms(max(means)), str(means.index(max(means)))]
+            found.append(cells)
+        return found
+
+    def _aligned(self) -> list[str]:
+        rows = [["", *self._columns], *self._cells()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        first, *rest = widths
+        return [
+            "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], rest, strict=True))])
+            for row in rows
+        ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
 
 _log = logging.getLogger(__name__)
 _HISTORY = 200_000  # allocations that a snapshot remembers

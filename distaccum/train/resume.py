@@ -17,8 +17,8 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.config.schema import RunConfig
+from distaccum.data.agreement import differs
 from distaccum.data.cursor import position_mismatch
-from distaccum.data.fingerprint import differs
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.modules import is_meta
@@ -28,7 +28,7 @@ from distaccum.train.adapters import check_base
 from distaccum.train.callbacks import named
 from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
-from distaccum.train.parameter_groups import SELECTS
+from distaccum.train.optimizer import SELECTS
 from distaccum.train.run_dir import RunDir
 
 _log = logging.getLogger(__name__)

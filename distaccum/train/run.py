@@ -26,26 +26,26 @@ import torch
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config.checks import ROLLBACK
-from distaccum.config.durations import seconds_of
+from distaccum.config.checks import ROLLBACK, seconds_of
 from distaccum.data.factory import build_loader
 from distaccum.data.spec import is_map_style
-from distaccum.distributed.elastic.member import Member
-from distaccum.distributed.elastic.polled_group import ViewChangedError
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
+from distaccum.elastic.engine.desk import Desk
+from distaccum.elastic.group.member import Member
+from distaccum.elastic.group.polled_group import ViewChangedError
+from distaccum.elastic.run.checks import adapted, expect_told
+from distaccum.elastic.run.going_back import Anew
+from distaccum.elastic.run.in_view import InView
+from distaccum.elastic.run.restore import RestoreCarried
+from distaccum.elastic.run.views import run_in_views
 from distaccum.errors import ConfigError, PeerError
+from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
-from distaccum.train.desk import Desk
 from distaccum.train.determinism import deterministic_for, threads_of
-from distaccum.train.elastic.checks import adapted, expect_told
-from distaccum.train.elastic.going_back import Anew
-from distaccum.train.elastic.in_view import InView
-from distaccum.train.elastic.restore import RestoreCarried
-from distaccum.train.elastic.views import run_in_views
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
@@ -53,21 +53,18 @@ from distaccum.train.loop import Loop
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
-from distaccum.train.metrics.wandb_environment import run_id
+from distaccum.train.metrics.wandb import run_id
 from distaccum.train.metrics.windows import WindowRecorder
 from distaccum.train.micro_batch import find_micro_batch, hardware_of
-from distaccum.train.model_summary import ModuleRow, summarize
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
 from distaccum.train.profiling import Profiler
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import Restore, find_checkpoint
-from distaccum.train.run_dir import RunDir, State
+from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
-from distaccum.train.run_report import ReportAtEnd
 from distaccum.train.screen import Screen, open_screen
-from distaccum.train.shared_storage import check_shared
-from distaccum.train.summary import not_finite, print_header, print_summary, print_taken_over
+from distaccum.train.summary import ModuleRow, not_finite, print_header, print_summary, print_taken_over, summarize
 from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
@@ -133,7 +130,7 @@ def run(
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
             if environment.rank == 0 and components.config.metrics.report:
-                owning.enter_context(ReportAtEnd(run_dir))
+                owning.enter_context(load(REPORT)(run_dir))
         except ConfigError as error:
             agree(str(error))
             raise

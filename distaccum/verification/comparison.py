@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import to_local
-from distaccum.engines.modules import trained
-from distaccum.verification.expected import Expected
+from distaccum.engines.modules import to_local, trained
+from distaccum.verification.expected import Expected, piece_of, square, whole_numel, wide, widened
 from distaccum.verification.plain_autograd import PlainGradient
 from distaccum.verification.recorded import RecordedWindow
-from distaccum.verification.tensors import piece_of, square, whole_numel, wide, widened
 
 # Roundings of one term of a gradient: it is scaled, accumulated and reduced; kernels add up in an order of their own.
 _ROUNDINGS = 64

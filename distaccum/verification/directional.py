@@ -20,8 +20,8 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import buffers_restored
 from distaccum.losses.normalize import as_loss_sums
+from distaccum.verification.expected import square
 from distaccum.verification.recorded import RecordedWindow
-from distaccum.verification.tensors import square
 
 _STRAIGHT = 0.5  # the loss's bend beside its change, at most
 _SEED = 20_261_122

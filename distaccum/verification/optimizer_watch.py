@@ -12,12 +12,19 @@ from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import to_local
-from distaccum.engines.modules import trained
+from distaccum.engines.modules import to_local, trained
 from distaccum.errors import VerificationError, shorten
-from distaccum.verification.expected import OF_NORM, ONE_FACTOR, Expected
-from distaccum.verification.tensors import square, whole_numel, wide
-from distaccum.verification.words import CLOSING, NAMED, words
+from distaccum.verification.expected import (
+    CLOSING,
+    NAMED,
+    OF_NORM,
+    ONE_FACTOR,
+    Expected,
+    square,
+    whole_numel,
+    wide,
+    words,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from distaccum.engines.buffers import Buffers, state_restored
 from distaccum.engines.compiled import uncompiled
 from distaccum.engines.modules import trained
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
+from distaccum.verification.expected import wide
 from distaccum.verification.recorded import RecordedWindow
-from distaccum.verification.tensors import wide
 
 _OTHER = 1e-4  # of a loss: what the window and a run of its own may differ by
 _SAME = 1e-6  # of a loss: what two runs of one kind may

@@ -12,18 +12,16 @@ from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.compiled import compiled_parts
-from distaccum.engines.dtensor import to_local
+from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import LossSum
 from distaccum.verification.comparison import Comparison, compare, shares_of_ranks
-from distaccum.verification.expected import Expected
+from distaccum.verification.expected import CLOSING, NAMED, Expected, first_line, whole_numel, words
 from distaccum.verification.optimizer_watch import OptimizerWatch
 from distaccum.verification.plain_autograd import PlainGradient
 from distaccum.verification.recorded import InOrder, RecordedWindow
 from distaccum.verification.sharded import compare_with_slope
-from distaccum.verification.tensors import whole_numel
-from distaccum.verification.words import CLOSING, NAMED, first_line, words
 
 _log = logging.getLogger(__name__)
 MOST_ELEMENTS = 2**25

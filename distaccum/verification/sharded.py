@@ -9,13 +9,11 @@ from torch import Tensor
 
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import to_local
+from distaccum.engines.modules import to_local
 from distaccum.errors import VerificationError
 from distaccum.verification.directional import DirectionalRoad, Slope
-from distaccum.verification.expected import Expected, WholeFactors
+from distaccum.verification.expected import CLOSING, Expected, WholeFactors, square, wide
 from distaccum.verification.recorded import RecordedWindow
-from distaccum.verification.tensors import square, wide
-from distaccum.verification.words import CLOSING
 
 _ROAD = "the slope of the window's loss along it"
 _OF_SLOPE, _OF_SLOPE_16 = 0.03, 0.15  # of a difference of losses, in fp32 and in 16 bits

@@ -30,13 +30,12 @@ from torch.optim import AdamW
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
-from distaccum.checkpoint.files import sync
-from distaccum.checkpoint.hashing import THREADS, HashingWriter, Pieces
-from distaccum.checkpoint.host_memory import HostMemory
+from distaccum.checkpoint.files import THREADS, HashingWriter, Pieces, sync
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.factory import create_engine
+from distaccum.train.saving import HostMemory
 from launch.bench.optimizer_step import shapes
 
 COPY, WRITE, AFTERWARDS, SAVE = "copy in memory", "write and sync", "save, then hash", "save"

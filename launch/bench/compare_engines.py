@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distaccum.errors import ConfigError
-from distaccum.train.command import plot_file
+from distaccum.tools.plan.settings_command import plot_file
 from launch import python_path
 from launch.bench.variant import installed_version
 

@@ -4,7 +4,7 @@ Memory is the tensors that the process holds, found by walking them all (``memor
 and what the C library (on a GPU: torch's allocator) has given out, from which nothing can hide. Traffic is the
 collectives that torch dispatches, whoever calls them.
 
-The theory is that of ``distaccum.forecast``: memory by the ZeRO paper's table 1 for fp32; traffic as what has to be
+The theory is that of ``distaccum.tools.plan``: memory by the ZeRO paper's table 1 for fp32; traffic as what has to be
 sent. DeepSpeed's stages may send otherwise, so its traffic is the paper's: a reduce-scatter and an all-gather (section
 7.2), at stage 3 with two gathers per micro-step. Bytes sent are those of a rank where a collective goes around a ring,
 the least that it can send; the payload is that of the whole tensor.
@@ -22,9 +22,9 @@ import torch
 from distaccum.config.engine import EngineConfig, settings_of
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
-from distaccum.forecast import volume as theory
-from distaccum.forecast.collectives import KINDS, ring_bytes
 from distaccum.testing.counters import CollectiveCounter
+from distaccum.tools.plan import volume as theory
+from distaccum.tools.plan.collectives import KINDS, ring_bytes
 from launch.bench.memory import MemoryUse, allocated, live_storages
 from launch.bench.variant import Variant, WindowLoop
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from distaccum.engines.dtensor import to_local
+from distaccum.engines.modules import to_local
 
 Storages = dict[int, int]
 """Bytes of the memory that tensors lie in, by its address."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.config.precision import ScalerConfig
 from distaccum.distributed.world import World
-from distaccum.engines.fused_update import FusedUpdate, StepOptions, zero_in_place
+from distaccum.engines.optimizer_step import FusedUpdate, StepOptions, zero_in_place
 from distaccum.precision.loss_scale import LossScale
 
 SCALER = ScalerConfig()

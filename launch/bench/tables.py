@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distaccum.forecast.collectives import KINDS
+from distaccum.tools.plan.collectives import KINDS
 from launch.bench.engines import PARAMETERS
 
 Figures = dict[str, Any]

@@ -85,7 +85,7 @@ def with_accumulate(components: TrainingComponents, world: World) -> Step:
 
 
 def with_trainer(components: TrainingComponents, world: World, *, folder: Path) -> Step:
-    """The loop of ``distaccum-train`` without loggers; its status file is in ``folder``."""
+    """The loop of ``distaccum train`` without loggers; its status file is in ``folder``."""
     accumulator, loader = build_accumulator(components, world), loader_of(components, world)
     run_dir = RunDir(folder)
     if world.is_main:

@@ -52,7 +52,7 @@ def full_windows(components: TrainingComponents, world: World) -> Iterator[Windo
 
 
 class WindowLoop:
-    """Runs full windows by ``run_window``, on the engine that ``distaccum-train`` makes; prints and saves nothing."""
+    """Runs full windows by ``run_window``, on the engine that ``distaccum train`` makes; prints and saves nothing."""
 
     def __init__(self, components: TrainingComponents, world: World) -> None:
         self.engine, (self.optimizer,) = build_accumulator(components, world).engine, components.optimizers

@@ -9,8 +9,8 @@ from pathlib import Path
 from distaccum.config.engine import ENGINES, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.batch import BatchPlan
-from distaccum.forecast.memory import state
-from distaccum.forecast.window import Job, Sizes
+from distaccum.tools.plan.memory import state
+from distaccum.tools.plan.window import Job, Sizes
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 INK, QUIET, GROUND, LINE = "#1f2430", "#5b6472", "#fbfbfd", "#c9ced8"

@@ -63,7 +63,7 @@ def picture(screen: str, columns: int) -> str:
     """The screen as an SVG, which asks for nothing from the network."""
     console = Console(record=True, width=columns, file=StringIO(), force_terminal=True)
     console.print(Text.from_ansi(screen), soft_wrap=True)
-    return console.export_svg(title="distaccum-train", code_format=_FONT.sub("", CONSOLE_SVG_FORMAT), unique_id="run")
+    return console.export_svg(title="distaccum train", code_format=_FONT.sub("", CONSOLE_SVG_FORMAT), unique_id="run")
 
 
 def main() -> None:

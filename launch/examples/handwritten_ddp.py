@@ -1,7 +1,7 @@
 """A usual hand-written loop, without distaccum: is its gradient the global batch's?
 
 It divides each micro-batch's mean by the accumulation steps, as tutorials do. ``docs/audit.md`` audits it, without an
-edit: ``torchrun ... -m distaccum.audit launch/examples/handwritten_ddp.py --loss distaccum:CrossEntropy``
+edit: ``torchrun ... -m distaccum audit launch/examples/handwritten_ddp.py --loss distaccum:CrossEntropy``
 """
 
 from __future__ import annotations

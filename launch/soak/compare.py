@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
-from distaccum.train.metrics.names import MEASURED
-from distaccum.train.verify import inspect
+from distaccum.tools.verify import inspect
+from distaccum.train.metrics.loggers import MEASURED
 from launch.soak.attempt import status_of
 from launch.soak.run import STEPS, step_of
 
@@ -119,7 +119,7 @@ def problems(folder: Path, reference: Result, bounds: Bounds, *, damaged: Collec
     yield from _leftovers(folder)
     for finding in inspect(folder):
         if not finding.whole and finding.name not in damaged:
-            yield f"distaccum-verify: {finding.name} {finding.text}"
+            yield f"distaccum verify: {finding.name} {finding.text}"
 
 
 def _record_problems(

@@ -41,7 +41,7 @@ def test_help_under_torchrun_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_forecast_is_written_when_nobody_reads_it(tmp_path: Path) -> None:
-    plan = ("-m", "distaccum.train.plan", *TINY, "cluster.micro_step_ms=1", "hydra.run.dir=run")
+    plan = ("-m", "distaccum.tools.plan.command", *TINY, "cluster.micro_step_ms=1", "hydra.run.dir=run")
     ended = _shell('"$@" | true', *plan, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["model"]["blocks"] == 1

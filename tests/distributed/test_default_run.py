@@ -106,14 +106,14 @@ def test_the_wheel_elsewhere_trains_forecasts_and_exports(tmp_path: Path) -> Non
             timeout=240,
         )
 
-    call("distaccum-train", *settings, "hydra.run.dir=one")
+    call("distaccum", "train", *settings, "hydra.run.dir=one")
     call("torchrun", "--standalone", "--nproc-per-node=2", "-m", "distaccum.train", *settings, "hydra.run.dir=two")
     for run_dir in (tmp_path / "one", tmp_path / "two"):
         assert status(run_dir) == {"state": "done", "step": 3, "reason": ""}
         assert json.loads((run_dir / "plan.json").read_text())["total_steps"] == 3
-    call("distaccum-plan", "cluster.micro_step_ms=1", "hydra.run.dir=forecast")
+    call("distaccum", "plan", "cluster.micro_step_ms=1", "hydra.run.dir=forecast")
     assert json.loads((tmp_path / "forecast" / "plan.json").read_text())["cluster"]["micro_step_ms"] == 1
-    call("distaccum-audit", "--help")
-    call("distaccum-export", "one/checkpoints/step-3", "weights.safetensors")
+    call("distaccum", "audit", "--help")
+    call("distaccum", "export", "one/checkpoints/step-3", "weights.safetensors")
     weights = tmp_path / "one" / "checkpoints" / "step-3" / "model.safetensors"
     assert load_file(tmp_path / "weights.safetensors").keys() == load_file(weights).keys()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from distaccum.distributed.world import World
-from distaccum.forecast.collectives import ring_bytes
 from distaccum.testing.counters import CollectiveCounter
+from distaccum.tools.plan.collectives import ring_bytes
 from launch.bench.compare_engines import draw, far_off, table
 from launch.bench.memory import MemoryUse, live_storages, storages
 from launch.bench.tables import as_markdown, memory_rows, wire_rows

@@ -61,9 +61,8 @@ def _run(command: str, folder: Path) -> str:
         words = shlex.split(command)
         if words[0] == "cd":
             return ""
-        words = ["distaccum", "export", *words[1:]] if words[0] == "distaccum-export" else words
         if words[0] == "distaccum":
-            (folder / "command.py").write_text("from distaccum.commands.main import main\nmain()\n")
+            (folder / "command.py").write_text("from distaccum.program import main\nmain()\n")
             words = ["python", "command.py", *words[1:]]
         assert words[0] == "python", command
         words = [word.replace("step-2000", f"step-{NANOGPT_STEPS}") for word in words]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.distributed.processes import DIED, trouble_of
+from distaccum.distributed.watchdog import DIED, trouble_of
 from tests.support.commands import ROOT, environment, family, metrics, run, status, succeed
 from tests.support.phases import PHASES, SETTINGS
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from distaccum.config.engine import settings_of
-from distaccum.forecast.memory import state
-from distaccum.forecast.volume import payloads
-from distaccum.forecast.window import Job, Sizes
+from distaccum.tools.plan.memory import state
+from distaccum.tools.plan.volume import payloads
+from distaccum.tools.plan.window import Job, Sizes
 from tests.support.commands import ROOT, succeed
 
 BENCH = ROOT / "launch" / "bench"

@@ -86,7 +86,7 @@ SABOTAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a half-made checkpoint": (lambda f: (f / "checkpoints/.saving-step-5").mkdir(), "left behind: .saving-step-5"),
     "a lock": (lambda f: (f / "owner.json").write_text("{}"), "left behind: owner.json"),
     "a temporary file": (lambda f: (f / ".status.json.4711").touch(), "left behind: .status.json.4711"),
-    "a damaged checkpoint": (_flipped, "distaccum-verify: step-"),
+    "a damaged checkpoint": (_flipped, "distaccum verify: step-"),
 }
 
 

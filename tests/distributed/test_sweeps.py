@@ -11,7 +11,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from distaccum.train.metrics.names import OF_RECORDS
+from distaccum.train.metrics.loggers import OF_RECORDS
 from tests.support.commands import ROOT, TINY, metrics, run, status, succeed
 
 pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

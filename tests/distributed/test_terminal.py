@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.distributed.processes import DIED, trouble_of
+from distaccum.distributed.watchdog import DIED, trouble_of
 from tests.support.commands import ROOT, TINY, TRAIN, command, environment, family, metrics, status
 
 pytestmark = pytest.mark.slow

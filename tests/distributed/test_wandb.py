@@ -274,7 +274,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[_Server | None]:
     group="services",
     does="trains on, and ends within some 8 s",
     says="Weights & Biases: still busy after 8 s, and left behind; metrics.jsonl has every record: "
-    "distaccum-wandb-upload ... makes a W&B run of it",
+    "distaccum wandb-upload ... makes a W&B run of it",
 )
 def test_a_server_that_cannot_be_reached_costs_seconds(
     tmp_path: Path, server: _Server | None, says: Callable[[str], None]
@@ -320,7 +320,7 @@ def test_a_key_that_is_missing_or_bad_is_refused(
     "kill -9 of W&B's process",
     group="services",
     does="trains on",
-    says="Weights & Biases: ...; metrics.jsonl has every record: distaccum-wandb-upload ... makes a W&B run of it",
+    says="Weights & Biases: ...; metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
 )
 def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     tmp_path: Path, says: Callable[[str], None]
@@ -330,7 +330,7 @@ def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     assert finished.returncode == 0, finished.stderr
     (said,) = finished.stderr.splitlines()
     says(said)
-    assert f"distaccum-wandb-upload {tmp_path} makes" in said
+    assert f"distaccum wandb-upload {tmp_path} makes" in said
     expected = metrics(tmp_path)
     assert [record["step"] for record in expected] == list(range(1, 13))
     _are(_upload(tmp_path), expected)
@@ -345,7 +345,7 @@ def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     "the disk of W&B's folder is full",
     group="services",
     does="trains on",
-    says="metrics.jsonl has every record: distaccum-wandb-upload ... makes a W&B run of it",
+    says="metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Callable[[str], None]) -> None:

@@ -32,9 +32,9 @@ COUNTS = (
 )
 EVALUATED = "tests/unit/train/test_evaluation_sums.py::test_scores_are_added_in_the_order_of_batches"
 SAME = "tests/distributed/test_reproducible.py::test_a_few_cells_are_the_same_on_1_and_3_ranks"
-GOES_ON = "tests/unit/engines/test_elastic.py::test_the_ranks_that_are_left_finish_the_window_to_the_same_bits"
-MIRRORED = "tests/unit/engines/test_mirror.py::test_those_who_are_left_go_on_to_the_same_bits"
-MIRROR_SEARCH = "tests/simulation/test_mirror.py::test_what_is_left_is_of_one_window_and_whole"
+GOES_ON = "tests/elastic/engine/test_elastic.py::test_the_ranks_that_are_left_finish_the_window_to_the_same_bits"
+MIRRORED = "tests/elastic/engine/test_mirror.py::test_those_who_are_left_go_on_to_the_same_bits"
+MIRROR_SEARCH = "tests/elastic/simulation/test_mirror.py::test_what_is_left_is_of_one_window_and_whole"
 LATE = ("TimeoutError", "Failed: Timeout")
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 

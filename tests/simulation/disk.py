@@ -36,7 +36,7 @@ import torch
 from safetensors import SafetensorError
 
 from distaccum.checkpoint import tensors
-from distaccum.train import background_save
+from distaccum.train import saving
 
 CHANGES = ("create", "write", "fsync", "rename", "link", "unlink", "mkdir", "rmdir", "truncate", "utime")
 READS = ("open", "read", "stat", "list")
@@ -378,7 +378,7 @@ class Disk:
             stack.enter_context(patch.object(safetensors.torch, "serialize_file", self._serialized))
             stack.enter_context(patch.object(tensors, "safe_open", self._safe_opened))
             stack.enter_context(patch.object(torch, "save", self._saved))
-            stack.enter_context(patch.object(background_save, "Thread", partial(_Behind, self)))
+            stack.enter_context(patch.object(saving, "Thread", partial(_Behind, self)))
             yield
         for file in self._files:  # that a process left open which died; the garbage collector would warn of it
             with suppress(OSError):

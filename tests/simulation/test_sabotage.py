@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from distaccum.accumulation.accumulator import Accumulator
-from distaccum.checkpoint import files, hashing, store
-from distaccum.checkpoint.host_memory import HostMemory
+from distaccum.checkpoint import files, store
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import CheckpointError
 from distaccum.train import run
-from distaccum.train.background_save import BackgroundSave, Written
 from distaccum.train.loop import Loop
 from distaccum.train.metrics import loggers
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.owner import Owner
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.saving import BackgroundSave, HostMemory, Written
 from tests.simulation.cells import (
     At,
     Attempt,
@@ -61,7 +60,7 @@ def _power(path: str, *numbers: int) -> Cells:
 
 
 def _no_sync(patch: pytest.MonkeyPatch) -> None:
-    for module in (files, hashing, store):
+    for module in (files, files, store):
         patch.setattr(module, "sync", lambda _: None)
 
 
@@ -121,7 +120,7 @@ def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
 
     real = store.verify
     patch.setattr(store, "verify", verify)
-    for module in (store, hashing):
+    for module in (store, files):
         patch.setattr(module, "retried", lambda read, of=None: read())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distaccum.accumulation.step import Outcome
-from distaccum.engines.dtensor import to_local
+from distaccum.engines.modules import to_local
 from distaccum.train.callbacks import Callback
 
 

@@ -1,6 +1,6 @@
 """The protocol of elastic runs as a state machine, and a search through all of its states.
 
-What a member decides is decided by the functions of ``distaccum/distributed/elastic/views.py`` themselves; around them
+What a member decides is decided by the functions of ``distaccum/elastic/group/views.py`` themselves; around them
 the model has what they live in: a store, groups whose collectives may complete on some members only, deaths, words of
 deaths that come later or are false, members that are too slow and are left out, newcomers.
 
@@ -42,9 +42,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from distaccum.data.plan.summation_tree import halves
-from distaccum.distributed.elastic import views
-from distaccum.distributed.elastic.views import NEWCOMER, Node, Report, Share, View
+from distaccum.data.plan.units import halves
+from distaccum.elastic.group import views
+from distaccum.elastic.group.views import NEWCOMER, Node, Report, Share, View
 
 
 class BrokenError(AssertionError):

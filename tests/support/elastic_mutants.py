@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from distaccum.distributed.elastic import views
-from distaccum.distributed.elastic.views import Report, Share, View
+from distaccum.elastic.group import views
+from distaccum.elastic.group.views import Report, Share, View
 from tests.support.elastic_model import Bounds, Rules
 
 

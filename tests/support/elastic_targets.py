@@ -27,15 +27,16 @@ from distaccum.accumulation import tracker
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.spec import DataSpec
-from distaccum.distributed.elastic.member import Member
-from distaccum.distributed.elastic.membership import Membership
-from distaccum.engines import mirror, tree_all_reduce
-from distaccum.engines.zero1 import ZeRO1
+from distaccum.elastic.engine import mirror
+from distaccum.elastic.group.member import Member
+from distaccum.elastic.group.membership import Membership
+from distaccum.elastic.run import going_on
+from distaccum.elastic.run.in_place import InPlace
+from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
+from distaccum.engines.ddp import tree
+from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.train import run
 from distaccum.train.callbacks import Callback, Run
-from distaccum.train.elastic import going_on
-from distaccum.train.elastic.in_place import InPlace
-from distaccum.train.elastic.memory_checkpoint import MemoryCheckpoints
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.metrics.meter import Meter
 
@@ -109,7 +110,7 @@ def _arm() -> None:
     """Wraps what the phases are parts of, in a worker alone."""
     _around(dist, "all_reduce", "count")
     _around(dist, "all_to_all_single", "reduction", "sent")
-    _around(tree_all_reduce, "_all_gather", "gathering", "gathered")
+    _around(tree, "_all_gather", "gathering", "gathered")
     _around(ZeRO1, "broadcast", "broadcast")
     _around(mirror, "_send", "exchange", "exchanging")
     _around(mirror.Mirror, "exchange", "", "exchanged")

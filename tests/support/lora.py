@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec, World
-from distaccum.engines import frozen_base
+from distaccum.engines import state as frozen_base
 from distaccum.testing.counters import CollectiveCounter, OperationCounter
 from tests.support import engine_matrix, matrix
 from tests.support.engine_matrix import BETAS, DECAY, ENGINES, EPSILON, MICRO_SIZES, RATE, UPDATES
@@ -143,7 +143,7 @@ def run(cell: Cell, world: World, given: nn.Module, true: list[dict[str, Tensor]
         model = deepcopy(given)
         before, start = {n: p.detach().clone() for n, p in model.named_parameters()}, trained(model)
         truth, plain = true[2 * number : 2 * number + 2]
-        frozen_base.set_aside(model)
+        frozen_base.leave_frozen_out(model)
         acc = Accumulator(
             model,
             optimizer(model.parameters()),

@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 _START = multiprocessing.get_context("forkserver")
-_START.set_forkserver_preload(["tests.support.members", "distaccum.distributed.elastic.membership", "pytest"])
+_START.set_forkserver_preload(["tests.support.members", "distaccum.elastic.group.membership", "pytest"])
 
 
 class Notes:

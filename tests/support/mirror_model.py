@@ -1,6 +1,6 @@
 """A search through what can be left of zero1's shares where ranks are lost, at every moment of a view.
 
-What a member goes on from is chosen by the code of ``distaccum/train/elastic/hand_over.py`` itself; around it the model
+What a member goes on from is chosen by the code of ``distaccum/elastic/run/hand_over.py`` itself; around it the model
 has views, deaths and how far each member has come. A share's only value is the window that it is of. A member of a view
 has come to one of these places:
 
@@ -23,11 +23,11 @@ from itertools import combinations, product
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint.state import RunState
-from distaccum.distributed.elastic.views import NEWCOMER, Report, View
+from distaccum.elastic.engine.shares import Share, Shares
+from distaccum.elastic.group.views import NEWCOMER, Report, View
+from distaccum.elastic.run import hand_over
+from distaccum.elastic.run.carried import Carried
 from distaccum.engines.base import EngineState
-from distaccum.engines.shares import Share, Shares
-from distaccum.train.elastic import hand_over
-from distaccum.train.elastic.carried import Carried
 
 PARAMETERS = tuple("abcd")
 Held = tuple[tuple[str, int], ...]

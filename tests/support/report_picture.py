@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from distaccum.report.page import page
-from distaccum.report.read import read_runs
+from distaccum.tools.report.page import page
+from distaccum.tools.report.read import read_runs
 from tests.support.commands import ROOT, TINY, TRAIN, environment
 
 PICTURE = ROOT / "docs" / "images" / "report.png"

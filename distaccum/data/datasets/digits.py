@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from distaccum.config.checks import require_fraction
 from distaccum.config.extras import install_command
-from distaccum.data.datasets.blocks import IGNORED
+from distaccum.data.datasets.text import IGNORED
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from distaccum.config.checks import require_fraction
 from distaccum.data.collate import PadCollator, check_lengths
-from distaccum.data.datasets.blocks import IGNORED
-from distaccum.data.datasets.text import documentation
+from distaccum.data.datasets.text import IGNORED, documentation
 from distaccum.data.datasets.tokenizer import ByteTokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distaccum.data.datasets.blocks import IGNORED, TokenBlocks, Tokens, split, training_size
+from distaccum.data.datasets.text import IGNORED, TokenBlocks, Tokens, split, training_size
 from distaccum.data.datasets.tokenizer import load_tokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError

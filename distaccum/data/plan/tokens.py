@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,17 +11,244 @@ import numpy as np
 
 from distaccum.data.plan.batch import (
     KEYWORDS,
+    BatchPlan,
     Epoch,
     Ids,
+    Plan,
     SizeNames,
     check_samples,
     check_sizes,
+    describe_ranks,
     describe_steps,
     ids_in_order,
     micro_batches_of,
     seed_number,
+    share_of,
 )
+from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.errors import ConfigError
+
+# Cuts windows into micro-batches of at most a number of padded tokens: pure arithmetic, no torch, no state.
+#
+# A forward's time and memory follow its padded tokens, the number of samples times the length of the longest, not the
+# number of samples. So a limit of tokens puts many short samples into a micro-batch, and few long ones.
+
+TokensOf = Callable[[Ids], int]
+"""From the lengths of a micro-batch's samples to its tokens, padding included; no fewer with one sample more."""
+
+_LOOKED_AT = 100  # windows after which micro-steps are reckoned
+
+
+def cut_in_order(lengths: Ids, most: int, tokens_of: TokensOf, *, samples: int | None = None) -> list[int]:
+    """How many samples each micro-batch takes, one after the other: as many as fit, and at least one.
+
+    Args:
+        lengths: tokens of each sample in the order in which they are taken, shape ``(samples,)``.
+        most: padded tokens of a micro-batch.
+        tokens_of: of a micro-batch.
+        samples: the most of a micro-batch; None: any number.
+    """
+    sizes: list[int] = []
+    begin = 0
+    while begin < len(lengths):
+        left = lengths[begin:] if samples is None else lengths[begin : begin + samples]
+        sizes.append(_fitting(left, most, tokens_of))
+        begin += sizes[-1]
+    return sizes
+
+
+def _fitting(lengths: Ids, most: int, tokens_of: TokensOf) -> int:
+    """How many of the first samples fit together, and at least one: the number is doubled, then bisected."""
+    fits, fails = 1, len(lengths) + 1
+    while fails - fits > 1:
+        tried = min(2 * fits, (fits + fails) // 2)
+        if tokens_of(lengths[:tried]) <= most:
+            fits = tried
+        else:
+            fails = tried
+    return fits
+
+
+def divisible(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The sizes of micro-batches, of which the largest are halved until every rank gets as many of them.
+
+    With fewer samples than that takes, every micro-batch has one. A half is padded to no more than the whole was.
+
+    Args:
+        sizes: samples of each micro-batch, in order.
+        ranks: how many the micro-batches are dealt to, in turn.
+    """
+    found = list(sizes)
+    while len(found) % ranks and max(found) > 1:
+        largest = found.index(max(found))
+        size = found[largest]
+        found[largest : largest + 1] = [size - size // 2, size // 2]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroTokenPlan:
+    """The windows of another plan, whose micro-batches hold at most a number of padded tokens.
+
+    Which samples a window holds is the other plan's, and so is the position: a checkpoint goes on with any limit. A
+    rank's share of a window is cut in order; where samples are grouped, the whole window is sorted by length, cut, and
+    dealt to the ranks in turn, to each as many micro-batches as there are samples for.
+
+    Args:
+        plan: of the windows.
+        lengths: tokens of each sample, shape ``(samples,)``.
+        micro_tokens: the most padded tokens of a micro-batch.
+        tokens_of: of a micro-batch, as it is collated.
+        grouped: whether micro-batches hold samples of similar length.
+        limits_samples: whether a micro-batch holds no more than the plan's ``micro_batch_size`` samples, too.
+        names: what an error calls the sizes.
+
+    Raises:
+        ConfigError: the limit is below 1, or the longest sample alone has more tokens.
+    """
+
+    plan: Plan
+    lengths: Ids
+    micro_tokens: int
+    tokens_of: TokensOf
+    grouped: bool = False
+    limits_samples: bool = True
+    names: SizeNames = field(default=KEYWORDS, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        key = self.names.micro_tokens
+        if self.micro_tokens < 1:
+            raise ConfigError(key, self.micro_tokens, "must be at least 1", "State a positive number of tokens")
+        longest = self.lengths.max(keepdims=True)
+        if (padded := self.tokens_of(longest)) > self.micro_tokens:
+            padding = f", which are padded to {padded}" if padded != longest[0] else ""
+            problem = f"the longest sample has {longest[0]} tokens{padding}"
+            raise ConfigError(key, self.micro_tokens, problem, f"Give at least {padded}, or cut the samples")
+
+    @property
+    def samples(self) -> int:
+        """Samples per epoch over all ranks."""
+        return self.plan.samples
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The plan's: the most samples of a micro-batch of an evaluation; of training where it limits that too."""
+        return self.plan.micro_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.plan.world_size
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the order of samples."""
+        return self.plan.seed
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The numbers that give a window's index its meaning: not how it is cut."""
+        return self.plan.position
+
+    def epoch(self, epoch: int) -> Epoch:
+        """The epoch's windows."""
+        return self._of(self.plan, epoch)
+
+    def _of(self, plan: Plan, epoch: int) -> _CutEpoch:
+        return _CutEpoch(plan=self, epoch=epoch, windows=plan.epoch(epoch))
+
+    def updates(self, epochs: int) -> int:
+        """Windows in the first ``epochs`` epochs."""
+        return self.plan.updates(epochs)
+
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at these positions of an epoch's order."""
+        return self.plan.ids(epoch, positions)
+
+    def cut(self, lengths: Ids) -> list[int]:
+        """How many samples each micro-batch takes of samples of these lengths, in order."""
+        most = self.micro_batch_size if self.limits_samples else None
+        return cut_in_order(lengths, self.micro_tokens, self.tokens_of, samples=most)
+
+    @property
+    def rows(self) -> int:
+        """The most samples of a micro-batch, if all were of the shortest."""
+        shortest = self.tokens_of(self.lengths.min(keepdims=True))
+        most = min(self.samples, self.micro_tokens // max(1, shortest))
+        return min(most, self.micro_batch_size) if self.limits_samples else most
+
+    @cached_property
+    def micro_steps(self) -> int:
+        """The most micro-steps of a rank among windows of the first epoch, 100 at most, spread over it.
+
+        Where windows differ in their number of samples, they are reckoned as large as the largest.
+        """
+        plan = self.plan
+        if isinstance(plan, BatchPlan | ScheduledPlan):
+            size = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
+            sizes: dict[str, Any] = {"global_batch_size": size, "micro_batch_size": plan.micro_batch_size}
+            plan = BatchPlan(samples=plan.samples, world_size=plan.world_size, seed=plan.seed, **sizes)
+        cut = self._of(plan, 0)
+        all_of_them = cut.windows_per_epoch
+        some = np.linspace(0, all_of_them - 1, min(all_of_them, _LOOKED_AT)).astype(int).tolist()
+        return max(cut.micro_steps(k) for k in some)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``: its micro-steps are :attr:`micro_steps`."""
+        size = self.micro_batch_size if self.limits_samples else None
+        mine = {"micro_size": size, "micro_tokens": self.micro_tokens, "accumulation_steps": self.micro_steps}
+        return self.plan.as_dict() | mine
+
+    def describe(self) -> list[str]:
+        """The plan in words, one line per fact."""
+        update, *others = self.plan.describe()
+        batch, _, _ = update.partition(" = ")
+        steps = "about 1 micro-step" if self.micro_steps == 1 else f"about {self.micro_steps} micro-steps"
+        samples = f" and {self.micro_batch_size} samples" if self.limits_samples else ""
+        limit = f"{self.micro_tokens:,} padded tokens{samples}"
+        return [f"{batch} = {describe_ranks(self.world_size)} x {steps} of at most {limit}", *others]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CutEpoch:
+    """An epoch of a plan's ``windows``, cut as ``plan`` says."""
+
+    plan: MicroTokenPlan
+    epoch: int
+    windows: Epoch
+
+    @property
+    def windows_per_epoch(self) -> int:
+        return self.windows.windows_per_epoch
+
+    def window(self, k: int) -> range:
+        return self.windows.window(k)
+
+    def micro_steps(self, k: int) -> int:
+        """Of the rank with the most."""
+        window, ranks = self.window(k), self.plan.world_size
+        lengths = self._lengths(window)
+        if self.plan.grouped:
+            return -(-len(self.plan.cut(-np.sort(-lengths))) // ranks)
+        shares = (share_of(range(len(window)), rank, ranks) for rank in range(ranks))
+        return max(len(self.plan.cut(lengths[share.start : share.stop])) for share in shares)
+
+    def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
+        if self.plan.grouped:
+            return self._dealt(k, rank)
+        share = share_of(self.window(k), rank, self.plan.world_size)
+        ends = np.cumsum(self.plan.cut(self._lengths(share))).tolist()
+        return [share[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _dealt(self, k: int, rank: int) -> list[Ids]:
+        positions = np.asarray(self.window(k), dtype=np.int64)
+        lengths = self._lengths(positions)
+        order = np.argsort(-lengths, kind="stable")
+        sizes = divisible(self.plan.cut(lengths[order]), self.plan.world_size)
+        return np.split(positions[order], np.cumsum(sizes)[:-1])[rank :: self.plan.world_size]
+
+    def _lengths(self, positions: range | Ids) -> Ids:
+        return self.plan.lengths[self.plan.ids(self.epoch, np.asarray(positions, dtype=np.int64))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,21 +6,79 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from distaccum.config.engine import STAGES, DeepSpeedConfig
 from distaccum.config.extras import install_command
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed.config.generate import generate
 from distaccum.engines.deepspeed.internals import check_version
-from distaccum.errors import ConfigError
+from distaccum.engines.optimizer_step import StepGuard
+from distaccum.errors import ConfigError, MisuseError
+
+# Hooks on DeepSpeed's model that cast, and a lock on its engine's methods.
+
+
+def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
+    """Casts a model's floating inputs to ``dtype``, which DeepSpeed does not, and its outputs to fp32.
+
+    Losses are sums, for which 16 bits are too few.
+    """
+
+    def to(wanted: torch.dtype, values: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(wanted) if t.is_floating_point() else t, values)
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return to(dtype, (args, kwargs))
+
+    def widen(_: nn.Module, __: Any, output: Any) -> Any:
+        return to(torch.float32, output)
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+    model.register_forward_hook(widen)
+
+
+class EngineLock:
+    """Within the ``with`` block DeepSpeed's engine and its optimizer step; anywhere else both raise MisuseError.
+
+    DeepSpeed's ``zero_grad`` raises while a window is open only: between two windows it drops what no window counts.
+    """
+
+    def __init__(self, engine: Any, guard: StepGuard, window_open: Callable[[], bool]) -> None:
+        self._guard, self._window_open = guard, window_open
+        self._open = False
+        for name in ("step", "backward", "zero_grad"):
+            setattr(engine, name, partial(self._guarded, name, getattr(engine, name)))
+
+    def __enter__(self) -> None:
+        self._open = True
+        self._guard.__enter__()
+
+    def release(self) -> None:
+        """Removes the guards of model and optimizer; DeepSpeed's engine stays locked."""
+        self._guard.release()
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        self._guard.__exit__(*error)
+
+    def _guarded(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._open and (name != "zero_grad" or self._window_open()):
+            remedy = "delete the line, as the window's end steps and zeroes by itself"
+            raise MisuseError(f"{name}() of DeepSpeed's engine was called by hand: {remedy}")
+        return method(*args, **kwargs)
+
 
 _LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
 _MENDED = (0, 19, 8)
@@ -201,3 +259,53 @@ def check_known_bugs(settings: Mapping[str, Any], version: str, device: str) -> 
     if stage in (1, 2) and zero.get("reduce_scatter") is False:
         problem = f"DeepSpeed {version} loses reduced gradients there"
         raise ConfigError(f"{_ZERO_KEY}.reduce_scatter", False, problem, remedy)
+
+
+# DeepSpeed's kernels: which are built, and which can be when they are first used.
+
+PACKAGE = "deepspeed"
+"""The name of the package, and of distaccum's extra."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """The kernels of the installed DeepSpeed, by name."""
+
+    version: str
+    installed: tuple[str, ...]
+    compatible: tuple[str, ...]
+    """Not installed; compiled at their first use, where there is a compiler."""
+
+
+def installed_version() -> str | None:
+    """The version of DeepSpeed, which is not imported for it; None where it is not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def ops(device: torch.device) -> Ops:
+    """Imports DeepSpeed for this kind of device and asks each kernel, as ``ds_report`` does. Takes seconds.
+
+    Raises:
+        ConfigError: it is not installed, cannot be imported, or is a version that is not known to be exact.
+    """
+    deepspeed = load_deepspeed(device, planned=True)
+    check_version(deepspeed)
+    with suppress_output():
+        built: dict[str, bool] = import_module("deepspeed.git_version_info").installed_ops
+        builders: dict[str, Any] = import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
+        compatible = [name for name, builder in builders.items() if _is_compatible(builder)]
+    return Ops(
+        version=str(deepspeed.__version__),
+        installed=tuple(sorted(name for name, there in built.items() if there)),
+        compatible=tuple(sorted(name for name in compatible if not built.get(name))),
+    )
+
+
+def _is_compatible(builder: Any) -> bool:
+    try:
+        return bool(builder.is_compatible(verbose=False))
+    except Exception:  # a builder that fails to say so cannot be built either
+        return False

@@ -16,26 +16,24 @@ from torch.optim import Optimizer
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines import frozen_base, optimizer_state
+from distaccum.elastic.engine.packed_files import is_packed, unpacked
+from distaccum.engines import optimizer_state
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import files as deepspeed_files
 from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed import optimizer_state as flat_state
-from distaccum.engines.deepspeed.compat import check_optimizers, load_deepspeed, suppress_output
-from distaccum.engines.deepspeed.module import EngineLock, compute_in
-from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
-from distaccum.engines.deepspeed.weights import EditedWeights, MasterWeights
+from distaccum.engines.deepspeed.compat import EngineLock, check_optimizers, compute_in, load_deepspeed, suppress_output
+from distaccum.engines.deepspeed.optimizer_state import EditedWeights, MasterWeights, check_rule, leaves_alone
 from distaccum.engines.gradient_watch import GradientWatch
-from distaccum.engines.group_settings import OTHER_SETTINGS, differ, fingerprint
-from distaccum.engines.guard import StepGuard
+from distaccum.engines.group_settings import OTHER_SETTINGS, WholeGroups, differ, fingerprint
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
-from distaccum.engines.packed_files import is_packed, unpacked
+from distaccum.engines.optimizer_step import StepGuard
 from distaccum.engines.rules import check_hooks, expect_no_hooks
+from distaccum.engines.state import names_set_aside
 from distaccum.engines.uneven_inputs import UnevenInputs
-from distaccum.engines.whole_groups import WholeGroups
 from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -58,7 +56,7 @@ _DIFFERENT_MODULES = (
 def _check(model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
     check_optimizers(optimizers)
     stage = settings.get("zero_optimization", {}).get("stage", 0)
-    if stage >= _FIRST_THAT_SHARDS_PARAMETERS and frozen_base.names_of(model):
+    if stage >= _FIRST_THAT_SHARDS_PARAMETERS and names_set_aside(model):
         problem = "with adapters, whose frozen base checkpoints leave out, it was not tried"
         raise ConfigError("engine.stage", stage, problem, "Use engine.stage=2, or engine=fsdp2 to shard the base")
 

@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distaccum.config.engine import FSDP2Config
-from distaccum.engines.blocks import blocks_of
 from distaccum.engines.context import EngineContext
-from distaccum.engines.fsdp2 import hooks
-from distaccum.engines.modules import is_meta
+from distaccum.engines.fsdp2 import wrap
+from distaccum.engines.modules import blocks_of, is_meta
 from distaccum.errors import ConfigError, near_misses, shorten
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -29,7 +28,7 @@ def check(model: nn.Module, context: EngineContext) -> None:
     check_meta(model, meta_init=config.meta_init)
     check_globs(model, config.blocks)
     check_parameters(model, config.blocks)
-    hooks.check(model, once_a_window=config.sync == "boundary" and not context.policy.scales_loss)
+    wrap.check_hooks(model, once_a_window=config.sync == "boundary" and not context.policy.scales_loss)
 
 
 def check_world(world_size: int, *, replicas: int, reduce_dtype: torch.dtype) -> None:

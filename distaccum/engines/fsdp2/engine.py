@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from distaccum.config.checks import size_of
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.sizes import size_of
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.base import (
@@ -28,27 +28,21 @@ from distaccum.engines.base import (
     StepOutput,
     WholeWeights,
 )
-from distaccum.engines.blocks import blocks_of
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.context import EngineContext
-from distaccum.engines.dtensor import full_tensor, is_sharded, shard_like, to_local
-from distaccum.engines.fsdp2 import hooks, internals, wrap
+from distaccum.engines.fsdp2 import internals, wrap
 from distaccum.engines.fsdp2.copies import Copies
-from distaccum.engines.fsdp2.optimizers import rebind_optimizers
-from distaccum.engines.fsdp2.shard_reads import ShardReads, reads_shards
-from distaccum.engines.fsdp2.shard_watch import ShardWatch
+from distaccum.engines.fsdp2.shard_watch import ShardReads, ShardWatch, UsedParameters, reads_shards
 from distaccum.engines.fsdp2.skipped_blocks import SkippedBlocks
-from distaccum.engines.fsdp2.tree_scatter import TreeReduceScatter, TreeSums
-from distaccum.engines.fsdp2.used_parameters import UsedParameters
-from distaccum.engines.fsdp2.whole_norms import WholeNorms
-from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.fsdp2.tree_scatter import TreeReduceScatter, TreeSums, WholeNorms
+from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
 from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import is_meta, trained
+from distaccum.engines.modules import blocks_of, full_tensor, is_meta, is_sharded, shard_like, to_local, trained
 from distaccum.engines.optimizer_state import by_entry
-from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.optimizer_step import OptimizerStep, StepOptions
 from distaccum.engines.reproducible import check_optimizers
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -114,7 +108,7 @@ class FSDP2Engine(Engine):
         self.rounds_weights = policy.keeps_masters  # of what is gathered: the shards are the masters
         self._mesh = _mesh(world, config.replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-        taken = hooks.take(model)
+        taken = wrap.take_hooks(model)
         self._shard(model, config, seed)
         internals.check(model)
         self._sharded = internals.ShardedModel(model)
@@ -136,7 +130,7 @@ class FSDP2Engine(Engine):
         if not self._reshards:  # but all at once, after the backward
             self._units[0].set_reshard_after_backward(False)
         self._uneven_inputs = inputs = UnevenInputs(model, world, self._meet_others)
-        hooks.carry_over(taken, model, self._sharded, replays=lambda: inputs.replays)
+        wrap.carry_hooks_over(taken, model, self._sharded, replays=lambda: inputs.replays)
         self._watch = GradientWatch(self._gradients)
         self._shard_watch = ShardWatch(lambda: [p.grad for p in self._parameters.values()])
         self._sync = False
@@ -318,7 +312,7 @@ class FSDP2Engine(Engine):
         self._drop_gradients()
         self._order, self._fault = 0, ""
         self._trains = self._sharded.trains()
-        hooks.check_shards(self._parameters)
+        wrap.check_hooked_shards(self._parameters)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():

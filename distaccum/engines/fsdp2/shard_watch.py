@@ -2,14 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.host_copy import HostCopy
+from distaccum.errors import MisuseError
+
+# Losses that read the shards themselves: their gradient goes past the reduction, and what they gather past its order.
+#
+# In torch a shard is a ``DTensor``, which computes: ``full_tensor()``, ``to_local()`` or a plain sum of squares over
+# ``model.parameters()``.
+
+
+class ShardReads:
+    """Notices a gradient that reaches a shard in a backward, and a shard that is gathered by hand in a micro-step.
+
+    Args:
+        parameters: the shards, by name.
+        in_micro_step: whether one of the user's runs.
+        in_backward: whether the engine's own backward runs.
+        note: called with what is wrong: ranks may be at different places, so that it is told with the step.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        in_micro_step: Callable[[], bool],
+        in_backward: Callable[[], bool],
+        note: Callable[[str], None],
+    ) -> None:
+        self._in_micro_step, self._in_backward, self._note = in_micro_step, in_backward, note
+        self._shards = list(parameters.values())
+        self._hooks = []
+        for name, shard in parameters.items():
+            hook = partial(self._reached, name, shard)
+            self._hooks.append(shard.register_hook(hook))  # type: ignore[no-untyped-call]
+            vars(shard)["full_tensor"] = partial(self._gather, name, shard)
+
+    def remove(self) -> None:
+        """Leaves the shards as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        for shard in self._shards:
+            vars(shard).pop("full_tensor", None)
+
+    def _reached(self, name: str, shard: nn.Parameter, _: Tensor) -> Tensor | None:
+        if not self._in_backward():
+            return None
+        self._note(str(reads_shards(name)))
+        return torch.zeros_like(shard)  # in the shard's own layout, which FSDP2 adds to
+
+    def _gather(self, name: str, shard: nn.Parameter, **options: Any) -> Tensor:
+        if self._in_micro_step():
+            raise reads_shards(name)
+        full: Tensor = type(shard).full_tensor(shard, **options)  # type: ignore[attr-defined]
+        return full
+
+
+def reads_shards(name: str = "") -> MisuseError:
+    """For a loss that reads shards, of the parameter ``name`` or of some."""
+    problem = f"the loss reads {name or 'a parameter'} itself, which is sharded (full_tensor(), to_local(), DTensor)"
+    remedy = "weight_decay= of the optimizer, or an engine that holds whole parameters (ddp, zero1)"
+    return MisuseError(f"{problem}, so that its gradient would not be reduced: use {remedy}")
+
+
+# Which sharded parameters a rank has used in a window: one that no rank has used must not move.
+
+
+class UsedParameters:
+    """Marks parameters that got a gradient, to be summed over the ranks with the norms of a step.
+
+    A reduction holds zeros for a parameter that a rank has not used, and a gradient of zero is not none: momentum and
+    weight decay would move it. Only a rank that has used less than all has to ask the device whether others have.
+
+    Args:
+        shards: all of the model's, in the same order on every rank.
+    """
+
+    def __init__(self, shards: Sequence[nn.Parameter]) -> None:
+        self._shards = shards
+        self._numbers = {id(shard): number for number, shard in enumerate(shards)}
+        self._used: set[int] = set()
+        self._sent: tuple[frozenset[int], Tensor] | None = None  # the last window's marks, usually this one's too
+
+    def add(self, shard: nn.Parameter) -> None:
+        """Marks a parameter."""
+        self._used.add(self._numbers[id(shard)])
+
+    def forget(self) -> None:
+        """Called after a step or a dropped window."""
+        self._used.clear()
+
+    def marks(self, like: Tensor) -> Tensor:
+        """1.0 for each parameter that this rank has used, else 0.0; of the type and on the device of ``like``."""
+        if self._sent is None or self._sent[0] != self._used or self._sent[1].device != like.device:
+            marks = [float(number in self._used) for number in range(len(self._shards))]
+            self._sent = frozenset(self._used), torch.tensor(marks, dtype=like.dtype, device=like.device)
+        return self._sent[1]
+
+    def drop_unused(self, sums: Tensor) -> bool:
+        """Drops the zeros of parameters that no rank has used, given the sums of :meth:`marks` over the ranks.
+
+        Returns:
+            whether some rank has used some parameter.
+        """
+        unsure = [
+            number for number, shard in enumerate(self._shards) if shard.grad is not None and number not in self._used
+        ]
+        if not unsure:
+            return True
+        found = sums.tolist()  # waits for the device
+        for number in unsure:
+            if not found[number]:
+                self._shards[number].grad = None
+        return any(found)
+
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

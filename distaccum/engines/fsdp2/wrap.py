@@ -3,14 +3,185 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from distaccum.errors import ConfigError
+from distaccum.distributed.world import World
+from distaccum.engines.fsdp2 import internals
+from distaccum.engines.modules import is_sharded, shard_like, to_local
+from distaccum.engines.rules import differs_on_shards
+from distaccum.errors import ConfigError, MisuseError, shorten
+
+# Hooks on parameters: ``fully_shard`` makes new parameters, and leaves the hooks on the ones that it drops.
+
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ParameterHooks:
+    """Of one parameter: what ``register_hook`` and ``register_post_accumulate_grad_hook`` were given."""
+
+    gradient: list[Hook]
+    accumulation: list[Hook]
+
+
+def check_hooks(model: nn.Module, *, once_a_window: bool) -> None:
+    """Raises ConfigError for a post-accumulate hook that would see another gradient than in one process.
+
+    Args:
+        model: not wrapped yet.
+        once_a_window: whether a shard gets its gradient once a window, as the optimizer takes it.
+    """
+    names = [name for name, parameter in model.named_parameters() if internals.accumulation_hooks(parameter)]
+    if names and not once_a_window:
+        problem = f"{shorten(names)} has a post-accumulate hook, and its gradient is summed up or scaled by then"
+        remedy = "Use engine.sync=boundary and no fp16, register_hook, or engine=ddp"
+        raise ConfigError("engine", "fsdp2", problem, remedy)
+
+
+def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
+    """The hooks of each trained parameter that has some; closes the parameters, which wrapping replaces.
+
+    A gradient that reaches one of them later, since something has kept it, raises MisuseError.
+    """
+    taken = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found = ParameterHooks(internals.gradient_hooks(parameter), internals.accumulation_hooks(parameter))
+            if found.gradient or found.accumulation:
+                taken[name] = found
+            parameter.register_hook(partial(_refuse, name))  # type: ignore[no-untyped-call]
+    return taken
+
+
+def carry_hooks_over(
+    taken: Mapping[str, ParameterHooks],
+    model: nn.Module,
+    sharded: internals.ShardedModel,
+    replays: Callable[[], bool],
+) -> None:
+    """Puts hooks on the parameters that took the places of those that had them.
+
+    A ``register_hook`` sees each micro-batch's whole gradient, as on other engines. A post-accumulate hook sees the
+    shard with the window's reduced gradient.
+
+    Args:
+        taken: by :func:`take`, before the model was wrapped.
+        model: wrapped.
+        sharded: its parameters.
+        replays: whether a forward runs for nothing.
+    """
+    now = dict(model.named_parameters())
+    if any(hooks.gradient for hooks in taken.values()):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()  # makes the parameters that forwards compute with
+                module.reshard()
+    for name, hooks in taken.items():
+        for hook in hooks.accumulation:
+            now[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in hooks.gradient:
+            leaf = sharded.gathered_leaf(now[name])
+            leaf.register_hook(partial(_unless_replayed, hook, replays))  # type: ignore[no-untyped-call]
+
+
+def check_hooked_shards(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises MisuseError for a ``register_hook`` on a shard, which no backward would call."""
+    names = internals.with_gradient_hooks(parameters, own=1)  # ShardReads'
+    if names:
+        problem = f"register_hook on {shorten(names)} after wrapping: the shard that it is on is in no backward"
+        raise MisuseError(f"{problem}. Register it before the model is wrapped")
+
+
+def _unless_replayed(hook: Callable[[Tensor], Any], replays: Callable[[], bool], gradient: Tensor) -> Any:
+    return None if replays() else hook(gradient)
+
+
+def _refuse(name: str, _: Tensor) -> NoReturn:
+    problem = f"a gradient reached {name} as it was before wrapping, which is in no optimizer any more"
+    raise MisuseError(f"{problem}: something kept the parameter. Take it from the model in each forward")
+
+
+# Re-points optimizers from full parameters to their DTensor shards.
+
+
+def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], world: World) -> None:
+    """Replaces, in the optimizers' groups, full parameters by their shards; a collective.
+
+    ``names`` has the full parameters' names by ``id``. A fused kernel that takes no shards (SGD's, as of torch 2.13) is
+    switched off.
+
+    Raises:
+        ConfigError: an optimizer has stepped before, or cannot step on shards.
+    """
+    sharded = dict(model.named_parameters(remove_duplicate=False))
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if any(float(state.get("step", 1.0)) for state in optimizer.state.values()):  # Adagrad makes it when it is made
+            problem = "it has stepped, and its state is of whole parameters"
+            raise ConfigError("optimizer", kind, problem, "Wrap first, then load its state")
+        state = {sharded[names[id(p)]]: values for p, values in optimizer.state.items()}
+        optimizer.state.clear()
+        for shard, values in state.items():
+            optimizer.state[shard] = {
+                name: shard_like(value, shard) if isinstance(value, Tensor) else value for name, value in values.items()
+            }
+        for group in optimizer.param_groups:
+            group["params"] = [sharded[names[id(p)]] for p in group["params"]]
+        reason = _try(optimizer, world)
+        if reason and any(group.get("fused") for group in optimizer.param_groups):
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch sets it with fused
+            reason = _try(optimizer, world)
+        if not reason and differs_on_shards(optimizer, world):
+            reason = "it gives other numbers: what it reads of a shard, as a norm by .item(), is a rank's own"
+        if reason:
+            remedy = "Use engine=zero1, where each steps whole parameters"
+            raise ConfigError("optimizer", kind, f"its rule does not work on shards ({reason})", remedy)
+
+
+def _try(optimizer: Optimizer, world: World) -> str:
+    """What a step on zeros raises on some rank, for one parameter of each group and shape; "" where it raises nothing.
+
+    Nor may it keep shards of another shape than its parameter: a checkpoint could be saved, and never be loaded.
+
+    A rule may turn tall matrices round, and a rank may have an empty shard.
+    """
+    trial: Any = copy(optimizer)
+    trial.state, trial.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group in trial.param_groups:
+        kinds = {p.shape: p for p in reversed(group["params"]) if p.requires_grad}
+        group["params"] = [nn.Parameter(torch.zeros_like(p)) for p in kinds.values()]
+        for zero in group["params"]:
+            zero.grad = torch.zeros_like(zero)
+    try:
+        trial.step()
+    except Exception as error:  # each optimizer has its own
+        raised = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return world.all_gather_names([raised])[0]
+    other = [problem for p, values in trial.state.items() for problem in _lost(p, values)]
+    return next(iter(world.all_gather_names(other[:1])), "")
+
+
+def _lost(parameter: Any, values: Mapping[str, Any]) -> Iterator[str]:
+    """What is a shard, and of another shape than the parameter's: that of one rank, or cut in a way nobody notes."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not value.ndim or value.shape == parameter.shape:
+            continue
+        if is_sharded(value) or (value.numel() > 1 and value.shape == to_local(parameter).shape):
+            yield f"it keeps {name} of {tuple(value.shape)} for {tuple(parameter.shape)}, which no checkpoint holds"
 
 
 def move_and_sync(unit: nn.Module, device: torch.device, fill: Callable[[Tensor], None]) -> None:

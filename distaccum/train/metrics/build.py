@@ -13,11 +13,9 @@ from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
 from distaccum.config.schema import CheckpointConfig, MetricsConfig, MLflowConfig
 from distaccum.errors import ConfigError
-from distaccum.train.metrics.background import InThread
-from distaccum.train.metrics.kept import KeptCheckpoints
+from distaccum.train.metrics.background import InThread, KeptCheckpoints, Tolerant
 from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo
-from distaccum.train.metrics.tolerant import Tolerant
-from distaccum.train.metrics.wandb_environment import resolved
+from distaccum.train.metrics.wandb import resolved
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distaccum.train.metrics.kept import files_of
+from distaccum.train.metrics.background import files_of
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from distaccum.accumulation.progress import Progress
-from distaccum.config.sizes import size_of
+from distaccum.config.checks import size_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.metrics.flops import Utilization

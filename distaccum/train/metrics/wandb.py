@@ -1,6 +1,6 @@
 """Weights & Biases in a separate thread, where it can neither stop nor delay training.
 
-``metrics.jsonl`` has every record, whatever becomes of W&B: ``distaccum-wandb-upload RUN`` makes a W&B run of it.
+``metrics.jsonl`` has every record, whatever becomes of W&B: ``distaccum wandb-upload RUN`` makes a W&B run of it.
 
 A process that resumes a run begins with the records that W&B has not got, so that each is there once. Online that is
 what an earlier process could not send; what it sent of the windows that are repeated stays as it was, since W&B takes
@@ -18,21 +18,61 @@ import queue
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
+from secrets import token_hex
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from distaccum import program
+from distaccum.config.checks import require_choice
+from distaccum.config.schema import WANDB_CONSOLES, WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
-from distaccum.train.metrics.background import SUFFIX
-from distaccum.train.metrics.kept import KeptCheckpoints, files_of, is_wanted
+from distaccum.train.metrics.background import SUFFIX, KeptCheckpoints, files_of, is_wanted
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
+
+
+# What W&B's environment variables say where the configuration says nothing.
+
+_MODES = {**{mode: mode for mode in WANDB_MODES}, "dryrun": "offline", "run": "online"}  # W&B's older names
+
+
+def resolved(settings: WandbConfig, environment: Mapping[str, str] = os.environ) -> WandbConfig:
+    """The settings with what distaccum itself decides by: mode, project and folder.
+
+    What W&B alone uses stays None, and W&B reads its variables itself: entity, name, group, job type, notes, tags. A
+    run of a sweep's agent is online, and W&B takes the sweep's project.
+
+    Raises:
+        ConfigError: ``WANDB_MODE`` is none of W&B's modes, or ``WANDB_CONSOLE`` none of its consoles.
+    """
+    mode = settings.mode
+    if mode is None and (given := environment.get("WANDB_MODE")):
+        if given not in _MODES:
+            raise ConfigError("WANDB_MODE", given, "no such mode", f"Use one of {', '.join(WANDB_MODES)}")
+        mode = _MODES[given]
+    console = settings.console
+    if console is None and (console := environment.get("WANDB_CONSOLE")):
+        require_choice("WANDB_CONSOLE", console, WANDB_CONSOLES)
+    sweeps = bool(environment.get("WANDB_SWEEP_ID"))
+    return replace(
+        settings,
+        mode=mode or ("online" if sweeps else "offline"),
+        project=settings.project or environment.get("WANDB_PROJECT") or "distaccum",
+        dir=settings.dir or environment.get("WANDB_DIR") or None,
+        console=console or "off",
+    )
+
+
+def run_id(environment: Mapping[str, str] = os.environ) -> str:
+    """The id of a new run: ``WANDB_RUN_ID``, as a sweep's agent gives one, or random letters."""
+    return environment.get("WANDB_RUN_ID") or token_hex(4)
+
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +170,7 @@ class WandbLogger(Logger):
 
     @property
     def _remedy(self) -> str:
-        return f"metrics.jsonl has every record: distaccum-wandb-upload {self._info.folder} makes a W&B run of it"
+        return f"metrics.jsonl has every record: distaccum wandb-upload {self._info.folder} makes a W&B run of it"
 
     def _work(self) -> None:
         try:
@@ -412,7 +452,7 @@ def _plan(run_dir: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """``distaccum-wandb-upload RUN``: exit code 0, or 1 and one line on stderr."""
+    """``distaccum wandb-upload RUN``: exit code 0, or 1 and one line on stderr."""
     program.start()
     description = "Makes a W&B run of a run's metrics.jsonl, each record once."
     parser = program.Arguments("wandb-upload", description, _EPILOG)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from distaccum.accumulation.step import Outcome
-from distaccum.distributed.elastic.polled_group import PolledGroup
+from distaccum.elastic.group.polled_group import PolledGroup
 from distaccum.testing.counters import CollectiveCounter
 from distaccum.train.callbacks import Callback, Run
 from launch.bench.elastic.notes import steps_of

@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distaccum.errors import ConfigError
-from distaccum.train.command import plot_file
+from distaccum.tools.plan.settings_command import plot_file
 from launch.bench.elastic import costs, figures, plots
 from launch.bench.elastic.figures import Kill, of_kill, spread, work_lost
 from launch.bench.elastic.notes import Step, steps_of, units_of

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.config.instantiate import build
-from distaccum.engines.fused_update import FusedUpdate, StepOptions, zero_in_place
+from distaccum.engines.optimizer_step import FusedUpdate, StepOptions, zero_in_place
 from launch.bench import optimizer_step
 from launch.bench.gpu.figures import Figure, Options
 from launch.bench.gpu.runs import run_config

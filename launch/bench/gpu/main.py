@@ -25,7 +25,7 @@ from typing import Any
 
 from distaccum.config.checks import require, require_choice, require_positive
 from distaccum.errors import ConfigError
-from distaccum.train.command import command
+from distaccum.tools.plan.settings_command import command
 from launch.bench.gpu import plots
 from launch.bench.gpu.processes import Answer, ask
 from launch.bench.gpu.report import Measured, Report

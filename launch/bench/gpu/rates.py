@@ -7,8 +7,7 @@ from torch import nn
 
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
-from distaccum.train.metrics.flops import Utilization, count_flops
-from distaccum.train.metrics.peaks import peak_flops
+from distaccum.train.metrics.flops import Utilization, count_flops, peak_flops
 from launch.bench.gpu.figures import Figure, Options
 from launch.bench.gpu.runs import tokens_of_window
 

@@ -9,8 +9,8 @@ import torch
 
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
-from distaccum.forecast.memory import state
-from distaccum.train.plan import job_of, peak_bytes
+from distaccum.tools.plan.command import job_of, peak_bytes
+from distaccum.tools.plan.memory import state
 from launch.bench.gpu.figures import Figure, Measurement, Options
 from launch.bench.gpu.fitting import at_largest, estimate, release
 from launch.bench.gpu.peak_memory import GIB, Peak, peak_of_window

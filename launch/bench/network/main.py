@@ -31,9 +31,9 @@ from distaccum.config.schema import RunConfig
 from distaccum.config.sharding import Sharding
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
-from distaccum.forecast.cluster import Cluster
-from distaccum.forecast.window import Job, Sizes, Window
-from distaccum.train.command import command, plot_file, print_error
+from distaccum.tools.plan.cluster import Cluster
+from distaccum.tools.plan.settings_command import command, plot_file, print_error
+from distaccum.tools.plan.window import Job, Sizes, Window
 from launch import python_path
 from launch.bench.network import tables
 from launch.bench.network.hosts import LinkError, obstacle, torchrun, two_hosts

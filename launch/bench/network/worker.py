@@ -23,9 +23,9 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.loader import MicroBatchIds
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
+from distaccum.tools.plan.timing import LocalTimer
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run import build_accumulator
-from distaccum.train.timing import LocalTimer
 from launch.bench.variant import Step, Variant, full_windows, handwritten_ddp, loader_of
 
 WARM_UP = 2  # windows: DDP rebuilds its buckets, the optimizer makes its state, TCP finds its pace

@@ -1,6 +1,6 @@
 """Prints text that a trained model continues::
 
-distaccum-export runs/nanogpt/checkpoints/step-2000 weights.safetensors
+distaccum export runs/nanogpt/checkpoints/step-2000 weights.safetensors
 python sample.py weights.safetensors --start "The "
 """
 
@@ -13,7 +13,7 @@ from model import GPT, GPTConfig
 from safetensors.torch import load_file
 
 parser = argparse.ArgumentParser(description="Samples from a model of bytes.")
-parser.add_argument("weights", help="a safetensors file, as distaccum-export writes it")
+parser.add_argument("weights", help="a safetensors file, as distaccum export writes it")
 parser.add_argument("--start", default="\n")
 parser.add_argument("--tokens", type=int, default=300)
 parser.add_argument("--temperature", type=float, default=0.8)

@@ -18,7 +18,7 @@ def test_a_jobs_facts(cluster: Cluster, tmp_path: Path) -> None:
     for node in NODES:
         cluster.await_node(node)
     out, script = tmp_path / "told.json", tmp_path / "job.sbatch"
-    program = f"{sys.executable} -m distaccum.doctor --json --only job"
+    program = f"{sys.executable} -m distaccum doctor --json --only job"
     script.write_text(
         f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks=2 --cpus-per-task=2 --time=20 --signal=B:USR1@90\n{program} > {out}\n"
     )

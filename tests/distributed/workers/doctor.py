@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distaccum.doctor import collective
-from distaccum.doctor.command import main
+from distaccum.tools.doctor import collective
+from distaccum.tools.doctor.command import main
 
 _CLONE_NEWNS = 0x20000  # unshare(2)
 

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.engine import FSDP2Config
 from distaccum.distributed import world as world_module
-from distaccum.engines.dtensor import full_tensor
+from distaccum.engines.modules import full_tensor
 from distaccum.errors import DistaccumError
 
 FEATURES, HIDDEN, TARGETS = 4, 6, 3

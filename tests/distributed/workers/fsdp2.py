@@ -29,8 +29,8 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import RunConfig
 from distaccum.distributed import world as world_module
 from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.engines.dtensor import to_local
 from distaccum.engines.fsdp2.engine import FSDP2Engine
+from distaccum.engines.modules import to_local
 from distaccum.errors import ConfigError
 from tests.distributed.workers.engine_matrix import weights_of
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from distaccum import World
 from distaccum.config.engine import FSDP2Config
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import full_tensor, to_local
 from distaccum.engines.factory import create_engine
+from distaccum.engines.modules import full_tensor, to_local
 from distaccum.errors import DistaccumError, MisuseError
 
 WIDTH, RATE = 5, 0.05

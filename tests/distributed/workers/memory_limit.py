@@ -20,7 +20,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DataSpec
 from distaccum.accumulation.recovery import Recovery
-from distaccum.distributed.live_memory import LiveMemory
+from distaccum.distributed.memory import LiveMemory
 
 ROWS, WIDTH, MICRO, WINDOWS, RATE = 256, 512, 128, 2, 1.0
 _COPIES = 64  # 128 KiB each of a sample, and no more weights

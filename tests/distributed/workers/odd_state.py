@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distaccum import DataSpec, RunConfig, Trainer
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.distributed.environment import LaunchEnvironment
-from distaccum.engines.extra_state import from_bytes
+from distaccum.engines.state import from_bytes
 from distaccum.train.callbacks import Callback, Run
 
 DTYPES = (torch.complex128, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool)

@@ -1,6 +1,6 @@
 """The most bytes that this rank allocates in three windows of a run, and what was forecast: prints one line of JSON.
 
-Counted by torch's profiler from before the model is built; the arguments are those of ``distaccum-train``.
+Counted by torch's profiler from before the model is built; the arguments are those of ``distaccum train``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.data.factory import build_loader
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
+from distaccum.tools.plan.command import job_of, memory_of, peak_bytes
 from distaccum.train.components import components_from_config
-from distaccum.train.plan import job_of, memory_of, peak_bytes
 from distaccum.train.run import build_accumulator
 
 WINDOWS = 3

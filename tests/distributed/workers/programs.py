@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distaccum import Accumulator, World
 from distaccum.distributed import world as world_module
-from distaccum.engines.dtensor import full_tensor, to_local
+from distaccum.engines.modules import full_tensor, to_local
 from distaccum.errors import DistaccumError
 from tests.distributed.workers.engine_matrix import weights_of as whole
 from tests.support import programs

@@ -22,8 +22,8 @@ from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
-from distaccum.engines.ddp import DDPEngine
-from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.ddp.engine import DDPEngine
+from distaccum.engines.optimizer_step import StepOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.testing.counters import OperationCounter

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distaccum import Trainer, World
 from distaccum.config.schema import RunConfig
 from distaccum.distributed import world as world_module
-from distaccum.engines.dtensor import full_tensor
+from distaccum.engines.modules import full_tensor
 from tests.support import reproducible
 from tests.support.reproducible import Cell
 

@@ -20,8 +20,8 @@ from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import ScalerConfig
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
-from distaccum.engines.ddp import DDPEngine
-from distaccum.engines.fused_update import StepOptions
+from distaccum.engines.ddp.engine import DDPEngine
+from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 

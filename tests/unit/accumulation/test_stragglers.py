@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from distaccum.accumulation.stragglers import WINDOWS, Stragglers
+from distaccum.accumulation.lockstep import WINDOWS, Stragglers
 from distaccum.data.counter import GlobalCounter
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError

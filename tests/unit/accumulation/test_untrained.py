@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator
-from distaccum.accumulation.untrained import WINDOWS
+from distaccum.accumulation.tracker import WINDOWS
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.distributed.world import World
 from distaccum.errors import UntrainedParameterWarning

@@ -100,11 +100,11 @@ def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(gloo_world
 
 def test_the_command(gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = _saved(tmp_path, gloo_world, "ddp")
-    monkeypatch.setattr("sys.argv", ["distaccum-export", str(path), str(tmp_path / "out.safetensors")])
+    monkeypatch.setattr("sys.argv", ["distaccum export", str(path), str(tmp_path / "out.safetensors")])
     export.main()
     assert (tmp_path / "out.safetensors").exists()
     for bad in ([str(tmp_path / "absent"), "x"], [str(path), str(tmp_path / "nowhere" / "x")]):
-        monkeypatch.setattr("sys.argv", ["distaccum-export", *bad])
+        monkeypatch.setattr("sys.argv", ["distaccum export", *bad])
         with pytest.raises(SystemExit) as stop:
             export.main()
         assert stop.value.code == 2

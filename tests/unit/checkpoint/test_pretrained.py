@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import pretrained, state, weights
+from distaccum.checkpoint import export as pretrained
+from distaccum.checkpoint import state, weights
 from distaccum.checkpoint.export import export
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.distributed.world import World

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from distaccum.checkpoint import files, tensors
-from distaccum.checkpoint.files import retried
-from distaccum.checkpoint.hashing import HashingWriter
+from distaccum.checkpoint.files import HashingWriter, retried
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, UnreadableError, verify
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError

@@ -16,7 +16,7 @@ from torch import nn
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.schema import RunConfig
-from distaccum.engines.dtensor import shard_like
+from distaccum.engines.modules import shard_like
 from distaccum.errors import ConfigError
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import digest, export, files, hashing, state, tensors, weights
-from distaccum.checkpoint.hashing import HashingWriter, digests
-from distaccum.checkpoint.layout import TYPES, pieces
+from distaccum.checkpoint import export, files, state, tensors, weights
+from distaccum.checkpoint.files import HashingWriter, digests
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, verify
+from distaccum.checkpoint.tensors import TYPES, pieces
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.errors import CheckpointError
@@ -62,12 +62,12 @@ def _write(sizes: list[int], folder: Path) -> dict[str, str]:
         return writer.digests
 
 
-LARGE = hashing._LARGE
+LARGE = files._LARGE
 
 
 def test_digests_of_what_is_written_are_those_of_the_files(tmp_path: Path) -> None:
     """By more files than there are threads, some hashed in threads and some at once."""
-    sizes = [0, 1, LARGE - 1, *[LARGE + i for i in range(hashing.THREADS + 2)]]
+    sizes = [0, 1, LARGE - 1, *[LARGE + i for i in range(files.THREADS + 2)]]
     found = _write(sizes, tmp_path)
     assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {
         f"model-{i}.safetensors": size for i, size in enumerate(sizes)
@@ -84,10 +84,10 @@ def test_a_digest_is_the_one_that_others_make() -> None:
         "": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
     for like, expected in known.items():
-        found = digest.begin(like)
+        found = files.begin_digest(like)
         for piece in (b"a", b"", b"bc"):
             found.update(piece)
-        assert digest.text(found) == expected
+        assert files.digest_text(found) == expected
 
 
 @pytest.mark.parametrize("flipped", [False, True])

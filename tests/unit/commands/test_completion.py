@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from distaccum.commands.main import main
-from distaccum.commands.table import commands
 from distaccum.config.schema import conf_dir
+from distaccum.program import commands, main
 from tests.support.commands import ROOT, environment
 
 PROMPT = r"""
 eval "$(distaccum -sc install=bash)"
-eval "$(distaccum train -sc install=bash)"
-eval "$(distaccum-train -sc install=bash)"
 while IFS= read -r COMP_LINE; do
     COMP_POINT=${#COMP_LINE}; COMP_WORDS=($COMP_LINE); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
     [[ $COMP_LINE == *" " ]] && COMP_CWORD=$((COMP_CWORD + 1))
@@ -60,9 +57,9 @@ def _files(group: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_bash_completes_both_names(tmp_path: Path) -> None:
+def test_bash_completes(tmp_path: Path) -> None:
     """The real shell with the scripts that an installation makes, asked as it asks them."""
-    starts = {"distaccum": "distaccum.commands.main", "distaccum-train": "distaccum.train.__main__"}
+    starts = {"distaccum": "distaccum.program"}
     for name, module in starts.items():
         script = tmp_path / name
         script.write_text(f"#!{sys.executable}\nfrom {module} import main\nmain()\n")
@@ -74,7 +71,6 @@ def test_bash_completes_both_names(tmp_path: Path) -> None:
     expected = {
         "distaccum tr": {"train"},
         "distaccum train model=": _files("model"),
-        "distaccum-train model=": _files("model"),
         "distaccum train --check=2 data=": _files("data"),
         "distaccum train trainer.max_": {f"trainer.{key}=" for key in trainer if key.startswith("max_")},
         "distaccum train --seed=3 model=cnn model.": {"model._target_=", "model.channels=", "model.classes="},

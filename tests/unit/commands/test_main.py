@@ -17,8 +17,7 @@ import torch
 
 import distaccum
 from distaccum import program
-from distaccum.commands.main import main
-from distaccum.commands.table import TABLE, Command, commands
+from distaccum.program import TABLE, Command, commands, main
 from tests.support.commands import ROOT, environment
 
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -37,16 +36,15 @@ def _fresh(*arguments: str, **options: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("command", [one for one in TABLE if one.is_there()], ids=lambda one: one.name)
-def test_each_subcommand_is_the_function_of_its_script(command: Command) -> None:
-    assert SCRIPTS[f"distaccum-{command.name}"] == command.target
+def test_each_subcommand_is_a_function_of_its_module(command: Command) -> None:
     module, _, function = command.target.partition(":")
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_each_script_is_a_subcommand_and_each_of_the_table_is_there() -> None:
+def test_there_is_one_script_and_each_command_of_the_table() -> None:
     assert all(one.is_there() for one in TABLE)
-    assert {f"distaccum-{name}" for name in commands()} | {"distaccum"} == SCRIPTS.keys()
+    assert SCRIPTS == {"distaccum": "distaccum.program:main"}
 
 
 def test_a_command_whose_module_is_missing_is_not_listed() -> None:
@@ -58,7 +56,7 @@ def test_help_and_version_load_neither_torch_nor_hydra() -> None:
     script = (
         "import sys, atexit\n"
         "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
-        "from distaccum.commands.main import main\nmain()\n"
+        "from distaccum.program import main\nmain()\n"
     )
     for flag in ("--help", "--version"):
         process = _fresh("-c", script, flag, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -66,7 +64,7 @@ def test_help_and_version_load_neither_torch_nor_hydra() -> None:
         assert process.returncode == 0
         assert printed
         names = set(loaded.split())
-        assert "distaccum.commands.table" in names
+        assert "distaccum.program" in names
         assert not names & {"torch", "numpy", "hydra", "omegaconf", "rich", "wandb"}
         assert len(names) < 300  # 160 as it is written
 
@@ -214,7 +212,7 @@ def test_an_old_script_keeps_its_name_in_the_usage(
     monkeypatch.setattr(sys, "argv", ["bin/distaccum-verify", "--help"])
     with pytest.raises(SystemExit):
         commands()["verify"].load()()
-    assert capsys.readouterr().out.startswith("usage: distaccum-verify ")
+    assert capsys.readouterr().out.startswith("usage: distaccum verify ")
 
 
 def _writes(lines: int, file: Path) -> list[str]:

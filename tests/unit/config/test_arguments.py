@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from distaccum.config import arguments as room
-from distaccum.config.arguments import GROUPS, arguments
-from distaccum.config.describe import Setting
+from distaccum.config import describe as room
+from distaccum.config.describe import GROUPS, Setting, arguments
 from distaccum.config.schema import conf_dir
 from distaccum.models import gpt
 

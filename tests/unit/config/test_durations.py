@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distaccum.config.durations import seconds_of
+from distaccum.config.checks import seconds_of
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
-from distaccum.forecast.cluster import Cluster
+from distaccum.tools.plan.cluster import Cluster
 
 NOTHING = object()
 VALUES = ("no such", b"x", 2, -1, 10**400, 2.5, float("nan"), True, (), [3], ["x"], [NOTHING], {"x": 1}, {1: 2}, None)

@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import RunConfig
 from distaccum.data.adapters import to_data_spec
-from distaccum.data.ahead import items_of_window, note_memory, prefetch_factor
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader, build_loader, check_workers, make_plan
 from distaccum.data.loader import MapWindowLoader
-from distaccum.data.loading_processes import shared_memory
+from distaccum.data.loading_processes import items_of_window, note_memory, prefetch_factor, shared_memory
 from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.plan.resized import Resize
+from distaccum.data.plan.scheduled import Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec, WorkerOptions

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from distaccum import CrossEntropy, DataSpec, PadCollator, RunConfig
-from distaccum.config.sizes import bytes_of
-from distaccum.data.ahead import prefetch_factor
+from distaccum.config.checks import bytes_of
 from distaccum.data.factory import build_loader
 from distaccum.data.host_memory import WindowMemory, window_memory
+from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.tools.plan.command import plan as forecast
 from distaccum.train.components import TrainingComponents, build_components
-from distaccum.train.plan import plan as forecast
 from distaccum.train.summary import _loading
 
 KIB, MIB = 2**10, 2**20

@@ -12,21 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distaccum import CrossEntropy, DataSpec, PadCollator, RunConfig
-from distaccum.data.ahead import items_of_window
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader, make_plan
 from distaccum.data.host_memory import window_memory
 from distaccum.data.loader import MicroBatchIds, padding_share, rows_of
+from distaccum.data.loading_processes import items_of_window
 from distaccum.data.plan.batch import CONFIG_KEYS, BatchPlan, Plan
-from distaccum.data.plan.micro_tokens import MicroTokenPlan, cut_in_order, divisible
-from distaccum.data.plan.resized import Resize, ResizedPlan
-from distaccum.data.plan.scheduled import ScheduledPlan, Stage
-from distaccum.data.plan.tokens import TokenPlan
+from distaccum.data.plan.scheduled import Resize, ResizedPlan, ScheduledPlan, Stage
+from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan, cut_in_order, divisible
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.tools.plan.command import job_of
 from distaccum.train.components import build_components
-from distaccum.train.plan import job_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 50)
 SAMPLES: Any = [(torch.full((int(n),), i), torch.full((int(n),), i)) for i, n in enumerate(LENGTHS)]

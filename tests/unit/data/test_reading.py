@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
-from distaccum.data.reading import reading
+from distaccum.data.loading_processes import reading
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 

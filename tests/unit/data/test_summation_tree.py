@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.summation_tree import joined, nodes_within
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import Deal, joined, nodes_within
 from distaccum.engines.partial_sums import add_up
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distaccum.data.waiting import WaitClock
+from distaccum.data.loading_processes import WaitClock
 
 
 class Device:

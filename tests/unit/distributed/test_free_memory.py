@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.distributed.free_memory import available, lacking, machine
+from distaccum.distributed.memory import available, lacking, machine
 
 GIB = 2**30
 V2 = {

@@ -10,8 +10,8 @@ from time import sleep
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from distaccum.distributed import rendezvous
-from distaccum.distributed.rendezvous import private_store
+from distaccum.distributed import environment
+from distaccum.distributed.environment import private_store
 
 SIZE = 3
 
@@ -45,7 +45,7 @@ def test_each_set_of_ranks_reads_its_own_notes(kind: str) -> None:
 def test_a_rank_that_does_not_come_is_told_of_before_the_time_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(environment, "_FIRST_WORD_S", 0.05)
     with caplog.at_level("WARNING", "distaccum"), pytest.raises(TimeoutError):
         private_store(HashStore(), 0, 3, timeout_s=0.3)
     assert [record.getMessage()[:32] for record in caplog.records] == ["ranks [1, 2] have not come after"] * 3

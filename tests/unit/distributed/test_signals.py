@@ -12,8 +12,8 @@ from threading import Thread
 import pytest
 
 from distaccum.distributed import signals as the_signals
-from distaccum.distributed.processes import DIED, trouble_of
 from distaccum.distributed.signals import STOP_SIGNALS, StopSignals
+from distaccum.distributed.watchdog import DIED, trouble_of
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from distaccum import Accumulator, CompileConfig, DDPConfig, FSDP2Config
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines import compiled
-from distaccum.engines.compiled_method import CompiledMethod, copied
+from distaccum.engines.compiled import CompiledMethod, copied
 from distaccum.engines.factory import create_engine, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy

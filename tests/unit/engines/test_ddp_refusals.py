@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
-from distaccum.engines import ddp_internals
+from distaccum.engines.ddp import reducer
 from distaccum.engines.factory import create_engine
 from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError
 from distaccum.functional import finish_step, plan_windows
@@ -529,7 +529,7 @@ def test_a_model_with_sharded_parameters_is_refused(gloo_world: World) -> None:
 def test_another_torch_is_refused_when_the_engine_is_made(
     gloo_world: World, monkeypatch: pytest.MonkeyPatch, name: str, value: object, problem: str
 ) -> None:
-    monkeypatch.setattr(ddp_internals, name, value)
+    monkeypatch.setattr(reducer, name, value)
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=rf"torch={re.escape(torch.__version__)}: .*{problem}\. Use a torch from"):
         create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)

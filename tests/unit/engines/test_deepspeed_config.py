@@ -24,10 +24,9 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.config.schema import RunConfig
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.engines.deepspeed.compat import check_parameters
-from distaccum.engines.deepspeed.config.generate import generate
-from distaccum.engines.deepspeed.config.keys import HELD, KINDS, REFUSED
+from distaccum.engines.deepspeed.config.generate import HELD, KINDS, REFUSED, generate
 from distaccum.errors import ConfigError
-from distaccum.train.from_deepspeed import from_deepspeed_json
+from distaccum.tools.from_deepspeed import from_deepspeed_json
 
 RANKS = 2
 FP16 = PrecisionConfig(name="fp16")
@@ -384,7 +383,7 @@ def test_one_thing_under_two_names(twice: dict[str, Any]) -> None:
 
 def test_neither_torch_nor_deepspeed_is_imported() -> None:
     code = (
-        "import sys, distaccum.train.from_deepspeed;assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
+        "import sys, distaccum.tools.from_deepspeed;assert not {'torch', 'deepspeed', 'omegaconf'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

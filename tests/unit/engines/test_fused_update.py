@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from distaccum.config.precision import ScalerConfig
-from distaccum.engines.fused_update import FusedUpdate, StepOptions, underflow_fraction
+from distaccum.engines.optimizer_step import FusedUpdate, StepOptions, underflow_fraction
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 

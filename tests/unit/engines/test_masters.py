@@ -26,11 +26,11 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.shuffle import Shuffle
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.dtensor import full_tensor
 from distaccum.engines.factory import create_engine, prepare
+from distaccum.engines.modules import full_tensor
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, MisuseError
-from distaccum.forecast import volume
+from distaccum.tools.plan import volume
 from tests.support.threads import run_ranks
 
 WEIGHTS = "bf16-weights"

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from distaccum.distributed.world import World
+from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.factory import create_engine
-from distaccum.engines.zero1 import ZeRO1
 
 SIZES = ((40, 30), (30,), (1, 1), (7, 11), (500,), (3, 3, 3), (90, 2))
 

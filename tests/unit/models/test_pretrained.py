@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distaccum.config.schema import RunConfig
-from distaccum.data.datasets.prompts import prompts
+from distaccum.data.datasets.labelled import prompts
 from distaccum.data.datasets.tokenizer import train_tokenizer
 from distaccum.errors import ConfigError
 from distaccum.models.pretrained import pretrained
@@ -133,7 +133,7 @@ def test_the_groups_go_together(folder: Path, rows: Path) -> None:
         {
             "model": {"_target_": "distaccum.models.pretrained.pretrained", "name": str(folder)},
             "data": {
-                "_target_": "distaccum.data.datasets.prompts.prompts",
+                "_target_": "distaccum.data.datasets.labelled.prompts",
                 "path": str(rows),
                 "tokenizer": str(folder),
             },

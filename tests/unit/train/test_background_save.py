@@ -17,12 +17,11 @@ from torch import nn
 
 from distaccum import CrossEntropy, DataSpec, Logger, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
-from distaccum.checkpoint.host_memory import HostMemory
 from distaccum.checkpoint.store import CheckpointStore, verify
-from distaccum.distributed import free_memory
-from distaccum.train.background_save import BackgroundSave
+from distaccum.distributed import memory as free_memory
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.owner import OwnershipLostError
+from distaccum.train.saving import BackgroundSave, HostMemory
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
 

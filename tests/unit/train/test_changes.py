@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distaccum import DataSpec, Trainer
 from distaccum.config.schema import RunConfig
-from distaccum.data.fingerprint import differs, fingerprint
+from distaccum.data.agreement import differs, fingerprint
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.changes import compare

@@ -15,7 +15,7 @@ from torch import nn
 
 from distaccum.config.instantiate import build
 from distaccum.config.schema import conf_dir, plain
-from distaccum.train.plan import plan
+from distaccum.tools.plan.command import plan
 from tests.support.commands import metrics, succeed
 
 # OpenAI's own models, by the elements of their parameters.

@@ -21,9 +21,8 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.models.gpt import GPT
 from distaccum.train.components import build_utilization
-from distaccum.train.metrics.flops import ModelFlops, Utilization
+from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.meter import Meter
-from distaccum.train.metrics.peaks import peak_flops
 from tests.support.threads import run_ranks
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.train.log_handler import log_to_stderr
+from distaccum.train.run_log import log_to_stderr
 
 PACKAGE = logging.getLogger("distaccum")
 LOG = logging.getLogger("distaccum.somewhere")

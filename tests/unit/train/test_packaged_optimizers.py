@@ -15,7 +15,7 @@ from distaccum import Accumulator, ConfigError, DataSpec, RunConfig, Trainer
 from distaccum.config import instantiate
 from distaccum.config.schema import OptimConfig
 from distaccum.distributed.world import World
-from distaccum.engines.deepspeed.optimizers import check_rule
+from distaccum.engines.deepspeed.optimizer_state import check_rule
 from distaccum.engines.state import whole_state
 from distaccum.train.optimizer import build_optimizers
 from tests.support.commands import ROOT

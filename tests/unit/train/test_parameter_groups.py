@@ -17,8 +17,7 @@ from distaccum.config.schema import OptimConfig, RunConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.optimizer import build_optimizers
-from distaccum.train.parameter_groups import group_sizes, split
+from distaccum.train.optimizer import build_optimizers, group_sizes, split
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3

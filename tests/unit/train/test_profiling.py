@@ -23,8 +23,7 @@ from distaccum.distributed.activity import Activity, Phase
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.callbacks import Run
-from distaccum.train.phase_table import PhaseTable
-from distaccum.train.timeline import ROWS, HostClock, Timeline
+from distaccum.train.profiling import ROWS, HostClock, PhaseTable, Timeline
 
 PAUSE_S = 0.01
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.train import run_log
-from distaccum.train.log_handler import log_to_stderr
-from distaccum.train.run_log import RunLog
+from distaccum.train.run_log import RunLog, log_to_stderr
 
 USERS = logging.getLogger("users.own")
 OURS = logging.getLogger("distaccum.somewhere")

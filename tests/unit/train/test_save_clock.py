@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distaccum.train.save_clock import SaveClock
+from distaccum.train.saving import SaveClock
 
 
 class Clock:

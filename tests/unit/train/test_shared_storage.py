@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distaccum.errors import ConfigError
-from distaccum.train.shared_storage import check_shared
+from distaccum.train.run_dir import check_shared
 from tests.support.threads import run_ranks
 
 

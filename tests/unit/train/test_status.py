@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distaccum.accumulation.progress import Progress
-from distaccum.config.sizes import size_of
+from distaccum.config.checks import size_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.metrics import status

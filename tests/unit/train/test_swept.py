@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from distaccum.errors import ConfigError
-from distaccum.train.cli import _swept
+from distaccum.train.cli import _swept, require_same_choice
 from distaccum.train.run_dir import RunDir
-from distaccum.train.swept import require_same_choice
 
 
 def _made_with(folder: Path, overrides: str) -> RunDir:

@@ -28,15 +28,13 @@ from distaccum.config.schema import MetricsConfig, WandbConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.metrics.background import InThread
+from distaccum.train.metrics.background import InThread, KeptCheckpoints
 from distaccum.train.metrics.build import check_loggers
-from distaccum.train.metrics.kept import KeptCheckpoints
 from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.metrics.mlflow import MLflowLogger, ToldOnce, flat
 from distaccum.train.metrics.tensorboard import TensorBoardLogger, _EventFile
-from distaccum.train.metrics.wandb import best_of
+from distaccum.train.metrics.wandb import best_of, resolved, run_id
 from distaccum.train.metrics.wandb import main as upload
-from distaccum.train.metrics.wandb_environment import resolved, run_id
 from tests.support.commands import ROOT
 
 
@@ -498,9 +496,9 @@ def test_each_job_of_a_sweep_is_told_that_its_server_does_not_answer(caplog: pyt
 def test_an_upload_of_what_is_no_run_is_refused_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["distaccum-wandb-upload", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["distaccum wandb-upload", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         upload()
     assert ended.value.code == 1
-    said = f"distaccum-wandb-upload: {tmp_path}: no run, it has no metrics.jsonl. Name a run's folder\n"
+    said = f"distaccum wandb-upload: {tmp_path}: no run, it has no metrics.jsonl. Name a run's folder\n"
     assert capsys.readouterr().err == said

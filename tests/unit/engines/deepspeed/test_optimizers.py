@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.engines.deepspeed.optimizers import check_rule, leaves_alone
+from distaccum.engines.deepspeed.optimizer_state import check_rule, leaves_alone
 from distaccum.engines.modules import trained
 from distaccum.errors import ConfigError
 

@@ -1,0 +1,147 @@
+"""A run between two views of an elastic job: what a resume reads from a checkpoint, in memory, and the open window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.step import Outcome
+from distaccum.checkpoint.state import RunState
+from distaccum.data.plan.units import Deal
+from distaccum.data.window import Window
+from distaccum.distributed.random import RNGState
+from distaccum.elastic.engine.shares import Shares
+from distaccum.elastic.group.views import Report
+from distaccum.engines.base import EngineState
+from distaccum.engines.partial_sums import PartialWindow
+from distaccum.errors import DistaccumError
+
+STAGES = 4
+"""After a window's step: nothing is told yet; callbacks are; it is logged; all that was due is done.
+
+A window that was skipped is logged before callbacks are told.
+"""
+
+
+_CALLS = 1024  # more than a run has callbacks
+PER_WINDOW = STAGES * _CALLS
+"""Positions from one window to the next: within a stage, of how many callbacks a hook was called."""
+
+NOT_BEGUN = 0
+"""The position of a member that was started with the run, and has not come to its first window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """What a window is still owed: its record, evaluation, checkpoint; ``stage`` of ``STAGES``."""
+
+    window: Window
+    outcome: Outcome
+    lr: float
+    stage: int = 0
+
+    @property
+    def of(self) -> tuple[Window, Outcome]:
+        """The window, and how it went."""
+        return self.window, self.outcome
+
+    @classmethod
+    def after(cls, window: Window, outcome: Outcome, lr: float, stage: int = 0) -> Tail:
+        """What is owed to a window that has run with this rate; it is kept without its batches."""
+        plain = Window(
+            epoch=window.epoch, samples=window.samples, counts=window.counts, micro_batches=(), data_wait_s=0.0
+        )
+        return cls(window=plain, outcome=outcome, lr=lr, stage=stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The open window of a rank: which, its counts, how many units and blocks, and what the rank has of it."""
+
+    epoch: int
+    window: int
+    counts: Mapping[str, float]
+    units: int
+    blocks: int
+    kept: PartialWindow
+
+    @classmethod
+    def of(cls, progress: Progress, window: Window, deal: Deal, kept: PartialWindow) -> Begun:
+        """The window that comes after ``progress``."""
+        if kept.along is None:  # not run to its end here
+            kept = PartialWindow()
+        return cls(
+            epoch=progress.epoch,
+            window=progress.epoch_window,
+            counts=window.counts,
+            units=deal.units,
+            blocks=deal.blocks,
+            kept=kept,
+        )
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "epoch": self.epoch,
+            "window": self.window,
+            "counts": dict(self.counts),
+            "units": self.units,
+            "blocks": self.blocks,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """The state of a run after a window, on one rank.
+
+    ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end,
+    and ``ends`` the error that it ends with. ``unlogged`` is the last update, where its record was not due. ``called``
+    is the hook that callbacks were being called by, and of how many it was; ``telling`` the evaluation that they were
+    told. ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``. ``counted`` is
+    what batches count, by name. ``stopping`` says that all ranks know that one has asked to stop, or to leave; that one
+    alone may know why.
+    """
+
+    run: RunState
+    engine: EngineState
+    shares: Shares | None = None
+    average: Mapping[str, Tensor] | None
+    tail: Tail | None
+    saved_step: int
+    evaluation: tuple[int, dict[str, float]] | None
+    verified: bool
+    record: Mapping[str, Any] | None = None
+    stop: str = ""
+    stopping: bool = False
+    counted: Sequence[str] = ()
+    ends: DistaccumError | None = None
+    unlogged: Tail | None = None
+    called: tuple[str, int] = ("", 0)
+    telling: tuple[int, dict[str, float]] | None = None
+    skips_in_a_row: int = 0
+    random: RNGState | None = None
+    begun: Begun | None = None
+
+    @property
+    def position(self) -> int:
+        """How far the run has come here."""
+        stage = STAGES - 1 if self.tail is None else self.tail.stage
+        return self.run.progress.window * PER_WINDOW + stage * _CALLS + self.called[1]
+
+    def report(self, member: str) -> Report:
+        """What the other members are told."""
+        begun, torn = self.begun, self.shares is not None and self.shares.torn
+        note = {name: True for name, holds in ((TORN, torn), (AVERAGE, self.average is not None)) if holds}
+        if begun is None:
+            return Report(member=member, position=self.position, note=note)
+        held = tuple(sorted(begun.kept.sums))
+        return Report(member=member, position=self.position, held=held, note=begun.note | note)
+
+
+TORN, AVERAGE = "torn", "average"
+"""Noted by a member some of whose weights may be those of after a step that is not made; that it keeps an average."""

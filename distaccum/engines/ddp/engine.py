@@ -1,0 +1,717 @@
+"""DistributedDataParallel: parameters replicated, gradients averaged in buckets at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+from math import nan
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from distaccum.config.checks import size_of
+from distaccum.config.engine import DDPConfig
+from distaccum.config.precision import PrecisionConfig
+from distaccum.data.plan.units import Deal
+from distaccum.distributed.world import World
+from distaccum.elastic.engine.mirror import Mirror
+from distaccum.elastic.engine.shares import Share, Shares
+from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
+from distaccum.engines.comm_hooks import average_in_dtype
+from distaccum.engines.constant_buffers import ConstantBuffers
+from distaccum.engines.context import EngineContext
+from distaccum.engines.ddp import masters
+from distaccum.engines.ddp.masters import Masters
+from distaccum.engines.ddp.reducer import (
+    Collectives,
+    DDPModel,
+    Reduction,
+    dense_gradients,
+    ignoring,
+    set_gradient,
+    uncounted,
+)
+from distaccum.engines.ddp.tree import TreeAllReduce
+from distaccum.engines.ddp.unused import UnusedParameters
+from distaccum.engines.ddp.zero1 import ZeRO1
+from distaccum.engines.gradient_watch import GradientWatch
+from distaccum.engines.group_settings import WholeGroups
+from distaccum.engines.modules import clean, trained
+from distaccum.engines.optimizer_state import by_entry
+from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
+from distaccum.engines.partial_sums import PartialWindow
+from distaccum.engines.reached_leaves import ReachedLeaves
+from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
+from distaccum.engines.state import load_model_state, model_state
+from distaccum.errors import ConfigError, MisuseError, shorten
+from distaccum.precision.autocast import apply_precision
+from distaccum.precision.policy import PrecisionPolicy
+
+# DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
+_renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
+_NOTHING = nullcontext()
+
+
+class DDPEngine(Engine):
+    """Exact accumulation on torch's DDP, with gradients held once: in the buckets that are reduced.
+
+    By default DDP keeps gradients and buckets. Here gradients *are* views of the buckets from the first
+    backward on, and are zeroed in place, so the window accumulates where the reduction reads.
+
+    Args:
+        model: moved to ``world.device``; every rank's copy is set to rank 0's.
+        optimizers: over disjoint sets of the model's parameters.
+        world: this rank.
+        config: bucket size, and whether a window may leave parameters unused.
+        policy: what forwards compute in, and what gradients travel in between ranks.
+        options: clipping and the loss scale.
+        shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
+        reproducible: whether gradients are summed in an order that does not depend on the ranks.
+        elastic: whether a window goes on where ranks are lost: what a rank has sent is kept until the step.
+        keepers: then, by rank, which one keeps a copy of its shard; empty: the next one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        *,
+        config: DDPConfig,
+        policy: PrecisionPolicy,
+        options: StepOptions,
+        shards: ZeRO1 | None = None,
+        reproducible: bool = False,
+        elastic: bool = False,
+        keepers: Sequence[int] = (),
+    ) -> None:
+        super().__init__(optimizers, world, policy, options.scaler)
+        sums = reproducible or elastic  # and averages nothing
+        # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
+        # gradient then does not depend on the world's size.
+        self.gradient_divide_factor = 1 if options.scaler or sums else world.size
+        # A factor that the reduced gradient is still to get.
+        self._sums_to = world.size if options.scaler and not sums else 1
+        self.reproducible, self.reduces_after = reproducible, elastic
+        self._tree = TreeAllReduce(world, by_units=reproducible, keeps=elastic) if sums else None
+        self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
+        self._shards = shards
+        self._model = model
+        apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
+        self._masters: Masters | None = None
+        self._divide(model, optimizers)
+        # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
+        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
+        for parameter in {id(parameter): parameter for parameter in odd.values()}.values():
+            world.broadcast_(parameter.detach())
+        with dense_gradients(model), ignoring(model, [*buffers, *odd]):
+            self._ddp = DDPModel(
+                model,
+                # It counts in the parameters' type, and buckets hold gradients.
+                bucket_cap_mb=config.bucket_cap_mb * policy.parameter_dtype.itemsize / 4,
+                gradient_as_bucket_view=True,
+                **_NO_BUFFER_SYNC,
+                # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
+                find_unused_parameters=config.find_unused_parameters and self._masters is None,
+            )
+        if self._tree is not None:
+            self._ddp.register_comm_hook(None, _unannotated(self._tree))
+        elif policy.reduce_dtype is not torch.float32:
+            self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
+        self.sync_buffers()
+        self._named = trained(model)
+        self._parameters = list(self._named.values())
+        self._reduction = Reduction(self._ddp, self._parameters)
+        self._reduction.place_gradients(in_fp32=self._masters is not None)
+        zero_in_place(self._parameters)  # users' hooks may have made something of the zeros
+        self._views = [p.grad for p in self._parameters]
+        if self._tree is not None:
+            self._tree.placed(self._views)
+            self._reduction.ended = self._tree.finish
+        self._stepped = {name: self._master_of(p) for name, p in self._named.items()}
+        self._copies = [
+            (master, p) for master, p in zip(self._stepped.values(), self._parameters, strict=True) if master is not p
+        ]
+        for master, parameter in self._copies:
+            master.grad = parameter.grad
+        self._leaves = ReachedLeaves(self._parameters)
+        self._watch = GradientWatch(partial(map, attrgetter("grad"), self._parameters))
+        self._watch.note()
+        self._optimizer_step = OptimizerStep(
+            optimizers,
+            self._stepped,
+            (model, self._ddp),
+            options,
+            self._settings,
+            window_open=lambda: self.window_open,
+            reduced=self._parameters,
+        )
+        self.leaves_out_unused = config.find_unused_parameters
+        stepped = list(self._stepped.values())
+        self._unused = UnusedParameters(self._parameters, stepped) if config.find_unused_parameters else None
+        self._ran = self._syncs = self._reduced = False
+        self._began = False  # a reduction, in a backward that was interrupted
+        self._fault = ""  # why this rank's gradient is NaN
+        self._collectives = Collectives(world.device)
+        self._communicates = False  # a micro-step was seen to
+        self._synchronized = {
+            clean(name): module
+            for name, module in model.named_modules()
+            if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
+        }
+        self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
+        self._mirror = self._make_mirror(keepers) if elastic else None
+
+    def _divide(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
+        if self._policy.keeps_masters:
+            masters.check(model, optimizers)
+            masters.synchronize(model, self._world)
+        if self._shards is not None:
+            self.state_layout, self.steps_parts = StateLayout.SHARDED, True
+            for optimizer in optimizers:
+                check_hooks(optimizer)
+                check_parts(optimizer, "zero1", warn=self._world.is_main)
+            self._groups = WholeGroups(optimizers)
+        if self._policy.keeps_masters:
+            self._masters, self.rounds_weights = Masters(model, optimizers, self._policy), True
+        if self._shards is not None:
+            self._shards.partition(optimizers)
+        if self._masters is not None:
+            self._masters.take_over(optimizers)
+        if self._shards is not None:
+            self._groups.show(copies=self.rounds_weights)
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self._masters is None else self._masters.of(parameter)
+
+    @property
+    def stepped(self) -> Mapping[str, nn.Parameter]:
+        """See :class:`Engine`; on zero1 a weight whose master another rank has stands for itself."""
+        return self._stepped
+
+    @property
+    def model(self) -> nn.Module:
+        """The DDP wrapper."""
+        return self._ddp
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The model inside the wrapper."""
+        return self._model
+
+    def describe(self) -> str:
+        """See :class:`Engine`."""
+        elements = sum(p.numel() for p in self._parameters)
+        sent = size_of(elements * self._policy.reduce_dtype.itemsize)
+        how = "summed in a fixed order" if self.reproducible else "all-reduced"
+        line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
+        held = "optimizer state" if self._masters is None else "fp32 masters and optimizer state"
+        if self._shards is None:
+            return line if self._masters is None else f"{line}; {held} too"
+        spread = size_of(sum(p.nbytes for p in self._parameters))
+        copied = "" if self._mirror is None else ", with a copy on another"
+        return f"{line}; {held} on one rank each{copied}, {spread} of parameters broadcast a window"
+
+    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
+        """Opens the window; where forwards were seen to communicate it is a collective too.
+
+        Raises:
+            MisuseError: they do, and ranks have different numbers of micro-steps; on every rank.
+        """
+        self._open_window()
+        self._micro_steps = micro_steps
+        self._take_deal(deal)
+        if self._tree is not None:
+            if self._unused is not None:
+                self._unused.take_up(self._tree.taken_up.used)
+            self._tree.begin(deal)
+        if communicating := self._communicating():
+            self._compare_micro_steps(communicating)
+
+    def _communicating(self) -> str:
+        """What in a micro-step is a collective, as far as is known; empty: nothing."""
+        found = [name for name, module in self._synchronized.items() if module.training]
+        if found:
+            return f"{shorten(found)} (SyncBatchNorm)"
+        return "the model's forward or the loss" if self._communicates else ""
+
+    def _compare_micro_steps(self, communicating: str) -> None:
+        problem = f"{communicating} communicates in every micro-step"
+        if self._micro_steps is None:
+            remedy = "call engine.begin_window(len(window.micro_batches)) before a window's first"
+            raise MisuseError(f"{problem}, so ranks must have the same number of them: {remedy}")
+        most, fewest = self._world.all_reduce_max_host([self._micro_steps, -self._micro_steps])
+        if most != -fewest:
+            self._close_window()
+            raise MisuseError(
+                f"{problem}, and ranks have different numbers of micro-batches in this window: {most} and {-fewest}. "
+                "Choose global and micro-batch size, and drop the ragged end of the data, so that all ranks have as "
+                "many; or use a layer that does not communicate, as GroupNorm"
+            )
+
+    def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
+        """Local but for the :meth:`backward` of one with ``sync``.
+
+        Raises:
+            MisuseError: the window is reduced already.
+        """
+        if not self._window_open:
+            self._open_window()
+        if self._synchronized and self._micro_steps is None and (communicating := self._communicating()):
+            self._compare_micro_steps(communicating)
+        if self._reduced:
+            raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
+        vars(self._ddp)["called"] = False  # by no way round: once a micro-step
+        self._leaves.reached.clear()
+        if not self._ran and not self._communicates and self._world.size > 1:
+            self._collectives.note()  # in a window's first: a loop that communicates does so in each
+        self._ran, self._syncs = True, sync
+        if self.compiled is not None:
+            self.compiled.micro_step_began()
+        return _NOTHING
+
+    def backward(self, loss: Tensor) -> None:
+        """Plain autograd, of the scaled loss in fp16: DDP reduces in its hooks where the micro-step syncs.
+
+        A loss that needs no gradient, as of a micro-batch without labels may, adds nothing.
+
+        Raises:
+            MisuseError: see :class:`Engine`; or gradients were changed by hand; or the window is reduced already.
+        """
+        if not self._ddp.called:
+            raise forward_past_engine()
+        if self._reduced:
+            raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
+        self._watch.check()
+        self._leaves.begun = len(self._leaves.reached)
+        if self._collectives.watching and self._collectives.called():  # on all ranks that have this micro-step
+            self._communicates = True
+            self._compare_micro_steps(self._communicating())
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        if not self._syncs:
+            if loss.requires_grad:
+                scaled.backward()  # type: ignore[no-untyped-call]
+            if self._tree is not None:
+                self._tree.micro_step_ended()
+        else:
+            if self._tree is not None:
+                self._tree.expect_deal()
+            with uncounted():
+                self._reduce(scaled)
+        if self.compiled is not None:
+            self.compiled.backward_ended()
+        self._watch.note()
+
+    def _reduce(self, loss: Tensor) -> None:
+        """The boundary's backward, which has to reach every parameter, unless unused ones are looked for.
+
+        What it leaves out this rank sends as NaN: no rank then waits for it, and none steps.
+        """
+        if self._unused is not None:
+            if loss.requires_grad:
+                self._reduction.backward(loss)
+                self._end_reduction()
+            else:
+                self.shadow_micro_step()
+            return
+        if loss.requires_grad:
+            self._reduction.backward(loss)
+        if not loss.requires_grad or self._watch.unchanged:
+            self._fault = self._unused_message(list(self._parameters))
+            self._reduction.join(nan)
+        elif unreached := self._reduction.unreached():
+            self._fault = self._unused_message([self._parameters[number] for number in unreached])
+            self._reduction.complete(unreached, nan)
+        self._reduced = True
+
+    def _end_reduction(self) -> None:
+        """With ``find_unused_parameters`` DDP reduces for the parameters that the loss does not depend on."""
+        if self._watch.unchanged:  # it depends on none, and DDP has not begun
+            with self._unused_ignored():
+                self._reduction.join(0.0)
+        elif unreached := self._reduction.unreached():  # part of the loss, and the backward stopped before
+            with self._unused_ignored():
+                self._reduction.complete(unreached, 0.0)
+        self._reduced = True
+
+    def _unused_message(self, unreached: Sequence[nn.Parameter]) -> str:
+        left = set(map(id, unreached))
+        names = [name for name, parameter in self._named.items() if id(parameter) in left]
+        where = f"rank {self._world.rank}: the loss of a window's last micro-batch"
+        if len(names) == len(self._named):
+            problem = f"{where} depends on no trained parameter (was it detached, or computed under no_grad?)"
+        else:
+            problem = f"{where} does not depend on {shorten(names)}"
+        frozen = [name for name in names if not self._named[name].requires_grad]
+        if frozen:
+            remedy = f"freeze {shorten(frozen)} before the model is wrapped"
+        else:
+            remedy = "if that is meant, set engine.find_unused_parameters=true"
+        return f"{problem}, so gradients would not be reduced: {remedy}"
+
+    @property
+    def repairs(self) -> bool:
+        """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
+        return not (self.reproducible or self._communicating())
+
+    def interrupted(self) -> Sequence[Tensor]:
+        """See :class:`Engine`."""
+        self._syncs, reached = False, self._leaves.reached_in_backward
+        self._began = self._began or self._reduction.has_begun(len(reached))
+        self._ddp.forward_past_wrapper(self._reduction.running)
+        self._watch.note()
+        return reached
+
+    def backward_to(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """See :class:`Engine`. Where DDP's reduction has begun, its hooks may fire once only: they are passed by."""
+        self._watch.check()
+        self._leaves.begun = len(self._leaves.reached)
+        if not loss.requires_grad:
+            return
+        scaled = self._scaler.scale(loss) if self._scaler else loss
+        if not self._reduction.running:
+            scaled.backward(inputs=parameters)  # type: ignore[no-untyped-call]
+        else:
+            found = torch.autograd.grad(scaled, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    assert parameter.grad is not None
+                    parameter.grad.add_(gradient)
+                    self._leaves.note(parameter)
+        self._watch.note()
+
+    def reduce(self) -> None:
+        """See :class:`Engine`. Adds minus zero, which changes no number, and no zero's sign.
+
+        Where all that is reduced is kept, DDP has no part in it.
+        """
+        self._watch.check()
+        missing = [] if self._unused is not None else self._leaves.missing
+        if self.reduces_after and self._tree is not None and not missing:
+            with uncounted():
+                self._tree.reduce_kept()
+            self._reduced = True
+            self._watch.note()
+            return
+        value = nan if missing else -0.0
+        if missing:
+            self._fault = self._unused_message(missing)
+        with self._unused_ignored(), uncounted():
+            if self._began:
+                self._reduction.complete(self._reduction.unreached(), value)
+            else:
+                self._reduction.join(value)
+        self._reduced = True
+        self._ddp.forward_past_wrapper(False)
+        self._watch.note()
+
+    def send_along(self, numbers: Tensor) -> None:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        self._tree.send_along(numbers)
+
+    @property
+    def received(self) -> Tensor:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        return self._tree.received
+
+    @property
+    def kept(self) -> PartialWindow:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        kept = self._tree.kept
+        return kept if self._unused is None else replace(kept, used=self._unused.used)
+
+    def take_up(self, kept: PartialWindow) -> None:
+        """See :class:`Engine`."""
+        assert self._tree is not None
+        self._tree.taken_up = kept
+
+    def copy_gradients(self) -> Sequence[Tensor]:
+        """See :class:`Engine`."""
+        return [torch.empty(0) if view is None else view.clone() for view in self._views]
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """See :class:`Engine`."""
+        with torch.no_grad():
+            for i, view in enumerate(self._views):
+                if view is not None and gradients:
+                    view.copy_(gradients[i])
+                elif view is not None:
+                    view.zero_()
+        self._watch.note()
+
+    def shadow_micro_step(self, *, sync: bool = True) -> None:
+        """A backward from a constant: its hooks fire, the user's forward does not run."""
+        self._open_window()
+        if sync:
+            self._watch.check()
+            if self._tree is not None:
+                self._tree.expect_deal()
+            if self.reduces_after and self._tree is not None:
+                self._tree.reduce_kept()
+            else:
+                with self._unused_ignored():
+                    self._reduction.join(0.0)
+            self._reduced = True
+            self._watch.note()
+
+    def _unused_ignored(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._unused is None else self._unused.ignoring()
+
+    def step(self, *, divisor: float = 1.0) -> StepOutput:
+        """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision.
+
+        Raises:
+            MisuseError: gradients were changed by hand, or no micro-step was one with ``sync``.
+        """
+        if not self._reduced:
+            raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
+        self._watch.check()
+        if self.constant_buffers is not None:
+            self.constant_buffers.check()
+        among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
+        if self._shards is not None:
+            self._groups.check()
+            expect_no_hooks(self._optimizers)
+            self._optimizer_step.expect_known()  # here every rank sees what any would
+        if self._masters is not None:
+            self._masters.take_in()
+        if self._shards is not None:
+            self._shards.take_in()
+        if self._mirror is not None:
+            self._mirror.before_step()
+        with self.stepped_groups:
+            output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
+        if self._masters is not None:
+            self._masters.round()
+        if self._fault:
+            output = replace(output, fault=self._fault)
+        if self._mirror is not None:
+            self._mirror.exchange()
+        if self._shards is not None:
+            self._shards.broadcast()
+        if self._mirror is not None:
+            self._mirror.commit()
+        self.zero_gradients()
+        return output
+
+    @property
+    def gives_up_alone(self) -> bool:
+        """See :class:`Engine`; not where the other ranks may wait in a forward."""
+        # One rank, too, so that a loss scale does not depend on their number.
+        return (self._world.size > 1 or self.reproducible) and not self._communicating()
+
+    def give_up(self) -> bool:
+        """See :class:`Engine`. What was sent before becomes NaN here alone."""
+        self._open_window()
+        sends = not self._reduced
+        if self._tree is not None:
+            self._tree.give_up()
+        with self._unused_ignored():
+            if self._reduction.running:
+                self._end_interrupted()
+            else:
+                self._drop_gradients()
+                if sends:
+                    self._reduction.join(nan)
+                else:
+                    torch._foreach_add_([view for view in self._views if view is not None], nan)
+        self._reduced = True
+        self._watch.note()
+        return sends
+
+    def _end_interrupted(self) -> None:
+        if self._watch.unchanged and not self._began:
+            self._reduction.join(nan)
+        else:
+            self._reduction.complete(self._reduction.unreached(), nan)
+
+    def zero_gradients(self) -> None:
+        """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""
+        if self._reduction.running:
+            self._end_interrupted()
+        self._drop_gradients()
+        self._ran = self._reduced = self._began = False
+        self._ddp.forward_past_wrapper(False)
+        self._fault, self._micro_steps = "", None
+        if self._tree is not None:
+            self._tree.begin(None)
+        self._close_window()
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """See :class:`Engine`."""
+        return uncounted()
+
+    @property
+    def gives_optimizers_back(self) -> bool:
+        """See :class:`Engine`; of zero1 :meth:`close` gathers the state."""
+        return True
+
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`Engine`; of zero1 what this rank steps."""
+        return _NOTHING if self._shards is None else self._groups
+
+    @property
+    def gradients_changed(self) -> bool:
+        """Whether the gradients are others, or have other versions, than this engine left."""
+        return self._window_open and not self._watch.unchanged
+
+    def _drop_stray_gradients(self) -> None:
+        if not self._watch.unchanged:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if parameter.grad is not view:
+                set_gradient(parameter, view)
+                self._views[i] = parameter.grad
+        for master, parameter in self._copies:
+            if master.grad is not parameter.grad:
+                master.grad = parameter.grad
+        zero_in_place(self._parameters)
+        self._watch.note()
+        if self._unused is not None:
+            self._unused.reset()
+
+    def close(self) -> None:
+        """See :class:`Engine`; a collective where optimizer state is sharded, which every rank then has whole."""
+        super().close()
+        self._optimizer_step.release()
+        self._reduction.close()
+        self._leaves.close()
+        self._collectives.stop()
+        self._watch.forget()
+        for master, _ in self._copies:
+            master.grad = None
+        if self._shards is not None:
+            self._groups.release()
+        if self._masters is not None:
+            self._masters.release(self._optimizers)
+        if self._shards is not None:
+            whole = None if self._masters is None else self._masters.whole
+            self._shards.restore(self._optimizers, whole, gathers=self._mirror is None)
+        if self._masters is not None:
+            self._masters.restore()
+        if self._unused is not None:
+            self._unused.close()
+        model = self.unwrapped_model
+        apply_precision(model, PrecisionPolicy.of(PrecisionConfig()), self.device)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._views = []
+
+    def state(self) -> EngineState:
+        """Each rank gives the model, and the optimizer state that it holds."""
+        model = model_state(self.unwrapped_model)
+        if self._masters is not None:
+            model = self._masters.in_place_of_weights(model)
+        return self._optimizer_step.state(model, owns=lambda _: True)
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """See :class:`Engine`; of zero1 nothing, as one rank has a parameter's."""
+        return 0, {} if self._shards is not None else by_entry(self._optimizers, self._stepped)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """See :class:`Engine`; masters as well, where every rank has them."""
+        if self._masters is None or self._shards is not None:
+            return super().replicated()
+        return {**super().replicated(), **{f"the fp32 master of {name}": p for name, p in self._masters.by_name()}}
+
+    def load_state(self, state: EngineState) -> None:
+        """See :class:`Engine`."""
+        load_model_state(self.unwrapped_model, state.model)
+        if self._masters is not None:
+            self._masters.load(state.model)
+        with self.stepped_groups:
+            self._optimizer_step.load_state(state)
+        if self._mirror is not None:
+            self._mirror.load(state)
+
+    # --- where ranks may be lost
+
+    def _make_mirror(self, keepers: Sequence[int]) -> Mirror | None:
+        if self._shards is None:
+            return None
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        every = {clean(name): p for name, p in self._model.named_parameters(remove_duplicate=False)}
+        aliases = {name: names[id(p)] for name, p in every.items() if id(p) in names and name not in self._named}
+        stepped, masters = self._stepped_state, self._masters
+        return Mirror(self._world, self._shards, self._named, aliases, stepped, masters=masters, keepers=keepers)
+
+    def _stepped_state(self) -> EngineState:
+        with self.stepped_groups:
+            return self._optimizer_step.state({}, owns=lambda _: True)
+
+    @property
+    def shares(self) -> Shares | None:
+        """See :class:`Engine`."""
+        return None if self._mirror is None else self._mirror.shares
+
+    def load_dealt(self, state: EngineState, share: Share, *, torn: bool) -> None:
+        """See :class:`Engine`."""
+        assert self._mirror is not None
+        self.load_state(self._mirror.completed(state, share, torn=torn))
+
+
+def check(model: nn.Module, context: EngineContext) -> None:
+    """Raises ConfigError for what ``create`` would fail on; see ``factory.EngineSpec``."""
+    if context.policy.keeps_masters and context.compile.compiles:  # by torch 2.13: Dynamo runs it as it is
+        problem = "torch.compile leaves out parameters whose gradients have another format, as bf16 weights have here"
+        remedy = "Use compile=none, precision=bf16, or engine=fsdp2"
+        raise ConfigError("compile", context.compile.name, problem, remedy)
+
+
+def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
+    """For ``engine=ddp``; see ``factory.EngineSpec``."""
+    return _create(model, optimizers, world, context, None)
+
+
+def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
+    """For ``engine=zero1``."""
+    return _create(model, optimizers, world, context, ZeRO1(world))
+
+
+def _create(
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext, shards: ZeRO1 | None
+) -> DDPEngine:
+    assert isinstance(context.engine, DDPConfig)  # zero1's settings are some, too
+    return DDPEngine(
+        model,
+        optimizers,
+        world,
+        config=context.engine,
+        policy=context.policy,
+        options=context.step_options(world.device),
+        shards=shards,
+        reproducible=context.reproducible,
+        elastic=context.elastic,
+        keepers=context.keepers,
+    )
+
+
+def _unannotated(tree: TreeAllReduce) -> Callable[[object, Any], Any]:
+    """Its hook without annotations: DDP accepts its own, as types, or none."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        return tree.hook(state, bucket)
+
+    return hook
+
+
+def _is_odd(parameter: nn.Parameter) -> bool:
+    """A frozen parameter, quantised perhaps, of a type that not every backend sends."""
+    usual = parameter.is_complex() or (parameter.is_floating_point() and parameter.itemsize > 1)
+    return not (parameter.requires_grad or usual)

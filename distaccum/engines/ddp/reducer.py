@@ -1,0 +1,392 @@
+"""When DDP reduces: in backwards that are announced, and in no other. Torch has no public names for this.
+
+All names of DDP's that torch may change are here, and are tried when an engine is made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
+
+# What a training forward calls on DDP: torch's wrapper, which has the attributes and methods of the user's model.
+
+
+class DDPModel(DistributedDataParallel):
+    """``model.encode(x)``, ``model.head`` and ``model.config`` are the wrapped model's, as ``model.module`` is it.
+
+    A forward by one of its parts or methods is as good as one of the whole: the reduction begins with a backward that
+    the engine announces, and no forward takes part in it.
+
+    Setting an attribute that the wrapped model has sets it there, where its forward reads it.
+    """
+
+    called: bool = False
+    """Whether a forward, a method or a part of the model was asked for since this was last set to False."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
+
+    def forward_past_wrapper(self, passes: bool) -> None:
+        """Whether forwards are the wrapped model's alone, not by way of torch's wrapper.
+
+        While a reduction has begun and not ended torch's own forward would refuse to begin another.
+        """
+        if passes:
+            vars(self)["forward"] = self._wrapped
+        else:
+            vars(self).pop("forward", None)
+
+    def _wrapped(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """In place of what tells ``torch.compile`` to cut the model at the ends of DDP's buckets.
+
+        It does so for a backward that overlaps with its reduction, which here one micro-step of many does; the cuts are
+        in all of them, and a graph with a checkpoint cannot be cut. Blocks that are compiled one by one overlap.
+        """
+        yield
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what an instance's dictionary and the class have not: modules, torch's and the user's."""
+        try:
+            found = super().__getattr__(name)
+        except AttributeError:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None:  # torch's own constructor is at work
+                raise
+            found = getattr(module, name)
+            if isinstance(found, nn.Module) or callable(found):
+                vars(self)["called"] = True
+            return found
+        if name == "module":  # torch's forward asks for it too
+            vars(self)["called"] = True
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in vars(self) or hasattr(type(self), name) or "_is_made" not in vars(self)
+        if own or name in self._modules or not hasattr(self._modules["module"], name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._modules["module"], name, value)
+
+
+GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on: a gradient may have another type than its parameter
+_NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
+_OF_GLOO = "/gloo/"
+_TWICE = "mark a variable ready only once"
+_BUCKET_DTYPE = "_set_mixed_precision_param_dtype"  # of all buckets; in place of their parameters' type
+_UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
+
+
+class Reduction:
+    """DDP's reduction of one model's gradients.
+
+    DDP announces a reduction in its forward. Then a forward whose backward never comes, or that belongs to another
+    loss, shifts this rank's collectives against the others'. Here the backward itself is announced, and every forward
+    is local. With ``find_unused_parameters`` DDP looks for unused parameters from the loss on, so that outputs which
+    the loss leaves out count as unused.
+
+    Args:
+        ddp: right after it was made.
+        parameters: those that it reduces, in its own order: the model's.
+
+    Raises:
+        ConfigError: this torch's DDP works in another way.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+        self._reducer: Any = getattr(ddp, "reducer", None)
+        self._parameters = parameters
+        self._finds_unused = ddp.find_unused_parameters
+        self.running = False
+        self.ended: Callable[[], None] = _nothing
+        """Called when a reduction has ended."""
+        missing = [name for name in _NAMES if not hasattr(self._reducer, name)]
+        if missing or not hasattr(ddp, "require_backward_grad_sync"):
+            raise _other_torch(f"has no {', '.join(missing) or 'require_backward_grad_sync'}")
+        ddp.require_backward_grad_sync = False
+
+    def place_gradients(self, *, in_fp32: bool = False) -> None:
+        """Makes every gradient a view of its bucket, by backwards that add nothing; a collective.
+
+        DDP does so in its first synced backward, and rebuilds the buckets before its second. A window that first
+        accumulates locally would hold gradients and buckets, twice, until then. The buckets keep the order that DDP
+        assumes at first, the reverse of the parameters'.
+
+        The first backward leaves a parameter out, to see that this torch tells.
+
+        Args:
+            in_fp32: buckets and gradients are fp32, also of parameters that are not.
+
+        Raises:
+            ConfigError: this torch's DDP works in another way.
+        """
+        if in_fp32 and not hasattr(self._reducer, _BUCKET_DTYPE):
+            raise _other_torch(f"has no {_BUCKET_DTYPE}")
+        if in_fp32 and GRAD_DTYPE:
+            getattr(self._reducer, _BUCKET_DTYPE)(torch.float32)
+        for left_out in (1, 0):
+            for parameter in self._parameters:
+                parameter.grad = None
+                if in_fp32 and not (left_out or GRAD_DTYPE):  # else it would get its parameter's type
+                    set_gradient(parameter, torch.zeros_like(parameter, dtype=torch.float32))
+            reached = self._parameters[left_out:] or self._parameters
+            self.backward(_constant(reached, 0.0))
+            unreached = self.unreached()
+            complete = self._finds_unused or len(reached) == len(self._parameters)
+            if unreached != ([] if complete else [0]):
+                raise _other_torch(f"says of a backward without its parameter 0 that it was without {unreached}")
+            self.complete(unreached, 0.0)
+            if left_out:  # their memory goes before new buckets come, else there are two of each for a moment
+                for parameter in self._parameters:
+                    parameter.grad = None
+                if in_fp32 and not GRAD_DTYPE:
+                    getattr(self._reducer, _BUCKET_DTYPE)(torch.float32)
+            self._reducer._rebuild_buckets()
+        if in_fp32 and any(p.grad is None or p.grad.dtype is not torch.float32 for p in self._parameters):
+            raise _other_torch("does not keep the gradients of bf16 parameters in fp32")
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward of ``loss``, which reduces; :meth:`unreached` tells whether it has reduced everything."""
+        self._reducer.prepare_for_backward([loss])
+        self.running = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            _expect_peers(error)
+            if _TWICE not in str(error):
+                raise
+            problem = "a backward reached a parameter twice, as of one that several reentrant checkpoints share"
+            raise MisuseError(f"{problem}: give torch.utils.checkpoint use_reentrant=False") from error
+
+    def unreached(self) -> list[int]:
+        """The parameters that keep the reduction from its end, by number; empty if it has ended.
+
+        A backward that reached no parameter at all leaves it untouched: DDP then says nothing.
+        """
+        try:
+            self._reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _UNREACHED.search(str(error))
+            if found is None:
+                raise _other_torch("does not say which parameters its reduction waits for") from error
+            return [int(number) for number in found[1].split()]
+        self.running = False
+        try:
+            self.ended()
+        except RuntimeError as error:
+            _expect_peers(error)
+            raise
+        return []
+
+    def has_begun(self, reached: int) -> bool:
+        """Whether DDP knows of a parameter, after an interrupted backward that has added to so many of them.
+
+        The hook of a user may raise before DDP's own is called for the same parameter.
+        """
+        if reached != 1 or not self.running:
+            return self.running and reached > 1
+        begun = bool(self.unreached())
+        self.running = True
+        return begun
+
+    def complete(self, numbers: Sequence[int], value: float) -> None:
+        """Ends the reduction with gradients of ``value`` for these parameters; the other ranks are waiting for it."""
+        if numbers:
+            left = [self._parameters[number] for number in numbers]
+            with _needing_gradients(left):
+                _constant(left, value).backward()  # type: ignore[no-untyped-call]
+        if self.unreached():
+            raise _other_torch("does not end a reduction that was completed")
+
+    def join(self, value: float) -> None:
+        """A whole reduction with gradients of ``value``, which are added to what has accumulated."""
+        with _needing_gradients(self._parameters):
+            self.backward(_constant(self._parameters, value))
+        self.complete(self.unreached(), value)
+
+    def close(self) -> None:
+        """Removes DDP's hooks from the parameters."""
+        self._reducer._remove_autograd_hooks()
+
+
+def _expect_peers(error: RuntimeError) -> None:
+    """Raises PeerError where another rank is gone: gloo is the only backend that says so at once."""
+    if _OF_GLOO in str(error):
+        raise PeerError(GONE, "while this one waited for its gradient") from error
+
+
+def _nothing() -> None:
+    pass
+
+
+def accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Has a parameter of 16 bits accumulate its gradient in fp32, from before DDP wraps it."""
+    if GRAD_DTYPE:
+        parameter.grad_dtype = torch.float32
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Gives a parameter a gradient, which may be fp32 where the parameter is not."""
+    if gradient is None or gradient.dtype is parameter.dtype or GRAD_DTYPE:
+        parameter.grad = gradient
+        return
+    # An older torch compares types where a gradient is assigned, and not where it is added to.
+    own = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.grad = own
+    own.data = gradient
+
+
+@contextmanager
+def ignoring(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within the block DDP leaves out these parameters and buffers of a model that it wraps."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = list(names)  # past __setattr__: a compiled model passes it on
+    try:
+        yield
+    finally:
+        del vars(model)["_ddp_params_and_buffers_to_ignore"]
+
+
+@contextmanager
+def dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Within the block DDP sees no ``sparse=True``: a sparse gradient is then added to a dense one, in its bucket."""
+    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
+
+
+_watching: list[Collectives] = []
+_NOTHING = nullcontext()
+
+
+class Collectives:
+    """Tells whether a collective was called since :meth:`note`, on the default process group; costs none itself.
+
+    Those within :func:`uncounted` do not count.
+
+    Args:
+        device: this rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._backends = list(_backends({torch.device("cpu"), torch.device(device.type)}))
+        self._before: list[int] | None = None
+        self._called = False  # before the last pause
+        self.watching = False
+
+    def note(self) -> None:
+        """Begins to watch."""
+        self._before, self._called, self.watching = self._numbers(), False, True
+        if self not in _watching:
+            _watching.append(self)
+
+    def called(self) -> bool:
+        """Whether there was one; False where the group does not count. Ends the watching."""
+        called = self._called or self._differs()
+        self.stop()
+        return called
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self.watching = False
+        if self in _watching:
+            _watching.remove(self)
+
+    def pause(self) -> None:
+        """What follows is not counted, until :meth:`resume`."""
+        self._called = self._called or self._differs()
+
+    def resume(self) -> None:
+        """Goes on after :meth:`pause`."""
+        self._before = self._numbers()
+
+    def _differs(self) -> bool:
+        return self._before is not None and self._before != self._numbers()
+
+    def _numbers(self) -> list[int] | None:
+        try:
+            return [int(backend._get_sequence_number_for_group()) for backend in self._backends]
+        except RuntimeError:  # of a backend that does not count
+            return None
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Within the block a collective is the library's own, though a micro-step of another accumulator is open."""
+    return _paused() if _watching else _NOTHING
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    watching = list(_watching)
+    for collectives in watching:
+        collectives.pause()
+    try:
+        yield
+    finally:
+        for collectives in watching:
+            collectives.resume()
+
+
+def _backends(devices: set[torch.device]) -> Iterator[Any]:
+    group: Any = dist.group.WORLD
+    for device in devices:
+        with suppress(RuntimeError):  # the group has none for it
+            yield group._get_backend(device)
+
+
+class _Constant(torch.autograd.Function):
+    """Passes ``total`` on, with a constant gradient for every element of a parameter; does not read the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, parameter: Tensor, value: float) -> Tensor:
+        ctx.gradient = torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, ctx.gradient, None
+
+
+def _constant(parameters: Sequence[nn.Parameter], value: float) -> Tensor:
+    """A zero, whose backward reaches the last parameter first, as a model's would."""
+    total = torch.zeros((), device=parameters[0].device)
+    with torch.enable_grad():
+        for parameter in parameters:
+            total = _Constant.apply(total, parameter, value)  # type: ignore[no-untyped-call]
+    return total
+
+
+@contextmanager
+def _needing_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within the block parameters that were frozen since the wrapping take gradients again, as DDP still expects."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _other_torch(problem: str) -> ConfigError:
+    return ConfigError(
+        "torch", torch.__version__, f"its DistributedDataParallel {problem}", "Use a torch from 2.8 to 2.15"
+    )

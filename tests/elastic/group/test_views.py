@@ -1,0 +1,126 @@
+"""Views, reports and the rules between them, by hand and for any reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distaccum.elastic.group.views import (
+    NEWCOMER,
+    Node,
+    Report,
+    Share,
+    View,
+    behind,
+    propose,
+    shares_of,
+    source_of,
+)
+
+VIEW = View(generation=3, members=("a", "b", "c"))
+
+
+def _reports(**positions: int) -> dict[str, Report]:
+    return {member: Report(member=member, position=position) for member, position in positions.items()}
+
+
+def _propose(
+    reports: dict[str, Report],
+    candidates: tuple[str, ...] = (),
+    gone: frozenset[str] | set[str] = frozenset(),
+    *,
+    expels: bool = False,
+    least: int = 1,
+) -> tuple[str, ...] | None:
+    view = propose(VIEW, reports, candidates, gone, expels=expels, least=least)
+    assert view is None or view.generation == 4
+    return view and view.members
+
+
+def test_a_view_and_a_report_are_the_same_after_the_store() -> None:
+    assert View.from_json(VIEW.to_json()) == VIEW
+    report = Report(member="a", position=7, held=((0, 2), (4, 5)), note={"window": {"count": 8}})
+    assert Report.from_json(report.to_json().encode()) == report
+    assert Report.from_json(json.dumps({"member": "a", "position": -1, "other": 1})) == Report(
+        member="a", position=NEWCOMER
+    )
+    assert {Report(member="a", position=7), Report(member="a", position=7)} == {Report(member="a", position=7)}
+
+
+def test_a_rank_is_a_place_in_the_view() -> None:
+    assert [VIEW.rank_of(member) for member in "abcd"] == [0, 1, 2, None]
+
+
+def test_it_waits_until_all_have_reported_or_are_gone() -> None:
+    assert _propose(_reports(a=4, c=4)) is None
+    assert _propose(_reports(c=4, a=4), gone={"b"}) == ("a", "c")
+    assert _propose(_reports(a=4, b=2, c=4)) == ("a", "b", "c")
+
+
+def test_who_is_silent_for_too_long_is_left_out() -> None:
+    assert _propose(_reports(b=4), expels=True) == ("b",)
+    assert _propose(_reports(b=4), expels=True, least=2) is None
+
+
+def test_who_has_reported_and_is_gone_is_left_out() -> None:
+    assert _propose(_reports(a=4, b=4, c=4), gone={"a"}) == ("b", "c")
+
+
+def test_candidates_come_last_in_the_order_they_came() -> None:
+    assert _propose(_reports(a=4, b=4, c=4), ("e", "d", "e", "a")) == ("a", "b", "c", "e", "d")
+    assert _propose(_reports(a=4), ("e", "d"), {"b", "c", "e"}, least=2) == ("a", "d")
+
+
+def test_nothing_goes_on_without_a_state() -> None:
+    assert _propose({}, ("d",), {"a", "b", "c"}) is None
+    assert _propose(_reports(a=NEWCOMER), ("d",), {"b", "c"}) is None
+
+
+def test_the_furthest_hands_its_state_over_and_the_first_of_several() -> None:
+    assert source_of(VIEW, _reports(a=2, b=4, c=4)) == "b"
+    assert behind(VIEW, _reports(a=2, b=4, c=4)) == ("a",)
+    assert behind(VIEW, _reports(a=4, b=4, c=4)) == ()
+    joined = View(generation=4, members=("b", "d"))
+    assert (source_of(joined, _reports(a=6, b=0)), behind(joined, _reports(a=6, b=0))) == ("b", ("d",))
+
+
+def test_what_counts_is_held_at_the_sources_position_and_once() -> None:
+    reports = {
+        "a": Report(member="a", position=2, held=((0, 4),)),
+        "b": Report(member="b", position=4, held=((0, 2), (1, 2))),
+        "c": Report(member="c", position=4, held=((1, 2), (4, 5), (6, 9))),
+    }
+    assert shares_of(VIEW, reports, 8) == (
+        Share(held=(), blocks=(2,)),
+        Share(held=((0, 2),), blocks=(3, 5)),
+        Share(held=((4, 5),), blocks=(6, 7)),
+    )
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_without_reports_all_blocks_are_dealt(blocks: int) -> None:
+    shares = shares_of(VIEW, {}, blocks)
+    assert [block for share in shares for block in share.blocks] == list(range(blocks))
+    assert not any(share.held for share in shares)
+
+
+_NODES = st.lists(st.tuples(st.integers(-1, 12), st.integers(-1, 12)), max_size=5).map(tuple)
+
+
+@settings(derandomize=True, deadline=None, database=None)
+@given(st.lists(st.tuples(st.integers(-1, 3), _NODES), min_size=1, max_size=6), st.integers(1, 12))
+def test_each_block_is_in_one_share(told: list[tuple[int, tuple[Node, ...]]], blocks: int) -> None:
+    reports = {str(i): Report(member=str(i), position=position, held=held) for i, (position, held) in enumerate(told)}
+    shares = shares_of(View(generation=1, members=tuple(reports)), reports, blocks)
+    held = [block for share in shares for node in share.held for block in range(*node)]
+    dealt = [block for share in shares for block in share.blocks]
+    assert sorted(held + dealt) == list(range(blocks))
+    assert dealt == sorted(dealt)
+    assert max(len(share.blocks) for share in shares) - min(len(share.blocks) for share in shares) <= 1
+    furthest = max(position for position, _ in told)
+    for share, (position, nodes) in zip(shares, told, strict=True):
+        assert set(share.held) <= set(nodes)
+        assert position == furthest or not share.held

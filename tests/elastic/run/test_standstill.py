@@ -1,0 +1,87 @@
+"""Which views come no further than the ones before, by the reports that all members read."""
+
+from __future__ import annotations
+
+import pytest
+
+from distaccum.elastic.engine.shares import LostStateError
+from distaccum.elastic.group.polled_group import ViewChangedError
+from distaccum.elastic.group.views import NEWCOMER, Report, View
+from distaccum.elastic.run.joining import JoinsError
+from distaccum.elastic.run.standstill import Standstill, StandstillError
+
+OVERDUE = ViewChangedError("what another member owes has not come, and the others wait for 3 s (elastic.expel_after)")
+CHANGED = ViewChangedError("a member has left the group of generation 1")
+
+
+class Members:
+    """Each has a part of its own in noticing."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self._parts = names, {name: Standstill(3.0) for name in names}
+
+    def joined(self, name: str) -> None:
+        self.names = (*self.names, name)
+        self._parts[name] = Standstill(3.0)
+
+    def ends(self, generation: int, overdue: str = "", **positions: int) -> list[bool]:
+        """A view is left, in which one member has waited for too long; who of them ends the run with that."""
+        reports = {}
+        for name in self.names:
+            self._parts[name].note(OVERDUE if name == overdue else CHANGED)
+            report = Report(member=name, position=positions[name], held=((0, positions.get("held", 1)),))
+            reports[name] = Report.from_json(self._parts[name].told_in(report).to_json())
+        ended = []
+        for name in self.names:
+            try:
+                self._parts[name].look_at(View(generation=generation, members=self.names), reports)
+            except StandstillError:
+                ended.append(True)
+            else:
+                ended.append(False)
+        return ended
+
+
+def test_all_end_the_run_once_one_has_waited_at_the_same_place_three_times() -> None:
+    members = Members("a", "b")
+    assert [members.ends(number, "ab"[number % 2], a=5, b=4) for number in range(3)] == [
+        [False, False],
+        [False, False],
+        [True, True],
+    ]
+
+
+@pytest.mark.parametrize("last", [{"a": 6}, {"held": 2}, {"overdue": ""}], ids=str)
+def test_who_comes_further_or_has_lost_somebody_goes_on(last: dict[str, object]) -> None:
+    members = Members("a", "b")
+    first = {"overdue": "a", "a": 5, "b": 4}
+    for number in range(2):
+        members.ends(number, **first)  # type: ignore[arg-type]
+    assert members.ends(2, **(first | last)) == [False, False]  # type: ignore[arg-type]
+    assert members.ends(3, **first) == [False, False]  # type: ignore[arg-type]
+
+
+def test_who_has_joined_counts_as_the_others() -> None:
+    members = Members("a", "b")
+    for number in range(2):
+        members.ends(number, "a", a=5, b=5)
+    members.joined("c")
+    assert members.ends(2, "", a=5, b=5, c=NEWCOMER) == [False] * 3
+    ended = [members.ends(3 + number, "a", a=5, b=5, c=5) for number in range(3)]
+    assert ended == [[False] * 3, [False] * 3, [True] * 3]
+
+
+def test_members_that_are_left_behind_one_after_the_other_end_the_run_too() -> None:
+    members = Members("a", "b", "c", "d")
+    ended = list[list[bool]]()
+    for number in range(3):
+        members.names = members.names[1:]
+        ended.append(members.ends(number, "d", b=5, c=5, d=5))
+    assert ended == [[False] * 3, [False] * 2, [True]]
+
+
+def test_people_are_told_of_what_is_more_than_a_change(caplog: pytest.LogCaptureFixture) -> None:
+    standstill = Standstill(3.0)
+    for error in (CHANGED, JoinsError("a member waits to join"), OVERDUE, LostStateError("gone")):
+        standstill.note(error)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [str(OVERDUE), "gone"]
