@@ -14,10 +14,10 @@ from distaccum.engines.deepspeed.internals import WORKING
 from distaccum.errors import ConfigError
 from tests.support.commands import ROOT, succeed
 from tests.support.commands import run as run_script
+from tests.support.optional import needs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("deepspeed")]
 
-pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 # Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.

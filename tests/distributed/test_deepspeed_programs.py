@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ROOT, succeed
+from tests.support.optional import needs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("deepspeed")]
 
-pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_programs.py"
 EXACT = (

@@ -11,10 +11,10 @@ import pytest
 
 from tests.distributed.workers.edits import PROGRAMS
 from tests.support.commands import ROOT, succeed
+from tests.support.optional import needs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("deepspeed")]
 
-pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "edits.py"
 _OTHERS = "ranks would step with different settings"

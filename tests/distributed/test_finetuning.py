@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from distaccum.checkpoint.tensors import TensorFiles
 from tests.support.commands import ROOT, environment, metrics
+from tests.support.optional import Library, needs
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+transformers = Library("transformers")
+pytestmark = needs("peft")
 
 
 def _commands() -> list[list[str]]:

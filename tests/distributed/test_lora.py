@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("peft")
-
 from distaccum.errors import ConfigError
 from tests.support import lora
 from tests.support.commands import ROOT, succeed
 from tests.support.engine_matrix import ENGINES
 from tests.support.lora import Cell, Found
+from tests.support.optional import needs
 from tests.support.threads import run_ranks
+
+pytestmark = needs("peft")
 
 WORKER = Path(__file__).parent / "workers" / "lora.py"
 CONTROL = 512  # bytes of counts and norms; the base has some 4,400

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 from tests.support.lora import ROUNDING
+from tests.support.optional import needs
 
-pytest.importorskip("deepspeed", reason="pip install 'distaccum[deepspeed]'")
+pytestmark = needs("deepspeed")
 
 WORKER = Path(__file__).parent / "workers" / "packing.py"
 STAGES = [f"deepspeed {stage}" for stage in range(4)]

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from distaccum.train.metrics.loggers import OF_RECORDS
 from tests.support.commands import ROOT, TINY, metrics, run, status, succeed
+from tests.support.optional import needs
 
-pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("optuna")]
 SHORT = (
     *TINY,
     "trainer.max_steps=3",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import peft
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +23,9 @@ from distaccum.testing.counters import CollectiveCounter, OperationCounter
 from tests.support import engine_matrix, matrix
 from tests.support.engine_matrix import BETAS, DECAY, ENGINES, EPSILON, MICRO_SIZES, RATE, UPDATES
 from tests.support.matrix import GLOBAL_SIZE, IGNORED, SEED
+from tests.support.optional import Library
+
+peft = Library("peft")
 
 APART = 2.0**-13
 ROUNDING = 1e-6  # of a change whose elements have some digits less than the weights

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum import Accumulator
 from distaccum.config.engine import DDPConfig
@@ -478,8 +478,10 @@ class Numbers(IterableDataset[Tensor]):
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("windows", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
-def test_a_streams_state_goes_on_from_anywhere(gloo_world: World, loader: Any, windows: int) -> None:
+@pytest.mark.parametrize("home", ["torch.utils.data:DataLoader", "torchdata.stateful_dataloader:StatefulDataLoader"])
+def test_a_streams_state_goes_on_from_anywhere(gloo_world: World, home: str, windows: int) -> None:
+    loader = resolve_name(home)
+
     def batches(acc: Accumulator, data: Any, number: int) -> list[list[float]]:
         """The next windows' samples, over the ends of epochs."""
         found: list[list[float]] = []

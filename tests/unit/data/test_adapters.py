@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
@@ -28,6 +26,9 @@ from distaccum.data.factory import as_loader, build_loader, make_plan
 from distaccum.data.spec import DataSpec, is_map_style
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, DataWarning
+from tests.support.optional import Library
+
+datasets, torchdata = Library("datasets"), Library("torchdata.stateful_dataloader")
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 SIZES: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "tokens": None, "seed": 3}
@@ -116,7 +117,7 @@ def test_a_generator_decides_the_order_with_the_seed(gloo_world: World, where: s
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
 def test_a_loader_with_a_state_is_planned_like_any_other(gloo_world: World) -> None:
-    seen = _seen(StatefulDataLoader(DATA, batch_size=2, shuffle=True), gloo_world)
+    seen = _seen(torchdata.StatefulDataLoader(DATA, batch_size=2, shuffle=True), gloo_world)
     assert sorted(seen) == list(range(10))
     assert seen == _seen(DataLoader(DATA, batch_size=2, shuffle=True), gloo_world)
 

@@ -13,8 +13,10 @@ import torch
 
 from distaccum.data.datasets.labelled import LabelledText, labelled_text
 from distaccum.errors import ConfigError
+from tests.support.optional import needs
 
-pytest.importorskip("transformers")
+pytestmark = needs("transformers")
+
 
 TEXTS = [("A fine lamp, really", "good"), ('It says "no"\non two lines', "bad"), ("Smörgåsbord 🍰", "good")]
 ROWS = [(f"{text} {i}", label) for i in range(7) for text, label in TEXTS]

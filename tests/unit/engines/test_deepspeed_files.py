@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from distaccum.checkpoint.store import MANIFEST, _seal
+from distaccum.engines.deepspeed import files
 from distaccum.errors import CheckpointError
 from tests.support.commands import ROOT, run
+from tests.support.optional import needs
 
-pytest.importorskip("deepspeed")
-from distaccum.engines.deepspeed import files
+pytestmark = needs("deepspeed")
 
 SAVED = ROOT / "tests" / "data" / "checkpoints" / "deepspeed"
 

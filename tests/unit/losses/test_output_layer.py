@@ -14,11 +14,12 @@ from distaccum import DataSpec
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.transformers import CausalLM, MaskedLM
+from tests.support.optional import Library
 from tests.support.threads import run_ranks
 from tests.unit.losses.test_linear_cross_entropy import _error, _Largest, _step
 from tests.unit.losses.test_transformers import SAMPLES, VOCABULARY, _causal, _gradients, _masked, _tokens
 
-transformers = pytest.importorskip("transformers")
+transformers = Library("transformers")
 
 CHUNK = 10  # of 63 tokens
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.base import Loss, Predictor, Scorer
 from distaccum.losses.transformers import CausalLM, MaskedLM, SequenceClassification
+from tests.support.optional import Library
 
-transformers = pytest.importorskip("transformers")
+transformers = Library("transformers")
 
 SAMPLES, LENGTH, VOCABULARY = 7, 9, 23
 Case = Callable[[], tuple[Loss, nn.Module, dict[str, Tensor]]]

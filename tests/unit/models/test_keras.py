@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.optional import Library
+
 os.environ["KERAS_BACKEND"] = "torch"
-keras: Any = pytest.importorskip("keras")
+keras: Any = Library("keras")
 
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer  # noqa: E402  Keras reads its backend first
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config  # noqa: E402
@@ -25,7 +27,7 @@ from distaccum.models.keras import KerasModel  # noqa: E402
 from tests.support.threads import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:keras")
-layers = keras.layers
+layers: Any = Library("keras.layers")
 WINDOWS = (slice(0, 7), slice(7, 10))  # of 10 samples, the last one ragged
 
 
@@ -45,9 +47,9 @@ def _samples(*, classes: bool, weighted: bool) -> list[tuple[Tensor, ...]]:
 
 
 LOSSES: dict[str, tuple[Callable[[], Any], bool, bool]] = {  # by name: the loss, of classes, with weights
-    "squares": (keras.losses.MeanSquaredError, False, False),
+    "squares": (lambda: keras.losses.MeanSquaredError("sum_over_batch_size"), False, False),
     "classes": (lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True), True, False),
-    "weighted": (keras.losses.MeanSquaredError, False, True),
+    "weighted": (lambda: keras.losses.MeanSquaredError("sum_over_batch_size"), False, True),
     "by weight": (lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"), False, True),
 }
 
@@ -200,30 +202,39 @@ def test_a_run_is_resumed_and_evaluated(gloo_world: World, tmp_path: Path) -> No
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-class Unreduced(keras.losses.Loss):  # type: ignore[misc]
+def Unreduced(**settings: Any) -> Any:  # noqa: N802  made where it is used: Keras is imported then
     """A value for each coordinate, where Keras's own have one for each sample."""
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return (y_true - y_pred).square()
+    class Made(keras.losses.Loss):  # type: ignore[misc]
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return (y_true - y_pred).square()
+
+    return Made(**settings)
 
 
-class Adds(layers.Layer):  # type: ignore[misc]
+def Adds(**settings: Any) -> Any:  # noqa: N802  made where it is used: Keras is imported then
     """A loss of its own."""
 
-    def call(self, x: Any) -> Any:
-        self.add_loss(keras.ops.mean(x))
-        return x
+    class Made(layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            self.add_loss(keras.ops.mean(x))
+            return x
+
+    return Made(**settings)
 
 
-class Counts(layers.Layer):  # type: ignore[misc]
+def Counts(**settings: Any) -> Any:  # noqa: N802  made where it is used: Keras is imported then
     """Its calls, in a variable."""
 
-    def build(self, _: Any) -> None:
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+    class Made(layers.Layer):  # type: ignore[misc]
+        def build(self, _: Any) -> None:
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
 
-    def call(self, x: Any) -> Any:
-        self.calls.assign_add(1.0)
-        return x
+        def call(self, x: Any) -> Any:
+            self.calls.assign_add(1.0)
+            return x
+
+    return Made(**settings)
 
 
 def _compiled() -> Any:

@@ -15,8 +15,9 @@ from distaccum.data.datasets.tokenizer import train_tokenizer
 from distaccum.errors import ConfigError
 from distaccum.models.pretrained import pretrained
 from distaccum.train.components import components_from_config
+from tests.support.optional import Library
 
-transformers = pytest.importorskip("transformers")
+transformers = Library("transformers")
 
 TINY: dict[str, Any] = {
     "vocab_size": 300,

@@ -15,9 +15,10 @@ from distaccum.checkpoint.export import export
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.models.pretrained import pretrained
+from tests.support.optional import Library
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = Library("transformers")
+peft = Library("peft")
 
 pytestmark = [
     pytest.mark.usefixtures("gloo_world"),  # it closes the group that a Trainer opens

@@ -19,10 +19,11 @@ from distaccum.engines.deepspeed.optimizer_state import check_rule
 from distaccum.engines.state import whole_state
 from distaccum.train.optimizer import build_optimizers
 from tests.support.commands import ROOT
+from tests.support.optional import Library
 from tests.support.threads import run_ranks
 
-schedulefree = pytest.importorskip("schedulefree")
-bitsandbytes = pytest.importorskip("bitsandbytes")
+schedulefree = Library("schedulefree")
+bitsandbytes = Library("bitsandbytes")
 
 GLOBAL, MICRO, UPDATES, WIDTH = 6, 2, 20, 64
 Weights = dict[str, Tensor]

@@ -8,13 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from distaccum import (
     BatchConfig,
@@ -34,6 +31,10 @@ from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, EarlyStopping, Run, named
+from tests.support.optional import Library
+
+datasets, torchmetrics = Library("datasets"), Library("torchmetrics")
+classification = Library("torchmetrics.classification")
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -91,8 +92,10 @@ def test_callbacks_are_called_in_order(gloo_world: World, tmp_path: Path) -> Non
 
 def test_torchmetrics_see_what_counts(gloo_world: World, tmp_path: Path) -> None:
     metrics = {
-        "f1": MulticlassF1Score(num_classes=3, average="micro"),
-        "by": MetricCollection({"accuracy": MulticlassAccuracy(num_classes=3, average="micro")}),
+        "f1": classification.MulticlassF1Score(num_classes=3, average="micro"),
+        "by": torchmetrics.MetricCollection(
+            {"accuracy": classification.MulticlassAccuracy(num_classes=3, average="micro")}
+        ),
     }
     results = Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), metrics=metrics, run_dir=tmp_path).fit()
     assert results["eval_f1"] == pytest.approx(results["eval_accuracy"])
@@ -126,7 +129,7 @@ def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_wo
             Bare(),
             SOURCE,
             config=_config(),
-            metrics={"f1": MulticlassF1Score(num_classes=3)},
+            metrics={"f1": classification.MulticlassF1Score(num_classes=3)},
             run_dir=tmp_path / "other",
         ).fit()
 
@@ -320,7 +323,13 @@ def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="holds out 23 samples for 30 ranks: a metric needs one on every rank"):
-        Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), metrics={"f1": MulticlassF1Score(num_classes=3)})
+        Trainer(
+            _model(),
+            CrossEntropy(),
+            SOURCE,
+            config=_config(),
+            metrics={"f1": classification.MulticlassF1Score(num_classes=3)},
+        )
 
 
 def test_a_loader_over_a_dataset_is_planned_like_the_dataset(gloo_world: World, tmp_path: Path) -> None:
