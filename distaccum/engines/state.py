@@ -125,7 +125,7 @@ _PICKLED = (
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their names in the model as it was written; shards where it is sharded.
 
-    The extra state of modules is among them, as bytes; a base that was set aside (:mod:`frozen_base`) is not.
+    The extra state of modules is among them, as bytes; a base that was set aside (:func:`leave_frozen_out`) is not.
 
     Raises:
         CheckpointError: a module's extra state cannot be saved.

@@ -3,5 +3,5 @@
 A ring beside the core: each tool imports the core, and nothing in the core imports one. The command ``distaccum`` finds
 them by the names in ``program.py``; a run's report at its end is a callback, found by its name, too.
 
-Begin with ``report/read.py`` for what a run directory says, or with a tool's ``command.py``.
+Begin with ``tools/report/read.py`` for what a run directory says, or with a tool's ``command.py``.
 """

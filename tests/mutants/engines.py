@@ -22,7 +22,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "ddp: the engine's averaging forgotten",
-            (("engines/ddp.py", "1 if options.scaler or sums else world.size\n", "1\n"),),
+            (("engines/ddp/engine.py", "1 if options.scaler or sums else world.size\n", "1\n"),),
         ),
     ),
     (
@@ -30,7 +30,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "ddp: in fp16 the average is not made a sum",
-            (("engines/ddp.py", "world.size if options.scaler and not sums else 1", "1"),),
+            (("engines/ddp/engine.py", "world.size if options.scaler and not sums else 1", "1"),),
         ),
     ),
     (
@@ -38,7 +38,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp32",
         Mutant(
             "zero1: what each rank has stepped is not broadcast",
-            (("engines/ddp.py", "            self._shards.broadcast()", "            pass"),),
+            (("engines/ddp/engine.py", "            self._shards.broadcast()", "            pass"),),
         ),
     ),
     (
@@ -48,7 +48,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "zero1: only the last rank's part is broadcast",
             (
                 (
-                    "engines/zero1.py",
+                    "engines/ddp/zero1.py",
                     "for rank, buffer in self._flat_buffers]",
                     "for rank, buffer in self._flat_buffers[-1:]]",
                 ),
@@ -62,7 +62,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "ddp: the masters are made their roundings",
             (
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     "            torch._foreach_copy_(places, masters)\n",
                     (
                         "            torch._foreach_copy_(places, masters)\n"
@@ -79,7 +79,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "zero1: weights are sent before they are rounded",
             (
                 (
-                    "engines/ddp.py",
+                    "engines/ddp/engine.py",
                     "            self._masters.round()\n        if self._fault",
                     "            pass\n        if self._fault",
                 ),

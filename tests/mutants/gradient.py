@@ -72,7 +72,7 @@ MUTANTS = (
         "the engine's averaging forgotten",
         (
             (
-                "engines/ddp.py",
+                "engines/ddp/engine.py",
                 "self.gradient_divide_factor = 1 if options.scaler or sums else world.size",
                 "self.gradient_divide_factor = 1",
             ),
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "a leaked tail",
-        (("engines/ddp.py", "        self.zero_gradients()\n        return output", "        return output"),),
+        (("engines/ddp/engine.py", "        self.zero_gradients()\n        return output", "        return output"),),
     ),
 )
 

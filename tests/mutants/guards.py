@@ -26,48 +26,48 @@ GUARDS = Mutant(
     (
         # gradients changed by hand
         ("engines/gradient_watch.py", "        if not self.unchanged:\n", "        if False:\n"),
-        ("engines/ddp.py", "return self._window_open and not self._watch.unchanged", "return False"),
+        ("engines/ddp/engine.py", "return self._window_open and not self._watch.unchanged", "return False"),
         ("engines/fsdp2/shard_watch.py", "        if changed is None:\n", "        if True:\n"),
         # gradients from before the window
         ("engines/base.py", "            self._drop_stray_gradients()\n", ""),
         # a reduction that leaves a parameter out
-        ("engines/ddp.py", "if not loss.requires_grad or self._watch.unchanged:", "if False:"),
+        ("engines/ddp/engine.py", "if not loss.requires_grad or self._watch.unchanged:", "if False:"),
         (
-            "engines/ddp.py",
+            "engines/ddp/engine.py",
             "elif unreached := self._reduction.unreached():\n",
             "elif (unreached := self._reduction.unreached()) and False:\n",
         ),
         (
-            "engines/ddp.py",
+            "engines/ddp/engine.py",
             "        if self._watch.unchanged and not self._began:\n            self._reduction.join",
             "        if False:\n            self._reduction.join",
         ),
-        ("engines/fused_update.py", "        if not held <= self._known:\n", "        if False:\n"),
+        ("engines/optimizer_step.py", "        if not held <= self._known:\n", "        if False:\n"),
         # a micro-step after the reduction
         (
-            "engines/ddp.py",
+            "engines/ddp/engine.py",
             'if self._reduced:\n            raise MisuseError("a micro',
             'if False:\n            raise MisuseError("a micro',
         ),
         (
-            "engines/ddp.py",
+            "engines/ddp/engine.py",
             'if self._reduced:\n            raise MisuseError("backward',
             'if False:\n            raise MisuseError("backward',
         ),
         # a forward past the engine
-        ("engines/ddp.py", "if not self._ddp.called:", "if False:"),
+        ("engines/ddp/engine.py", "if not self._ddp.called:", "if False:"),
         # a model or an optimizer that somebody else reduces or steps
         ("engines/ownership.py", "if thing in _owners and _owners[thing].spent:", "if False:"),
         ("engines/ownership.py", "            if thing in _owners:\n", "            if False:\n"),
         ("engines/factory.py", "    check_wrappers(model)\n", ""),
         # steps and zeroing by hand
         (
-            "engines/guard.py",
+            "engines/optimizer_step.py",
             '    raise MisuseError(f"{method}() was called by hand',
             '    return  # f"{method}() was called by hand',
         ),
         # settings that differ between ranks
-        ("accumulation/settings_agreement.py", "if sums and differ(sums, self._world.size):", "if False:"),
+        ("accumulation/lockstep.py", "if sums and differ(sums, self._world.size):", "if False:"),
         # what needs a gradient, as the gathered weights say
         ("engines/fsdp2/engine.py", "        if self._trains != self._sharded.trains():\n", "        if False:\n"),
         # weights that stay gathered

@@ -50,18 +50,18 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "masters: the optimizer steps the bf16 weights",
             (
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     'group["params"] = [self.of(p) for p in group["params"]]',
                     'group["params"] = list(group["params"])',
                 ),
                 # This ends the run: and what is stepped is then taken for the master.
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     "if [weight._version for weight in self._weights] != self._versions:",
                     "if False:",
                 ),
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     "torch._foreach_copy_(places, masters)",
                     "torch._foreach_copy_(masters, places)",
                 ),
@@ -74,7 +74,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "masters: made their roundings after each step",
             (
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     "            torch._foreach_copy_(places, masters)\n",
                     (
                         "            torch._foreach_copy_(places, masters)\n"
@@ -90,7 +90,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "masters: a checkpoint has the roundings",
             (
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     "found[name] = self._masters[id(weight)].detach()",
                     "found[name] = weight.detach().float()",
                 ),
@@ -103,7 +103,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "masters: a resume begins with the roundings",
             (
                 (
-                    "engines/masters.py",
+                    "engines/ddp/masters.py",
                     "self._masters[id(weight)].copy_(model[name])",
                     "self._masters[id(weight)].copy_(weight)",
                 ),
@@ -216,7 +216,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "adapters: their base is reduced and trained too",
             (
                 (
-                    "engines/frozen_base.py",
+                    "engines/state.py",
                     _ASIDE,
                     f"{_ASIDE}    for parameter in model.parameters():\n        parameter.requires_grad_()\n",
                 ),
@@ -229,7 +229,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "adapters: zeros are reduced for their base",
             (
                 (
-                    "engines/ddp.py",
+                    "engines/ddp/engine.py",
                     "        with uncounted():\n                self._reduce(scaled)\n",
                     (
                         "        with uncounted():\n                self._reduce(scaled)\n"
@@ -245,7 +245,13 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         f"{ADAPTERS}test_adapters_alone_are_saved_and_the_base_does_not_move[fp32]",
         Mutant(
             "adapters: their base is saved too",
-            (("engines/frozen_base.py", "    aside = names_of(model)\n", "    aside = frozenset()\n"),),
+            (
+                (
+                    "engines/state.py",
+                    'aside."""\n    aside = names_set_aside(model)\n',
+                    'aside."""\n    aside = frozenset()\n',
+                ),
+            ),
         ),
     ),
     (
@@ -413,7 +419,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch, self._world.rank),",
             ),
             "ranks are summed one after the other": (
-                "engines/tree_all_reduce.py",
+                "engines/ddp/tree.py",
                 "total = add_up(values, self._clock.expect_deal().blocks) if values else idle.pop()",
                 "total = sum(values.values(), torch.zeros(1)) if values else idle.pop()",
             ),
@@ -444,7 +450,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "self._seeds_here = False",
             ),
             "losses are divided for the ranks": (
-                "engines/ddp.py",
+                "engines/ddp/engine.py",
                 "self.gradient_divide_factor = 1 if options.scaler or sums else world.size",
                 "self.gradient_divide_factor = 1 if options.scaler else world.size",
             ),
@@ -464,7 +470,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "counts=counts,",
             ),
             "losses of units that are held are lost": (
-                "engines/tree_all_reduce.py",
+                "engines/ddp/tree.py",
                 "self._along = self.taken_up.along",
                 "self._along = None",
             ),
@@ -474,7 +480,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "for block in range(self.blocks) for unit",
             ),
             "a rank sends what is left in its buckets": (
-                "engines/tree_all_reduce.py",
+                "engines/ddp/tree.py",
                 "if self.keeps and nodes:",
                 "if False:",
             ),
@@ -487,27 +493,27 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 MIRRORED,
                 "a step that is not made leaves its weights",
-                ("engines/mirror.py", "weights = self._before if self._steps else {", "weights = {"),
+                ("elastic/engine/mirror.py", "weights = self._before if self._steps else {", "weights = {"),
             ),
             (
                 MIRRORED,
                 "a step that is not made moves the loss scale",
-                ("engines/mirror.py", "scaler = self._scaler if self._steps else self", "scaler = self"),
+                ("elastic/engine/mirror.py", "scaler = self._scaler if self._steps else self", "scaler = self"),
             ),
             (
                 MIRRORED,
                 "the predecessor's state is not kept",
-                ("engines/mirror.py", "self._sent, self._received = self._next", "self._sent, _ = self._next"),
+                ("elastic/engine/mirror.py", "self._sent, self._received = self._next", "self._sent, _ = self._next"),
             ),
             (
                 MIRROR_SEARCH,
                 "who is behind goes on with the state of before",
-                ("train/elastic/hand_over.py", "else carried.shares.ahead", "else carried.shares.now"),
+                ("elastic/run/hand_over.py", "else carried.shares.ahead", "else carried.shares.now"),
             ),
             (
                 MIRROR_SEARCH,
                 "what was dealt before is forgotten at once",
-                ("engines/shares.py", "now=self.now | before.now", "now=self.now"),
+                ("elastic/engine/shares.py", "now=self.now | before.now", "now=self.now"),
             ),
         )
     ),

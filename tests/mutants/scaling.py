@@ -17,7 +17,7 @@ MUTANTS = (
         "the scale moves in every micro-step",
         (
             (
-                "engines/ddp.py",
+                "engines/ddp/engine.py",
                 "                self._reduce(scaled)\n        if self.compiled is not None:\n",
                 (
                     "                self._reduce(scaled)\n"
@@ -26,14 +26,14 @@ MUTANTS = (
                     "        if self.compiled is not None:\n"
                 ),
             ),
-            ("engines/fused_update.py", "            scaler.advance(1.0 - finite)", "            pass"),
+            ("engines/optimizer_step.py", "            scaler.advance(1.0 - finite)", "            pass"),
         ),
     ),
     Mutant(
         "clipping before unscaling",
         (
             (
-                "engines/fused_update.py",
+                "engines/optimizer_step.py",
                 "excess = ((norm + _CLIP_EPSILON)",
                 "excess = ((norm * (1.0 if scale is None else scale) + _CLIP_EPSILON)",
             ),
@@ -43,7 +43,7 @@ MUTANTS = (
         "every rank decides by its own gradients, before the reduction",
         (
             (
-                "engines/ddp.py",
+                "engines/ddp/engine.py",
                 "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n",
                 (
                     "        scaled = loss if self._scaler is None else self._scaler.scale(loss)\n"
@@ -54,7 +54,7 @@ MUTANTS = (
                 ),
             ),
             (
-                "engines/fused_update.py",
+                "engines/optimizer_step.py",
                 "        self._apply(",
                 (
                     "        applied = finite = torch.full_like(norm, float(self.__dict__.pop('own', True)))\n"

@@ -18,7 +18,7 @@ CELLS = [
     Cell(engine="fsdp2", micro_size=1, size=27, verify="never"),  # a rank has a micro-batch more
     Cell(engine="ddp", micro_size=2, dropout=0.5),
 ]
-_PASSES, _GATHER = "accumulation/two_pass.py", "accumulation/representations.py"
+_PASSES, _GATHER = "accumulation/two_pass.py", "accumulation/two_pass.py"
 
 MUTANTS = (
     Mutant(
