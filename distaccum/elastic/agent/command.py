@@ -17,7 +17,7 @@ _HELP = """\
 usage: python -m distaccum.elastic [--nproc N] [--nnodes M --node-rank K --rdzv HOST:PORT] [Hydra overrides]
 
 Trains as launch/train.sh does, but goes on when a process dies: the others finish the window, and another process joins
-them. Start one on each node.
+them. Start one on each node. Experimental: CPUs over gloo.
 
   --nproc N          processes of each node (NPROC): one for each GPU, or two on the CPU
   --nnodes M         how many nodes make the job (1)
