@@ -260,7 +260,7 @@ class DDPEngine(Engine):
             )
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
-        """Local but for the :meth:`backward` of one with ``sync``.
+        """Local, as in DDP's ``no_sync``, but for the :meth:`backward` of one with ``sync``.
 
         Raises:
             MisuseError: the window is reduced already.
