@@ -10,8 +10,7 @@ from distaccum.accumulation.open_window import refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.config.checks import require, whole_number
 from distaccum.data.loader import WindowLoader
-from distaccum.data.plan.batch import check_sizes
-from distaccum.data.plan.scheduled import Resize
+from distaccum.data.plan.batch import Resize, check_sizes
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 

@@ -17,7 +17,6 @@ from distaccum.data.factory import as_loader, make_plan
 from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import largest_share
-from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import is_map_style
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
@@ -65,7 +64,7 @@ class LoaderFactory:
         if self._sizes["micro_batch_size"] is None:
             sizes: dict[str, Any] = {**self._sizes, "micro_batch_size": 1}
             plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"] or 0)
-            assert not isinstance(plan, StreamPlan)
+            assert not plan.is_stream
             self.rehearsal = rehearse(
                 self._engine(),
                 self._world,

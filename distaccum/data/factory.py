@@ -13,7 +13,7 @@ from distaccum.config.checks import REPRODUCIBLE, require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
-from distaccum.data.loading_processes import items_of_window, stream_loader
+from distaccum.data.loading_processes import stream_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
@@ -145,10 +145,10 @@ def in_units(
     Raises:
         ConfigError: the data is a stream, or there are more ranks than ``virtual_ranks``.
     """
-    if isinstance(plan, StreamPlan):
+    if plan.is_stream:
         problem = "the data is a stream, of which each rank has its own samples"
         raise ConfigError("numerics", REPRODUCIBLE, problem, "Give a map-style dataset, or use numerics=fast")
-    grouped = group_by_length and not isinstance(plan, MicroTokenPlan)  # which arranges samples itself
+    grouped = group_by_length and not plan.arranges_samples
     group_by = _lengths(source, "batch.group_by_length", True) if grouped else None
     key = "batch.virtual_ranks" if names is CONFIG_KEYS else "virtual_ranks"
     return UnitPlan(plan=plan, virtual_ranks=virtual_ranks, group_by=group_by, key=key)
@@ -176,7 +176,7 @@ def check_workers(
             are options without processes.
     """
     stated = {name: value for name, value in (options or {}).items() if value is not None}
-    if isinstance(plan, StreamPlan):
+    if plan.is_stream:
         if num_workers and not is_unsplit(source.train):
             remedy = "Use 0, and a DataLoader with workers of its own as data"
             raise ConfigError("trainer.num_workers", num_workers, "the data is a stream", remedy)
@@ -185,7 +185,7 @@ def check_workers(
         raise ConfigError("trainer.num_workers", num_workers, problem, "Give both the same number, or one of them")
     for name, value in stated.items():
         key, own = f"trainer.loader.{name}", getattr(source.workers, name)
-        if isinstance(plan, StreamPlan) and (not num_workers or (name in _NOT_OF_STREAMS and value)):
+        if plan.is_stream and (not num_workers or (name in _NOT_OF_STREAMS and value)):
             raise ConfigError(key, value, "the data is a stream", "Leave it out, or say it in a DataLoader as data")
         if not num_workers and not source.workers.num_workers:
             if name != "pin_memory":
@@ -252,10 +252,10 @@ def build_loader(
         options=options,
         most_ahead=most_ahead,
     )
-    if isinstance(plan, StreamPlan):
+    if plan.is_stream:
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if num_workers:
-            stream = stream_loader(cast(Any, stream), workers, items_of_window(plan))
+            stream = stream_loader(cast(Any, stream), workers, plan.items_of_window)
         return IterableWindowLoader(
             stream,
             plan,

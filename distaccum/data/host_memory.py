@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -12,10 +13,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from distaccum.data.adapters import yields_batches
 from distaccum.data.batches import map_tensors
-from distaccum.data.loader import rows_of
-from distaccum.data.loading_processes import items_of_window, reading
+from distaccum.data.loading_processes import reading
 from distaccum.data.plan.batch import Plan
-from distaccum.data.plan.tokens import MicroTokenPlan
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError
@@ -97,10 +96,7 @@ def window_memory(source: DataSpec, plan: Plan, workers: WorkerOptions | None = 
         found: int = next(reading(source.train, [[longest]], collate, workers or WorkerOptions()))
     finally:
         generators.restore()
-    micro_batch = found * rows_of(plan)
-    if isinstance(plan, MicroTokenPlan):  # as many tokens of which a sample has this many
-        micro_batch = -(-found * plan.micro_tokens // max(1, plan.tokens_of(plan.lengths[[longest]])))
-    return WindowMemory(micro_batch=micro_batch, micro_batches=items_of_window(plan))
+    return WindowMemory(micro_batch=math.ceil(found * plan.samples_like(longest)), micro_batches=plan.items_of_window)
 
 
 class _Bytes:

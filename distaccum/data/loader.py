@@ -26,16 +26,14 @@ from distaccum.data.loading_processes import (
     Seeded,
     SeededIds,
     WaitClock,
-    items_of_window,
     note_memory,
     prefetch_factor,
     reading,
 )
 from distaccum.data.packing import PackCollator
-from distaccum.data.plan.batch import BatchPlan, Epoch, Ids, Plan
-from distaccum.data.plan.scheduled import Resize, ResizedPlan, ScheduledPlan
-from distaccum.data.plan.tokens import MicroTokenPlan, TokensOf
-from distaccum.data.plan.units import UnitEpoch, UnitPlan
+from distaccum.data.plan.batch import Epoch, Ids, Plan, Resize
+from distaccum.data.plan.tokens import TokensOf
+from distaccum.data.plan.units import UnitEpoch
 from distaccum.data.spec import Ignored, MapDataset, WorkerOptions
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState, keys_of
@@ -122,7 +120,7 @@ class MapWindowLoader(WindowLoader):
         self._generator = generator_of(seed_of_workers, world)
         # Processes that persist go on with the next epoch; others are started again for each, as their user wants.
         self._goes_on = self._workers > 0 and self._options.persistent_workers and self._options.prefetch_windows > 0
-        self._seeds_here = isinstance(plan, UnitPlan) and not self._workers
+        self._seeds_here = plan.has_units and not self._workers
         self._ids = MicroBatchIds(
             plan,
             world.rank,
@@ -141,8 +139,8 @@ class MapWindowLoader(WindowLoader):
             self._dataset,
             self._ids,
             self._world,
-            collate=self._collate if fills is None else FilledCollator(self._collate, rows_of(self._plan), fills),
-            workers=replace(options, prefetch_factor=prefetch_factor(options, items_of_window(self._plan))),
+            collate=self._collate if fills is None else FilledCollator(self._collate, self._plan.rows, fills),
+            workers=replace(options, prefetch_factor=prefetch_factor(options, self._plan.items_of_window)),
             generator=self._generator,
             persistent=options.persistent_workers,
         )
@@ -159,26 +157,15 @@ class MapWindowLoader(WindowLoader):
             ConfigError: the global batch is smaller than the micro-batch.
             MisuseError: the windows are cut by a budget of tokens.
         """
-        plan: Any = self._plan
-        while isinstance(plan, MicroTokenPlan | UnitPlan):
-            plan = plan.plan
-        if not isinstance(plan, BatchPlan):
+        resized = self._plan.resized(change)
+        if resized is None:
             what = f"set_global_batch_size({change.global_batch_size})"
             raise MisuseError(f"{what} where tokens= cuts the windows: make an Accumulator with global_batch_size=")
-        resized = ResizedPlan(
-            samples=plan.samples,
-            global_batch_size=change.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            world_size=plan.world_size,
-            seed=plan.seed,
-            since=change,
-        )
-        self._plan = _with_windows_of(self._plan, resized)
-        self._ids.plan = self._plan
+        self._plan = self._ids.plan = resized
         self._next = None
-        needed = prefetch_factor(self._options, items_of_window(self._plan))
+        needed = prefetch_factor(self._options, self._plan.items_of_window)
         rows = getattr(self._loader.collate_fn, "rows", None)
-        if (needed or 0) > (self._loader.prefetch_factor or 0) or rows not in (None, rows_of(self._plan)):
+        if (needed or 0) > (self._loader.prefetch_factor or 0) or rows not in (None, self._plan.rows):
             self._loader = self._make()  # its processes are started with the next window
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
@@ -301,9 +288,7 @@ class MapWindowLoader(WindowLoader):
         if self._lengths is not None:
             facts["lengths"] = f"{zlib.crc32(np.ascontiguousarray(self._lengths).tobytes()):08x} (a hash)"
             facts["micro_batch_size"] = self._plan.micro_batch_size
-        if isinstance(self._plan, MicroTokenPlan):
-            facts[self._plan.names.micro_tokens] = self._plan.micro_tokens
-        return facts
+        return facts | self._plan.limit_of_tokens
 
     def _sketch_of_next(self, batches: Iterator[Any]) -> Sketch | None:
         """The next batch's numbers; None where it cannot be loaded alone. The model's random numbers are left alone."""
@@ -342,7 +327,7 @@ class MapWindowLoader(WindowLoader):
         Raises:
             DataError: it is another one the second time.
         """
-        if self._repeats or not isinstance(self._plan, UnitPlan):
+        if self._repeats or not self._plan.has_units:
             return
         ids = next(self._ids.of_window(cut, epoch, k), [])
         if not ids:
@@ -482,7 +467,7 @@ class MicroBatchIds:
     def positions(self, cut: Epoch, epoch: int, k: int) -> list[Ids | range]:
         """The positions in the epoch's order of each micro-batch of window ``k`` that has any."""
         parts: Sequence[Ids | range]
-        if self._group_by is None or isinstance(self.plan, MicroTokenPlan | UnitPlan):  # which arrange samples
+        if self._group_by is None or self.plan.arranges_samples:
             parts = cut.micro_batches(k, self._rank)
         else:
             parts = self._arranged(cut, epoch, k)
@@ -503,28 +488,11 @@ class MicroBatchIds:
         return pieces[self._rank :: self.plan.world_size]
 
 
-def rows_of(plan: Plan) -> int:
-    """The samples of a rank's largest micro-batch."""
-    if isinstance(plan, BatchPlan | ScheduledPlan):
-        largest = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
-        return min(plan.micro_batch_size, -(-largest // plan.world_size))
-    if isinstance(plan, UnitPlan):
-        return rows_of(plan.of_one_rank)
-    return plan.rows if isinstance(plan, MicroTokenPlan) else plan.micro_batch_size
-
-
 def _tensors(batch: Any) -> list[torch.Tensor]:
     """Those of a batch, with NaN as numbers."""
     found: list[torch.Tensor] = []
     map_tensors(batch, lambda tensor: found.append(tensor.nan_to_num() if tensor.is_floating_point() else tensor))
     return found
-
-
-def _with_windows_of(plan: Plan, windows: BatchPlan) -> Plan:
-    """The plan with other windows, cut as it cuts them."""
-    if isinstance(plan, MicroTokenPlan | UnitPlan):
-        return replace(plan, plan=_with_windows_of(plan.plan, windows))
-    return windows
 
 
 def tokens_of(collate: Collate | None) -> TokensOf:
@@ -540,7 +508,7 @@ def padding_share(
 ) -> float:
     """The share of padding among the tokens of the first windows, where ``collate`` makes their micro-batches."""
     real = padded = 0
-    plan = replace(plan, grouped=grouped) if isinstance(plan, MicroTokenPlan) else plan
+    plan = plan.grouped_by_length(grouped)
     cut, in_memory = plan.epoch(0), tokens_of(collate)
     first = range(min(windows, cut.windows_per_epoch))
     for rank in range(plan.world_size):

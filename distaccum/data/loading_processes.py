@@ -26,8 +26,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from distaccum.data.batches import map_tensors
-from distaccum.data.plan.batch import Plan
-from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import MapDataset, WorkerOptions
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.random import seed_others
@@ -62,14 +60,6 @@ def prefetch_factor(workers: WorkerOptions, window: int) -> int | None:
     wanted = -(-workers.prefetch_windows * window // workers.num_workers)
     factor = max(wanted, workers.prefetch_factor or _TORCHS_FACTOR)
     return factor if workers.most_ahead is None else min(factor, max(1, workers.most_ahead // workers.num_workers))
-
-
-def items_of_window(plan: Plan | StreamPlan) -> int:
-    """The items of a rank's largest window: micro-batches, or samples of a stream; of limits of tokens in epoch 0."""
-    if isinstance(plan, StreamPlan):
-        return -(-plan.wanted(0) // plan.world_size)
-    steps: int = plan.as_dict()["accumulation_steps"]
-    return steps
 
 
 def note_memory(window: Sequence[Any], ahead: int) -> None:

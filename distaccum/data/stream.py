@@ -18,8 +18,7 @@ from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
 from distaccum.data.loading_processes import WaitClock
-from distaccum.data.plan.batch import KEYWORDS
-from distaccum.data.plan.scheduled import Resize
+from distaccum.data.plan.batch import KEYWORDS, Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import keys_of

@@ -307,7 +307,7 @@ def most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> in
     key, stated = "trainer.host_memory", config.trainer.host_memory
     if stated is None:
         return None
-    if isinstance(plan, StreamPlan):
+    if plan.is_stream:
         raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
     workers = _loading(data, config)
     memory = window_memory(data, plan, workers)
@@ -465,7 +465,7 @@ def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:
 
 def _total_steps(config: RunConfig, plan: Plan | StreamPlan) -> int:
     steps, epochs = config.trainer.max_steps, config.trainer.max_epochs
-    if isinstance(plan, StreamPlan):
+    if plan.is_stream:
         if steps is None:
             remedy = "State it: the schedule needs the end, and nobody knows how long a stream is"
             raise ConfigError("trainer.max_steps", "null", "the data is a stream", remedy)

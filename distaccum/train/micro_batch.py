@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from distaccum.accumulation.accumulator import Accumulator
@@ -17,7 +15,6 @@ from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.plan.tokens import MicroTokenPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -51,7 +48,7 @@ def find_micro_batch(
         return components.found(memory={HARDWARE: hardware})
     if why := _not_to_be_found(plan, accumulator.engine):
         return components.found(memory={HARDWARE: hardware, REASON: f"micro {batch.first_micro_size}: {why}"})
-    assert not isinstance(plan, StreamPlan)
+    assert not plan.is_stream
     if saved.get(HARDWARE) == hardware and SIZE in saved:
         found = {name: saved[name] for name in saved if name != MARKS}
         found[REASON], _, _ = found[REASON].partition(_SO)
@@ -66,11 +63,9 @@ def find_micro_batch(
             most=min(most, batch.micro_size) if isinstance(batch.micro_size, int) else most,
             sharing=max(1, LaunchEnvironment.from_environment().local_size),
         ).as_dict()
-    if isinstance(plan, MicroTokenPlan):
-        plan = replace(plan, micro_tokens=plan.tokens_of(np.full(found[SIZE], plan.lengths.max())))
-        found[REASON] += f"{_SO}{plan.micro_tokens:,} padded tokens"
-    else:
-        plan = replace(plan, micro_batch_size=found[SIZE])  # type: ignore[type-var]  # every plan is a dataclass
+    plan = plan.with_micro_batch(found[SIZE])
+    if plan.limit_of_tokens:
+        found[REASON] += f"{_SO}{plan.micro_batch_in_words}"
     return components.found(
         plan=plan,
         most_ahead=most_ahead(components.data, plan, components.config),
@@ -80,7 +75,7 @@ def find_micro_batch(
 
 def _not_to_be_found(plan: Plan | StreamPlan, engine: Engine) -> str:
     """Why nothing is rehearsed, in words; empty where something is."""
-    if isinstance(plan, StreamPlan):
+    if plan.is_stream:
         return "a stream gives its items once, so that nothing is rehearsed"
     normalized = batch_statistics(engine.unwrapped_model)
     if normalized:

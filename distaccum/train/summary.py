@@ -15,10 +15,9 @@ from distaccum.accumulation.progress import Progress
 from distaccum.config.checks import size_of
 from distaccum.data.factory import loading_options
 from distaccum.data.loader import padding_share
-from distaccum.data.loading_processes import items_of_window, prefetch_factor
+from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.packing import PackCollator
 from distaccum.data.plan.batch import Ids, Plan
-from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec
 from distaccum.engines.base import Engine
 from distaccum.errors import shorten
@@ -214,7 +213,7 @@ def print_header(
         lines["memory"] = str(reason)
     if components.groups:
         lines["groups"] = "; ".join(map(str, components.groups))
-    if components.data.lengths is not None and not isinstance(plan, StreamPlan):
+    if components.data.lengths is not None and not plan.is_stream:
         lines["pad"] = _padding(components.data, components.data.lengths, plan, config.batch.group_by_length)
     for name, line in lines.items():
         say(console, f"{name:<{_MARGIN}}{line}", indent=_MARGIN)
@@ -238,12 +237,12 @@ def _loading(components: TrainingComponents) -> dict[str, str]:
         options=asdict(config.loader),
         most_ahead=components.most_ahead,
     )
-    factor = prefetch_factor(workers, items_of_window(plan))
+    factor = prefetch_factor(workers, plan.items_of_window)
     if factor is None:
         return {}
-    items = "samples" if isinstance(plan, StreamPlan) else "micro-batches"
+    items = "samples" if plan.is_stream else "micro-batches"
     ahead = f"up to {workers.num_workers * factor} {items} ahead"
-    return {"loading": f"{workers.num_workers} processes on each rank, {ahead} (a window has {items_of_window(plan)})"}
+    return {"loading": f"{workers.num_workers} processes on each rank, {ahead} (a window has {plan.items_of_window})"}
 
 
 def _updates(components: TrainingComponents) -> str:

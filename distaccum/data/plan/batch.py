@@ -8,8 +8,9 @@ so resuming and changing the world size are arithmetic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import InitVar, asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,9 +90,185 @@ class Plan(Protocol):
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""
 
+    @property
+    def is_stream(self) -> Literal[False]:
+        """Whether the samples are a stream's; a :class:`~distaccum.data.plan.stream.StreamPlan` is no ``Plan``."""
+
+    @property
+    def has_units(self) -> bool:
+        """Whether micro-batches are units, which are the same on any number of ranks."""
+
+    @property
+    def arranges_samples(self) -> bool:
+        """Whether the plan itself decides which samples of a window share a micro-batch."""
+
+    @property
+    def rows(self) -> int:
+        """The samples of a rank's largest micro-batch."""
+
+    @property
+    def largest(self) -> int:
+        """The most samples of a window, where windows of later epochs are larger; else 0."""
+
+    @property
+    def first_whole_epoch(self) -> int:
+        """The first epoch all of whose windows are planned."""
+
+    @property
+    def items_of_window(self) -> int:
+        """Micro-batches of a rank's largest window; of limits of tokens in epoch 0."""
+
+    @property
+    def micro_batch_key(self) -> dict[str, int]:
+        """What cuts micro-batches, by its key."""
+
+    @property
+    def micro_batch_in_words(self) -> str:
+        """The most that a micro-batch holds."""
+
+    @property
+    def limit_of_tokens(self) -> dict[str, int]:
+        """The limit of a micro-batch in tokens, by the name that an error has for it; empty without one."""
+
+    def samples_like(self, sample: int) -> Fraction:
+        """How many samples as long as this one a micro-batch holds at most."""
+
+    def for_ranks(self, ranks: int) -> Plan:
+        """The plan as another number of ranks has it."""
+
+    def resized(self, change: Resize) -> Plan | None:
+        """The plan with another global batch since a window; None where windows are cut by tokens or a schedule."""
+
+    def with_micro_batch(self, size: int) -> Plan:
+        """The plan with micro-batches of up to ``size`` samples, or as many tokens as so many of the longest have."""
+
+    def grouped_by_length(self, grouped: bool) -> Plan:
+        """The plan with samples of similar length in a micro-batch, or not, where it :attr:`arranges_samples`."""
+
+    def evenly(self) -> Plan:
+        """The plan with windows that are all as large as its largest."""
+
+
+class PlanDefaults:
+    """What a plan by samples answers; others answer what differs."""
+
+    is_stream: Literal[False] = False
+    has_units: ClassVar[bool] = False
+    arranges_samples: ClassVar[bool] = False
+    largest = 0
+    first_whole_epoch = 0
+
+    @property
+    def items_of_window(self: Plan) -> int:
+        """See :class:`Plan`."""
+        steps: int = self.as_dict()["accumulation_steps"]
+        return steps
+
+    @property
+    def rows(self: Plan) -> int:
+        """See :class:`Plan`."""
+        return self.micro_batch_size
+
+    @property
+    def micro_batch_key(self: Plan) -> dict[str, int]:
+        """See :class:`Plan`."""
+        return {"batch.unit_size": self.micro_batch_size}
+
+    @property
+    def micro_batch_in_words(self: Plan) -> str:
+        """See :class:`Plan`."""
+        return f"{self.micro_batch_size} samples"
+
+    @property
+    def limit_of_tokens(self) -> dict[str, int]:
+        """See :class:`Plan`."""
+        return {}
+
+    def samples_like(self: Plan, _: int) -> Fraction:
+        """See :class:`Plan`."""
+        return Fraction(self.rows)
+
+    def for_ranks(self: Any, ranks: int) -> Plan:
+        """See :class:`Plan`."""
+        other: Plan = replace(self, world_size=ranks)
+        return other
+
+    def resized(self, _: Resize) -> Plan | None:
+        """See :class:`Plan`."""
+        return None
+
+    def with_micro_batch(self: Any, size: int) -> Plan:
+        """See :class:`Plan`."""
+        other: Plan = replace(self, micro_batch_size=size)
+        return other
+
+    def grouped_by_length(self: Plan, _: bool) -> Plan:
+        """See :class:`Plan`."""
+        return self
+
+    def evenly(self: Plan) -> Plan:
+        """See :class:`Plan`."""
+        return self
+
+
+class CutPlan(PlanDefaults):
+    """The windows of another ``plan``, cut into other micro-batches."""
+
+    plan: Plan
+    arranges_samples: ClassVar[bool] = True
+
+    @property
+    def samples(self) -> int:
+        """Samples per epoch over all ranks."""
+        return self.plan.samples
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The plan's: the most samples of a micro-batch of an evaluation; of training where that is limited, too."""
+        return self.plan.micro_batch_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.plan.world_size
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the order of samples."""
+        return self.plan.seed
+
+    @property
+    def first_whole_epoch(self) -> int:  # type: ignore[override]  # of the windows
+        """See :class:`Plan`."""
+        return self.plan.first_whole_epoch
+
+    def updates(self, epochs: int) -> int:
+        """Windows in the first ``epochs`` epochs."""
+        return self.plan.updates(epochs)
+
+    def ids(self, epoch: int, positions: Ids) -> Ids:
+        """The samples at these positions of an epoch's order."""
+        return self.plan.ids(epoch, positions)
+
+    def for_ranks(self: Any, ranks: int) -> Plan:
+        """See :class:`Plan`."""
+        other: Plan = replace(self, plan=self.plan.for_ranks(ranks))
+        return other
+
+    def resized(self: Any, change: Resize) -> Plan | None:
+        """See :class:`Plan`."""
+        windows = self.plan.resized(change)
+        other: Plan | None = None if windows is None else replace(self, plan=windows)
+        return other
+
+    def with_micro_batch(self: Any, size: int) -> Plan:
+        """See :class:`Plan`."""
+        other: Plan = replace(self, plan=self.plan.with_micro_batch(size))
+        return other
+
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPlan:
+class BatchPlan(PlanDefaults):
     """The division of each epoch's samples into windows, rank shares and micro-batches.
 
     Args:
@@ -159,6 +336,36 @@ class BatchPlan:
         return micro_batches_of(self.window(k), rank, self.world_size, self.micro_batch_size)
 
     @property
+    def rows(self) -> int:
+        """See :class:`Plan`."""
+        return min(self.micro_batch_size, -(-self.global_batch_size // self.world_size))
+
+    def evenly(self) -> BatchPlan:
+        """See :class:`Plan`."""
+        return BatchPlan(
+            samples=self.samples,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            world_size=self.world_size,
+            seed=self.seed,
+        )
+
+    def resized(self, change: Resize) -> ResizedPlan:
+        """See :class:`Plan`.
+
+        Raises:
+            ConfigError: the global batch is smaller than the micro-batch.
+        """
+        return ResizedPlan(
+            samples=self.samples,
+            global_batch_size=change.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            world_size=self.world_size,
+            seed=self.seed,
+            since=change,
+        )
+
+    @property
     def position(self) -> dict[str, int]:
         """The numbers that give a window's index its meaning."""
         return {"batch.global_size": self.global_batch_size, "samples": self.samples, "seed": seed_number(self.seed)}
@@ -183,6 +390,82 @@ class BatchPlan:
         return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resize:
+    """A change of the global batch: from ``window`` of ``epoch`` on, where ``position`` samples of it are done."""
+
+    global_batch_size: int
+    epoch: int
+    window: int
+    position: int
+
+    def position_of(self, epoch: int, window: int) -> int:
+        """The samples of ``epoch`` in the windows before ``window``, one of those that the change is about."""
+        since, done = (self.window, self.position) if epoch == self.epoch else (0, 0)
+        return done + (window - since) * self.global_batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizedPlan(BatchPlan):
+    """A plan with another global batch since a window: no sample is taken twice, and none is left out.
+
+    In the epoch of the change window ``k`` covers ``global_batch_size`` samples from ``since.position_of(epoch, k)``
+    on; the windows before the change are done, and have no positions. Later epochs are a :class:`BatchPlan`'s.
+
+    Args:
+        since: the last change; its size is ``global_batch_size``.
+    """
+
+    since: Resize
+
+    def epoch(self, epoch: int) -> Epoch:
+        """The windows of an epoch: a rest of one, with the numbers that follow, in the epoch of the change."""
+        if epoch != self.since.epoch or not self.since.window:
+            return self
+        return _Rest(plan=self, since=self.since)
+
+    @property
+    def first_whole_epoch(self) -> int:  # type: ignore[override]  # after the change
+        """See :class:`Plan`."""
+        return self.since.epoch + 1
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """See :class:`BatchPlan`."""
+        return super().position | {"resized": asdict(self.since)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``: of the epochs after the change."""
+        return super().as_dict() | {"resized": asdict(self.since)}
+
+    def describe(self) -> list[str]:
+        """The plan in words."""
+        change = f"since window {self.since.window} of epoch {self.since.epoch}, at sample {self.since.position}"
+        return [*super().describe(), change]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rest:
+    """The windows of an epoch from a change on."""
+
+    plan: BatchPlan
+    since: Resize
+
+    @property
+    def windows_per_epoch(self) -> int:
+        left = self.plan.samples - self.since.position
+        return self.since.window + max(0, -(-left // self.plan.global_batch_size))
+
+    def window(self, k: int) -> range:
+        if not self.since.window <= k < self.windows_per_epoch:
+            raise IndexError(f"window {k} of windows {self.since.window} to {self.windows_per_epoch - 1}")
+        begin = self.since.position_of(self.since.epoch, k)
+        return range(begin, min(begin + self.plan.global_batch_size, self.plan.samples))
+
+    def micro_batches(self, k: int, rank: int) -> list[range]:
+        return micro_batches_of(self.window(k), rank, self.plan.world_size, self.plan.micro_batch_size)
+
+
 def ids_in_order(samples: int, seed: int | None, epoch: int, positions: Ids) -> Ids:
     """The samples at these positions of an epoch's order; without a seed, of the dataset's own order."""
     return positions if seed is None else Shuffle(samples, seed=seed, epoch=epoch)(positions)
@@ -198,7 +481,7 @@ def largest_share(plan: Plan) -> int:
     """The most samples that a rank has in a window: of the first windows, and of the largest that is planned."""
     cut = plan.epoch(0)
     largest = max(len(cut.window(k)) for k in range(min(_LOOKED_AT, cut.windows_per_epoch)))
-    return -(-max(largest, getattr(plan, "largest", 0)) // plan.world_size)
+    return -(-max(largest, plan.largest) // plan.world_size)
 
 
 def micro_steps_of(window: range, world_size: int, micro_batch_size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from distaccum.data.plan.batch import KEYWORDS, SizeNames, check_sizes, describe_steps, micro_steps_of
 from distaccum.errors import ConfigError
@@ -31,6 +31,7 @@ class StreamPlan:
     world_size: int
     batched: bool = False
     names: InitVar[SizeNames] = KEYWORDS
+    is_stream: ClassVar[Literal[True]] = True
 
     def __post_init__(self, names: SizeNames) -> None:
         check_sizes(self.global_batch_size, self.micro_batch_size, names)
@@ -44,6 +45,11 @@ class StreamPlan:
     def wanted(self, samples: int) -> int:
         """Items that a window of ``samples`` still wants: samples, or micro-batches that fit whatever their size."""
         return (self.global_batch_size - samples) // (self.micro_batch_size if self.batched else 1)
+
+    @property
+    def items_of_window(self) -> int:
+        """Samples of a rank's largest window."""
+        return -(-self.wanted(0) // self.world_size)
 
     def quota(self, wanted: int, alive: Sequence[bool], rank: int, *, turn: int = 0) -> int:
         """How many of the ``wanted`` items ``rank`` fetches, where only the ranks ``alive`` have items left.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 
 from distaccum.data.plan.batch import (
     KEYWORDS,
-    BatchPlan,
+    CutPlan,
     Epoch,
     Ids,
     Plan,
+    PlanDefaults,
     SizeNames,
     check_samples,
     check_sizes,
@@ -25,7 +27,6 @@ from distaccum.data.plan.batch import (
     seed_number,
     share_of,
 )
-from distaccum.data.plan.scheduled import ScheduledPlan
 from distaccum.errors import ConfigError
 
 # Cuts windows into micro-batches of at most a number of padded tokens: pure arithmetic, no torch, no state.
@@ -87,7 +88,7 @@ def divisible(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroTokenPlan:
+class MicroTokenPlan(CutPlan):
     """The windows of another plan, whose micro-batches hold at most a number of padded tokens.
 
     Which samples a window holds is the other plan's, and so is the position: a checkpoint goes on with any limit. A
@@ -126,26 +127,6 @@ class MicroTokenPlan:
             raise ConfigError(key, self.micro_tokens, problem, f"Give at least {padded}, or cut the samples")
 
     @property
-    def samples(self) -> int:
-        """Samples per epoch over all ranks."""
-        return self.plan.samples
-
-    @property
-    def micro_batch_size(self) -> int:
-        """The plan's: the most samples of a micro-batch of an evaluation; of training where it limits that too."""
-        return self.plan.micro_batch_size
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.plan.world_size
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the order of samples."""
-        return self.plan.seed
-
-    @property
     def position(self) -> dict[str, Any]:
         """The numbers that give a window's index its meaning: not how it is cut."""
         return self.plan.position
@@ -156,14 +137,6 @@ class MicroTokenPlan:
 
     def _of(self, plan: Plan, epoch: int) -> _CutEpoch:
         return _CutEpoch(plan=self, epoch=epoch, windows=plan.epoch(epoch))
-
-    def updates(self, epochs: int) -> int:
-        """Windows in the first ``epochs`` epochs."""
-        return self.plan.updates(epochs)
-
-    def ids(self, epoch: int, positions: Ids) -> Ids:
-        """The samples at these positions of an epoch's order."""
-        return self.plan.ids(epoch, positions)
 
     def cut(self, lengths: Ids) -> list[int]:
         """How many samples each micro-batch takes of samples of these lengths, in order."""
@@ -177,18 +150,40 @@ class MicroTokenPlan:
         most = min(self.samples, self.micro_tokens // max(1, shortest))
         return min(most, self.micro_batch_size) if self.limits_samples else most
 
+    @property
+    def micro_batch_key(self) -> dict[str, int]:
+        """See :class:`Plan`."""
+        return {"batch.micro_tokens": self.micro_tokens}
+
+    @property
+    def micro_batch_in_words(self) -> str:
+        """See :class:`Plan`."""
+        return f"{self.micro_tokens:,} padded tokens"
+
+    @property
+    def limit_of_tokens(self) -> dict[str, int]:
+        """See :class:`Plan`."""
+        return {self.names.micro_tokens: self.micro_tokens}
+
+    def samples_like(self, sample: int) -> Fraction:
+        """See :class:`Plan`."""
+        return Fraction(self.micro_tokens, max(1, self.tokens_of(self.lengths[[sample]])))
+
+    def with_micro_batch(self, size: int) -> MicroTokenPlan:
+        """See :class:`Plan`."""
+        return replace(self, micro_tokens=self.tokens_of(np.full(size, self.lengths.max())))
+
+    def grouped_by_length(self, grouped: bool) -> MicroTokenPlan:
+        """See :class:`Plan`."""
+        return replace(self, grouped=grouped)
+
     @cached_property
     def micro_steps(self) -> int:
         """The most micro-steps of a rank among windows of the first epoch, 100 at most, spread over it.
 
         Where windows differ in their number of samples, they are reckoned as large as the largest.
         """
-        plan = self.plan
-        if isinstance(plan, BatchPlan | ScheduledPlan):
-            size = plan.largest if isinstance(plan, ScheduledPlan) else plan.global_batch_size
-            sizes: dict[str, Any] = {"global_batch_size": size, "micro_batch_size": plan.micro_batch_size}
-            plan = BatchPlan(samples=plan.samples, world_size=plan.world_size, seed=plan.seed, **sizes)
-        cut = self._of(plan, 0)
+        cut = self._of(self.plan.evenly(), 0)
         all_of_them = cut.windows_per_epoch
         some = np.linspace(0, all_of_them - 1, min(all_of_them, _LOOKED_AT)).astype(int).tolist()
         return max(cut.micro_steps(k) for k in some)
@@ -252,7 +247,7 @@ class _CutEpoch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPlan:
+class TokenPlan(PlanDefaults):
     """A plan like :class:`BatchPlan` whose windows hold as many samples as fit into a budget of tokens.
 
     A window takes the next samples of the epoch's order while their tokens stay within the budget, and at least one.

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from distaccum.data.plan.batch import Epoch, Ids, Plan, describe_ranks
-from distaccum.data.plan.scheduled import ResizedPlan
-from distaccum.data.plan.tokens import MicroTokenPlan
+from distaccum.data.plan.batch import CutPlan, Epoch, Ids, Plan, describe_ranks
 from distaccum.errors import ConfigError
 
 # A binary tree over the blocks of a window: in which order their gradients are added, whoever has computed them.
@@ -159,7 +157,7 @@ class Again:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitPlan:
+class UnitPlan(CutPlan):
     """The windows of another plan, whose micro-batches are units.
 
     Args:
@@ -179,32 +177,13 @@ class UnitPlan:
     group_by: Ids | None = None
     key: str = "virtual_ranks"
     again: Again | None = None
+    has_units: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.plan.world_size > self.virtual_ranks:
             problem = f"is less than the {self.plan.world_size} ranks, of which some would have nothing to compute"
             remedy = "Give at least as many: it is a part of what a run's numbers depend on"
             raise ConfigError(self.key, self.virtual_ranks, problem, remedy)
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch over all ranks."""
-        return self.plan.samples
-
-    @property
-    def micro_batch_size(self) -> int:
-        """The most samples of a unit."""
-        return self.plan.micro_batch_size
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.plan.world_size
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the order of samples."""
-        return self.plan.seed
 
     @property
     def lengths(self) -> Ids | None:
@@ -219,11 +198,9 @@ class UnitPlan:
     @property
     def position(self) -> dict[str, Any]:
         """The numbers that give a window's index its meaning, and those that its sums depend on."""
-        cut: dict[str, Any] = {"batch.unit_size": self.plan.micro_batch_size}
-        if isinstance(self.plan, MicroTokenPlan):
-            cut = {"batch.micro_tokens": self.plan.micro_tokens}
+        cut: dict[str, Any] = self.plan.micro_batch_key
         if self.grouped:
-            cut["batch.group_by_length"] = True
+            cut = cut | {"batch.group_by_length": True}
         return self.plan.position | cut | {"batch.virtual_ranks": self.virtual_ranks}
 
     def epoch(self, epoch: int) -> UnitEpoch:
@@ -233,15 +210,12 @@ class UnitPlan:
     @cached_property
     def of_one_rank(self) -> Plan:
         """The plan of windows as one rank alone would have it: its micro-batches are the units."""
-        return of_ranks(self.plan, 1)
+        return self.plan.for_ranks(1)
 
-    def updates(self, epochs: int) -> int:
-        """Windows in the first ``epochs`` epochs."""
-        return self.plan.updates(epochs)
-
-    def ids(self, epoch: int, positions: Ids) -> Ids:
-        """The samples at these positions of an epoch's order."""
-        return self.plan.ids(epoch, positions)
+    @property
+    def rows(self) -> int:
+        """See :class:`Plan`."""
+        return self.of_one_rank.rows
 
     def deal(self, units: int) -> Deal:
         """How that many units of a window are dealt."""
@@ -249,20 +223,16 @@ class UnitPlan:
 
     def for_ranks(self, ranks: int, again: Again | None = None) -> UnitPlan:
         """The same windows, dealt to another number of ranks; one of them perhaps begun by others."""
-        return replace(self, plan=of_ranks(self.plan, ranks), again=again)
+        return replace(self, plan=self.plan.for_ranks(ranks), again=again)
 
     @cached_property
     def micro_steps(self) -> int:
         """The most units of a rank among windows of the first epoch, 100 at most, spread over it."""
-        plan: Any = self.plan
-        while isinstance(plan, MicroTokenPlan):
-            plan = plan.plan
-        cut = self.epoch(plan.since.epoch + 1 if isinstance(plan, ResizedPlan) else 0)  # one that is whole
+        cut = self.epoch(self.first_whole_epoch)
         every = cut.windows_per_epoch
         some = np.linspace(0, every - 1, min(every, _LOOKED_AT)).astype(int).tolist()
         deals = [cut.deal(k) for k in some]
-        largest = getattr(self.plan, "largest", 0)  # of stages that come later
-        deals.append(self.deal(-(-largest // self.micro_batch_size)))
+        deals.append(self.deal(-(-self.plan.largest // self.micro_batch_size)))  # of stages that come later
         return max(len(deal.units_of(rank)) for deal in deals for rank in range(self.world_size))
 
     def as_dict(self) -> dict[str, Any]:
@@ -275,9 +245,7 @@ class UnitPlan:
         update, *others = self.plan.describe()
         batch, _, _ = update.partition(" = ")
         steps = "1 unit" if self.micro_steps == 1 else f"up to {self.micro_steps} units"
-        size = f"{self.micro_batch_size} samples"
-        if isinstance(self.plan, MicroTokenPlan):
-            size = f"{self.plan.micro_tokens:,} padded tokens"
+        size = self.plan.micro_batch_in_words
         blocks = f"summed in a fixed order in at most {self.virtual_ranks} blocks"
         return [f"{batch} = {describe_ranks(self.world_size)} x {steps} of at most {size}, {blocks}", *others]
 
@@ -302,7 +270,7 @@ class UnitEpoch:
     def units(self, k: int) -> list[range | Ids]:
         """The units of window ``k``, by positions, in the order in which they are dealt."""
         found: list[range | Ids] = [unit for unit in self.windows.micro_batches(k, 0) if len(unit)]
-        if self.plan.group_by is not None and not isinstance(self.plan.plan, MicroTokenPlan):
+        if self.plan.group_by is not None and not self.plan.plan.arranges_samples:
             positions = np.asarray(self.window(k), dtype=np.int64)
             lengths = self.plan.group_by[self.plan.ids(self.epoch, positions)]
             positions = positions[np.argsort(-lengths, kind="stable")]
@@ -329,11 +297,3 @@ class UnitEpoch:
         """The units of ``rank`` in window ``k``."""
         units = self.units(k)
         return [units[unit] for unit in self._deal(k, len(units)).units_of(rank)]
-
-
-def of_ranks(plan: Any, ranks: int) -> Plan:
-    """The plan as another number of ranks would have it."""
-    if isinstance(plan, MicroTokenPlan):
-        return replace(plan, plan=of_ranks(plan.plan, ranks))
-    other: Plan = replace(plan, world_size=ranks)
-    return other

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 from distaccum.checkpoint.state import SavedState
-from distaccum.data.plan.units import Again, UnitPlan, of_ranks
+from distaccum.data.plan.units import Again, UnitPlan
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.desk import Desk
@@ -194,7 +194,7 @@ def _continuity(anew: Anew) -> Continuity:
 def of_ranks_now(components: TrainingComponents, view: View, again: Again | None) -> TrainingComponents:
     """The components for the ranks of a view, which may go on with an open window."""
     plan, ranks = cast(Any, components.plan), len(view.members)
-    plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else of_ranks(plan, ranks)
+    plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else plan.for_ranks(ranks)
     engine = replace(components.engine, world_size=ranks, keepers=keepers_of(view.members))
     return components.found(plan=plan, engine=engine)
 

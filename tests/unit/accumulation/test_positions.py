@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from distaccum import Accumulator
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import WindowLoader
-from distaccum.data.plan.scheduled import Resize, ResizedPlan
+from distaccum.data.plan.batch import Resize, ResizedPlan
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, MisuseError

@@ -18,9 +18,8 @@ from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader, build_loader, check_workers, make_plan
 from distaccum.data.loader import MapWindowLoader
-from distaccum.data.loading_processes import items_of_window, note_memory, prefetch_factor, shared_memory
-from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.plan.scheduled import Resize
+from distaccum.data.loading_processes import note_memory, prefetch_factor, shared_memory
+from distaccum.data.plan.batch import BatchPlan, Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
@@ -221,10 +220,10 @@ def test_the_items_ahead_cover_the_windows(given: dict[str, Any], window: int, f
 
 def test_the_items_of_a_ranks_largest_window() -> None:
     sizes: Any = {"micro_batch_size": 4, "world_size": 3}
-    assert items_of_window(BatchPlan(samples=100, global_batch_size=40, **sizes)) == 4  # 14 samples
-    assert items_of_window(TokenPlan(lengths=np.array([1] * 40 + [20] * 4), tokens=40, **sizes)) == 4
-    assert items_of_window(StreamPlan(global_batch_size=40, **sizes)) == 14
-    assert items_of_window(StreamPlan(global_batch_size=40, batched=True, **sizes)) == 4
+    assert BatchPlan(samples=100, global_batch_size=40, **sizes).items_of_window == 4  # 14 samples
+    assert TokenPlan(lengths=np.array([1] * 40 + [20] * 4), tokens=40, **sizes).items_of_window == 4
+    assert StreamPlan(global_batch_size=40, **sizes).items_of_window == 14
+    assert StreamPlan(global_batch_size=40, batched=True, **sizes).items_of_window == 4
 
 
 def test_memory_that_shared_memory_cannot_hold_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,10 +15,9 @@ from distaccum import CrossEntropy, DataSpec, PadCollator, RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader, make_plan
 from distaccum.data.host_memory import window_memory
-from distaccum.data.loader import MicroBatchIds, padding_share, rows_of
-from distaccum.data.loading_processes import items_of_window
-from distaccum.data.plan.batch import CONFIG_KEYS, BatchPlan, Plan
-from distaccum.data.plan.scheduled import Resize, ResizedPlan, ScheduledPlan, Stage
+from distaccum.data.loader import MicroBatchIds, padding_share
+from distaccum.data.plan.batch import CONFIG_KEYS, BatchPlan, Plan, Resize, ResizedPlan
+from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan, cut_in_order, divisible
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
@@ -169,9 +168,9 @@ def test_the_micro_steps_of_the_largest_window(
     plan = MicroTokenPlan(plan=whole, tokens_of=PadCollator(()).tokens_of, limits_samples=False, **given)
     cut = plan.epoch(0)
     most = max(len(cut.micro_batches(k, rank)) for k in range(cut.windows_per_epoch) for rank in range(world))
-    assert items_of_window(plan) == plan.as_dict()["accumulation_steps"] == most
+    assert plan.items_of_window == plan.as_dict()["accumulation_steps"] == most
     parts = [part for k in range(cut.windows_per_epoch) for rank in range(world) for part in cut.micro_batches(k, rank)]
-    assert max(map(len, parts)) <= rows_of(plan)
+    assert max(map(len, parts)) <= plan.rows
 
 
 def test_another_limit_is_another_cut_of_the_same_windows() -> None:
@@ -199,13 +198,13 @@ def test_what_it_says() -> None:
     found = {"micro_size": None, "micro_tokens": 2000, "accumulation_steps": 1, "windows_per_epoch": 4}
     assert tokens.as_dict().items() >= (found | {"global_size": 16, "unit": "samples"}).items()
     assert both.as_dict()["micro_size"] == 4
-    assert (rows_of(both), rows_of(tokens)) == (4, 50)
+    assert (both.rows, tokens.rows) == (4, 50)
 
 
 def test_a_schedule_is_reckoned_with_its_largest_window() -> None:
     plan = make_plan(SOURCE, **SIZES, stages=[Stage(2, 1000, "updates")], micro_tokens=80, limits_samples=False)
     plain = make_plan(SOURCE, **SIZES, micro_tokens=80, limits_samples=False)
-    assert items_of_window(plan) == items_of_window(plain)
+    assert plan.items_of_window == plain.items_of_window
 
 
 def test_padding_is_that_of_the_tensors(gloo_world: World) -> None:
@@ -251,7 +250,7 @@ def test_the_memory_of_a_micro_batch_is_that_of_its_tokens() -> None:
     plan = make_plan(SOURCE, **SIZES, micro_tokens=400, limits_samples=False)
     found = window_memory(SOURCE, plan)  # type: ignore[arg-type]
     assert found.micro_batch == 400 * 2 * 8  # inputs and labels of 8 bytes
-    assert found.micro_batches == items_of_window(plan)
+    assert found.micro_batches == plan.items_of_window
 
 
 STREAM = DataSpec(train=iter([]))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, CrossEntropy, DataSpec, PadCollator, RunConfig
 from distaccum.config.compile import CompileConfig
-from distaccum.data.loader import rows_of
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.shuffle import Shuffle
 from distaccum.data.plan.tokens import TokenPlan
@@ -153,8 +152,8 @@ def test_rows_are_those_of_the_largest_share() -> None:
 def test_rows_of_a_plan() -> None:
     sizes: Any = {"micro_batch_size": 3}
     batch = [BatchPlan(samples=99, global_batch_size=7, world_size=world, **sizes) for world in (1, 2, 4, 8)]
-    assert list(map(rows_of, batch)) == [3, 3, 2, 1]
-    assert rows_of(TokenPlan(lengths=np.array([5] * 9), tokens=12, world_size=2, **sizes)) == 3
+    assert [plan.rows for plan in batch] == [3, 3, 2, 1]
+    assert TokenPlan(lengths=np.array([5] * 9), tokens=12, world_size=2, **sizes).rows == 3
 
 
 class Bidirectional(nn.Module):

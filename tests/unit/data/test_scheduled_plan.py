@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distaccum.data.cursor import position_mismatch
 from distaccum.data.factory import make_plan
-from distaccum.data.loader import padding_share, rows_of
+from distaccum.data.loader import padding_share
 from distaccum.data.plan.batch import CONFIG_KEYS, BatchPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.spec import DataSpec
@@ -91,9 +91,9 @@ def test_what_it_says() -> None:
     assert plan.describe()[0] == f"global batch {words} samples = up to 2 ranks x 2 micro-steps of at most 2"
     assert plan.as_dict()["schedule"] == [{"global_size": 3, "updates": 2}, {"global_size": 5, "samples": 11}]
     assert plan.largest == 8
-    assert rows_of(plan) == 2
-    assert rows_of(_plan(micro_batch_size=8)) == 4  # of the largest window
-    assert rows_of(_plan(stages=(Stage(20, 1, "updates"),), micro_batch_size=20)) == 10
+    assert plan.rows == 2
+    assert _plan(micro_batch_size=8).rows == 4  # of the largest window
+    assert _plan(stages=(Stage(20, 1, "updates"),), micro_batch_size=20).rows == 10
     lengths = np.array([1, 3] * 11)
     assert padding_share(lengths, plan, grouped=True) < padding_share(lengths, plan, grouped=False)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.plan.scheduled import Resize, ResizedPlan, ScheduledPlan, Stage
+from distaccum.data.plan.batch import BatchPlan, Resize, ResizedPlan
+from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
 from distaccum.data.plan.units import Deal, UnitPlan
 from distaccum.errors import ConfigError
