@@ -25,8 +25,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from distaccum.accumulation import step
+from distaccum.accumulation.restart import Restarting
 from distaccum.accumulation.step import Outcome
+from distaccum.accumulation.two_pass import represented
 from distaccum.config.checks import (
     NUMERICS,
     REPRODUCIBLE,
@@ -46,7 +47,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
 from distaccum.errors import MisuseError, UndividedLossWarning
-from distaccum.losses.base import AnyLoss, from_mean
+from distaccum.losses.base import AnyLoss, from_mean, is_window_loss
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
 from distaccum.losses.normalize import Count, WatchedCounts, normalize_loss
 
@@ -180,7 +181,11 @@ def run_window(
     Raises:
         MisuseError: as :func:`finish_step`.
     """
-    outcome = step.run_window(engine, window, loss, prefetch=prefetch, before_step=before_step)
+    if is_window_loss(loss):
+        second = represented(engine, window, loss, prefetch=prefetch, compared=False)
+        outcome = second.outcome(Restarting(engine).run(window, second, prefetch=prefetch, before_step=before_step))
+    else:
+        outcome = Restarting(engine).run(window, loss, prefetch=prefetch, before_step=before_step)
     if outcome.step is not None:
         _raise_fault(outcome.step)
     return outcome

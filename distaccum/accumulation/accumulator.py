@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -16,19 +16,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import check_kernels, expect_repeats, warn_of_batch_statistics
-from distaccum.accumulation.cut_check import check_cut
-from distaccum.accumulation.divided import divided
 from distaccum.accumulation.global_batch import GlobalBatch
 from distaccum.accumulation.loader_factory import LoaderFactory, loss_to_rehearse
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.rehearsal import Rehearsal
+from distaccum.accumulation.restart import Restarting, check_marks, fitting
 from distaccum.accumulation.schedulers import EvaluationWeights, OwnedScheduler, check_schedulers
 from distaccum.accumulation.spikes import Spikes
-from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.step import LossSums, Outcome
 from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
+from distaccum.accumulation.two_pass import represented
 from distaccum.config.checks import (
     NONFINITE,
     ON_DIVERGENCE,
@@ -204,7 +204,7 @@ class Accumulator:
             self.engine.close()
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
-        self._count, self._prefetch = count, prefetch
+        self._count, self._prefetch, self._restarting = count, prefetch, Restarting(self.engine)
         self._counter = GlobalCounter(self.world, count, exact=prepared.reproducible)
         self.tracker = ProgressTracker(
             self.engine,
@@ -378,7 +378,7 @@ class Accumulator:
         loop = self._loop = object()
         try:
             for planned in self._planned(loader):
-                window = divided(planned, self.engine, self._counter, self.world)
+                window = fitting(planned, self.engine, self._counter.micro_batch)
                 if self._count is not None and not any(window.counts.values()):
                     self.tracker.skip_window(window.samples)
                     continue
@@ -476,23 +476,28 @@ class Accumulator:
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        by_micro_batch = None if is_window_loss(loss) else loss
-        if by_micro_batch is not None:
-            self._expect_repeats(window.plain, by_micro_batch)
-            self._verifier.check_loss(window.plain, by_micro_batch)
-            if self.engine.memory_marks.any_failed:
-                check_cut(self.engine, window.plain, by_micro_batch, self.world)
+        records = None if window.proof is None else window.proof.records
+        second, by_micro_batch, run = None, None, loss
+        if is_window_loss(loss):
+            compared = records is not None
+            run = second = represented(self.engine, window.plain, loss, prefetch=self._prefetch, compared=compared)
+        else:
+            run = by_micro_batch = loss
+            self._expect_repeats(window.plain, loss)
+            self._verifier.check_loss(window.plain, loss)
+            if self.engine.memory_marks.any_failed and not self.engine.memory_marks.looked:
+                check_marks(self.engine, window.plain, loss, self.world)
         with self._verifier.stepping() as report:
-            outcome = run_window(
-                self.engine,
+            outcome = self._restarting.run(
                 window.plain,
-                loss,
-                rank=self.world.rank,
+                run,
+                records,
                 prefetch=self._prefetch,
                 before_step=self._begin_step,
                 backward=self._strangers.backward,
-                records=None if window.proof is None else window.proof.records,
             )
+            if second is not None:
+                outcome = second.outcome(outcome)
             self._stepped = window.plain, outcome, by_micro_batch
             report(outcome.grad_norm)
         self._stepped = None
@@ -515,6 +520,10 @@ class Accumulator:
             self._stepped = self._open = None
             return window, outcome
         return None if self._open is None else self._open.plain
+
+    def run_windows_by(self, run: Callable[..., Outcome]) -> None:
+        """Has :meth:`step` run a window by this function, in place of ``step.run_window``."""
+        self._restarting = Restarting(self.engine, run)
 
     def trust(self) -> None:
         """Leaves out what is looked at once a process: another accumulator of this one has looked."""

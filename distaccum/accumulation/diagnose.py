@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum.accumulation.recovery import Recovery
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import KeyedRandom
@@ -127,8 +126,7 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
         for i, micro in enumerate(window.micro_batches):
             batch = to_device(micro.batch, engine.device)
             watch.before_forward(batch)
-            key, cut = Recovery.of(engine).random_of(window, i)
-            with random.keyed([] if key is None else [key], 0), cut or nullcontext(), engine.micro_step(sync=False):
+            with random.keyed(window.keys, i), engine.micro_step(sync=False):
                 with engine.autocast():
                     total = loss(engine.model, batch)
                 watch.after_forward(total)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.graph import leaves_of
 from distaccum.data.batches import to_device
 from distaccum.data.cutting import shape_of
 from distaccum.distributed.memory import LiveMemory, is_out_of_memory, memory_left
@@ -35,6 +34,7 @@ from distaccum.engines.ownership import is_owned
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, as_counts, normalize_loss
+from distaccum.verification.graph import leaves_of
 
 _log = logging.getLogger(__name__)
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distaccum.accumulation.graph import leaves_of
-from distaccum.accumulation.recovery import Recovery
-from distaccum.accumulation.two_pass import WholeSteps, first_pass
-from distaccum.accumulation.window_recovery import Records, WindowRecovery
 from distaccum.data.plan.units import Deal
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
@@ -21,9 +17,8 @@ from distaccum.distributed.activity import Phase
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
-from distaccum.engines.ownership import is_owned
-from distaccum.errors import MisuseError, ResourceError
-from distaccum.losses.base import AnyLoss, Loss, is_window_loss
+from distaccum.errors import MisuseError
+from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
 
 
@@ -183,53 +178,14 @@ def refuse_freed(error: RuntimeError) -> NoReturn:
     raise error
 
 
-class _MicroStep:
-    """A window's micro-steps: forward, loss and backward of a batch that is on the device; see ``window_recovery``."""
-
-    def __init__(self, engine: Engine, window: Window, loss: Loss, backward: Callable[[Engine, Tensor], None]) -> None:
-        self._engine, self._window, self.compute, self._backward = engine, window, loss, backward
-        self.reduces = False
-        self.loss: LossSum | None = None
-
-    def __call__(self, batch: Any, own_counts: Counts, parameters: Sequence[nn.Parameter] | None = None) -> LossSum:
-        engine, activity = self._engine, self._engine.activity
-        self.loss = None
-        activity.phase = Phase.FORWARD
-        with engine.autocast():
-            total = self.compute(engine.model, batch)
-        divided = normalize_loss(total, self._window.counts, engine.gradient_divide_factor, own_counts=own_counts)
-        self.loss = total
-        if self.reduces:
-            activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-        else:
-            activity.phase = Phase.BACKWARD
-        if activity.watcher is not None:
-            activity.watcher.before_backward(divided)
-        if parameters is None:
-            self._backward(engine, divided)
-        else:
-            _expect_no_strangers(divided)
-            engine.backward_to(divided, parameters)
-        return total
-
-
-def _expect_no_strangers(loss: Tensor) -> None:
-    """Raises ResourceError where a loss reaches learned tensors that are not the model's: were they added to before?"""
-    if not all(is_owned(leaf) for leaf in leaves_of(loss)):
-        problem = "memory has run out in a backward that also reaches learned tensors outside of the model"
-        raise ResourceError(f"{problem}, and nobody knows which have their gradient: lower batch.micro_size")
-
-
 def run_window(
     engine: Engine,
     window: Window,
-    loss: AnyLoss,
+    loss: Loss,
     *,
-    rank: int = 0,
     prefetch: int = 2,
     before_step: Callable[[], None] | None = None,
     backward: Callable[[Engine, Tensor], None] = backward,
-    records: Records | None = None,
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
@@ -238,59 +194,48 @@ def run_window(
     communicates gradients, except on fsdp2 with ``sync=every``, which reduces in each micro-step. Random numbers, such
     as those of dropout, are keyed by the micro-batch (``window.keys``).
 
-    Where the engine ``repairs``, a micro-step that runs out of memory is finished in parts. The boundary then reduces
-    in its backward only if its shape is known to fit, and otherwise after it.
-
     Args:
         engine: owns the model, the gradients and the step.
         window: its counts must be known.
-        loss: gives a sum for each micro-batch; or one for the window, of all representations (see ``two_pass``).
-        rank: this one's number, which its losses are placed by.
+        loss: gives a sum for each micro-batch; one of a whole window is ``represented`` before (see ``two_pass``).
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         before_step: called between the last backward and the step, as to set the learning rate.
         backward: runs each micro-batch's, given what it goes back from.
-        records: note how the window is run.
-
-    Raises:
-        ResourceError: memory is over, and the micro-step cannot be finished.
     """
-    boundary, activity = len(window.micro_batches) - 1, engine.activity
-    sums, second = LossSums(engine.device, window.deal), None
-    random = KeyedRandom(engine.device, others=engine.reproducible)
-    if is_window_loss(loss):
-        second = first_pass(engine, window, loss, prefetch=prefetch, compared=records is not None)
-        sums = LossSums(engine.device)  # of no unit: rank 0 has the window's
-        sums.add(second.sums)
-    run: Any = second or loss
-    micro_step = _MicroStep(engine, window, run if records is None else records.recording(run), backward)
-    steps: WindowRecovery | WholeSteps
-    if second is None:
-        steps = WindowRecovery(Recovery.of(engine), window, micro_step, random, records)
-    else:
-        steps = WholeSteps(engine, window, micro_step)
-    engine.begin_window(len(window.micro_batches), window.deal)
-    activity.phase = Phase.COPYING
-    batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
-    reduced = False
-    for i, batch in enumerate(batches):
-        activity.done = i
-        micro_step.reduces = i == boundary and not engine.reduces_after and steps.may_reduce_in(i)
-        with random.keyed(window.keys, i), engine.micro_step(sync=micro_step.reduces):
-            for total in steps.run(i, batch, synced=micro_step.reduces):
-                sums.add(total)
-        reduced = micro_step.reduces and not steps.owes_reduction
-        activity.phase = Phase.COPYING if i < boundary else Phase.STEP
-    if not reduced:  # the other ranks' reduction needs this rank's part of it
-        activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-        if engine.reduces_after:
-            engine.send_along(sums.placed(window.counts, rank))
-        if window.micro_batches:
-            engine.reduce()
-        else:
-            engine.shadow_micro_step()
-    activity.phase = Phase.STEP
-    steps.end()
+    losses, last = run_micro_steps(engine, window, loss, prefetch, backward), len(window.micro_batches) - 1
+    if last < 0:
+        engine.activity.phase, engine.activity.arrived_at = Phase.REDUCTION, perf_counter()
+        engine.shadow_micro_step()  # the others' reduction needs this rank's zeros
+    engine.activity.phase = Phase.STEP
     if before_step is not None:
         before_step()
-    of_all = engine.received if engine.reduces_after else None
-    return sums.outcome(window.counts, engine.step(), of_all)
+    return losses.outcome(window.counts, engine.step())
+
+
+def run_micro_steps(
+    engine: Engine, window: Window, loss: Loss, prefetch: int, backward: Callable[[Engine, Tensor], None]
+) -> LossSums:
+    """The forwards and backwards of :func:`run_window`."""
+    losses, last, activity = LossSums(engine.device, window.deal), len(window.micro_batches) - 1, engine.activity
+    random = KeyedRandom(engine.device, others=engine.reproducible)
+    engine.begin_window(len(window.micro_batches), window.deal)
+    activity.phase = Phase.COPYING
+    for i, batch in enumerate(on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)):
+        activity.done = i
+        with random.keyed(window.keys, i), engine.micro_step(sync=i == last):  # only the last one reduces
+            activity.phase = Phase.FORWARD
+            with engine.autocast():
+                total = loss(engine.model, batch)  # a sum
+            own = window.micro_batches[i].counts
+            divided = normalize_loss(total, window.counts, engine.gradient_divide_factor, own_counts=own)  # once
+            if i == last:
+                activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+            else:
+                activity.phase = Phase.BACKWARD
+            if activity.watcher is not None:
+                activity.watcher.before_backward(divided)
+            backward(engine, divided)
+        losses.add(total)
+        if i < last:
+            activity.phase = Phase.COPYING
+    return losses

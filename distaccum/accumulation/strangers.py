@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distaccum.accumulation.graph import leaves_of
 from distaccum.accumulation.step import refuse_freed
 from distaccum.engines.base import Engine
 from distaccum.engines.optimizer_step import is_guarded
 from distaccum.engines.ownership import is_owned
 from distaccum.errors import MisuseError
+from distaccum.verification.graph import leaves_of
 
 _WINDOWS = 2  # whose graphs are walked
 

@@ -83,6 +83,7 @@ class UntrainedParameters:
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP = "gave up its window"  # in place of a fault
+_ABANDONED = "with abandon()"
 _MOST_NAMED = 16  # sample ids of a rank, or parameters, in a message
 
 
@@ -227,7 +228,7 @@ class ProgressTracker:
 
     def note_given_up(self) -> None:
         """Notes that this rank gave up a window that it had begun, in place of :meth:`end_step`."""
-        self._own_fault = f"rank {self._world.rank} {_GIVEN_UP}"
+        self._own_fault = f"rank {self._world.rank} {_GIVEN_UP} {_ABANDONED}"
 
     def resolve_last_step(self) -> None:
         """Asks whether the last step was applied, if nobody has: progress and schedulers then include it."""
@@ -243,7 +244,8 @@ class ProgressTracker:
             scheduler.step()
         if self.spikes is not None and outcome.step is not None and self.spikes.note(outcome.step.norm):
             self._tell_of_spike(self.spikes)
-        self._own_fault = None if finite or outcome.step is None else outcome.step.complaint
+        step = outcome.step
+        self._own_fault = None if finite or step is None else step.given_up or step.complaint
         lowest = self._engine.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
             self.skips_in_a_row = 0
@@ -284,12 +286,12 @@ class ProgressTracker:
             if together:
                 self._meet("the next step")
             said = self._world.all_gather_names(own) if together else own
-            faults = [one for one in said if not one.endswith(_GIVEN_UP)]
+            faults = [one for one in said if _GIVEN_UP not in one]
             if faults:
                 raise MisuseError("; ".join(faults))
             if together:
                 self._own_fault = None
-                self._forgive(said, here=bool(own))
+                self._forgive(said, here=any(one.endswith(_ABANDONED) for one in own))
         if self._fatal is not None:
             explanation = self._explanation(*self._fatal, together=together)
             self._fatal, self.skips_in_a_row = None, 0
@@ -301,7 +303,7 @@ class ProgressTracker:
             self.skips_in_a_row, self._fatal = self.skips_in_a_row - 1, None
             self._progress = replace(self._progress, nonfinite=self._progress.nonfinite - 1)
         if given_up and self._world.is_main:
-            _log.warning("%s with abandon(): no rank has stepped on it", "; ".join(given_up))
+            _log.warning("%s: no rank has stepped on it", "; ".join(given_up))
 
     def _explanation(self, window: Window, outcome: Outcome, loss: Loss | None, *, together: bool) -> str:
         assert outcome.step is not None

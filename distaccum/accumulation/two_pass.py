@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distaccum.accumulation.graph import leaves_of
+from distaccum.accumulation.step import Outcome
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
@@ -35,6 +35,7 @@ from distaccum.errors import MisuseError, PeerError, ResourceError, Verification
 from distaccum.losses.base import AnyLoss, Loss, WindowLoss, is_window_loss
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, normalize_loss
 from distaccum.verification.additivity import in_16_bits
+from distaccum.verification.graph import leaves_of
 
 # What all ranks have represented of their batches, put together in one order on every rank.
 
@@ -230,6 +231,10 @@ class SecondPass:
         """The next call is for the ``i``-th micro-batch."""
         self._next = i
 
+    def outcome(self, outcome: Outcome) -> Outcome:
+        """The outcome of the second pass, with the losses of the window: they are of no unit."""
+        return replace(outcome, loss_sums={**outcome.loss_sums, **self.sums}, deal=None, by_unit=None)
+
     def count(self, batch: Any) -> float:
         """Not called: the window is counted."""
         raise NotImplementedError
@@ -272,7 +277,7 @@ def _product(found: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Ten
     return total
 
 
-def first_pass(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: int, compared: bool) -> SecondPass:
+def represented(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: int, compared: bool) -> SecondPass:
     """Represents the window, and computes its loss and the gradient with respect to the representations; a collective.
 
     Args:
@@ -462,43 +467,6 @@ def _too_large(problem: Exception, together: Representations) -> ResourceError:
         f"out of memory in the loss of a window's representations of shape {shapes}: {said}. Lower batch.global_size, "
         "or compute the loss in parts that are computed again in its backward (torch.utils.checkpoint)"
     )
-
-
-class WholeSteps:
-    """Runs the micro-steps of a second pass, of which none is cut in parts: the loss is that of the whole window.
-
-    Args:
-        engine: whose micro-steps they are.
-        window: after its first pass.
-        micro_step: of the window.
-    """
-
-    owes_reduction = False
-    """No micro-step is interrupted and goes on."""
-
-    def __init__(self, engine: Engine, window: Window, micro_step: Callable[[Any, Counts], LossSum]) -> None:
-        self._engine, self._window, self._micro_step = engine, window, micro_step
-
-    def may_reduce_in(self, _: int) -> bool:
-        """Whether a backward may reduce as it goes: any may."""
-        return True
-
-    def run(self, i: int, batch: Any, *, synced: bool) -> Sequence[LossSum]:
-        """Runs micro-batch ``i``, which is on the device. Gives no losses: the first pass has those of the window.
-
-        Raises:
-            ResourceError: memory is over.
-        """
-        try:
-            self._micro_step(batch, self._window.micro_batches[i].counts)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise out_of_memory(error, self._engine.world) from error
-            raise
-        return ()
-
-    def end(self) -> None:
-        """After the last one: nothing is left to do."""
 
 
 class StandIn:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.random import keys_of
-from distaccum.distributed.sliced_random import Rows
 from distaccum.losses.normalize import SINGLE, Counts
 
 
@@ -23,13 +22,6 @@ class MicroBatch:
     def count(self) -> float:
         """The count of a single loss."""
         return self.counts[SINGLE]
-
-
-class PartOf(NamedTuple):
-    """What a micro-batch is a part of: its rows, and the key of the whole."""
-
-    rows: Rows
-    key: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +46,6 @@ class Window:
     key_at: Callable[[int, int], int] | None = None
     """The key of a part of a micro-batch, by the micro-batch's number and the place of the part's first sample in it:
     the one that a micro-batch would have which begins there. None where keys say nothing of places."""
-    parts: Sequence[PartOf | None] = ()
-    """Where micro-batches of the plan are run in parts: what each is a part of; None for those that are whole. A part's
-    own key counts where the random numbers of the whole cannot be cut."""
     rows: Callable[[int], int | None] | None = None
     """The samples of a micro-batch, by its number: what it can be cut between. None for rows of which each holds whole
     samples, as many as its tensors have; without the function nobody knows."""

@@ -159,19 +159,6 @@ class KeyedRandom:
             self._others = OtherGenerators()
             seed_others(key)
 
-    def again(self, key: int) -> None:
-        """Seeds the generators anew within a micro-step, whose part is run again or begins."""
-        torch.default_generator.manual_seed(key)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(key)
-
-    @staticmethod
-    def has_drawn(key: int, device: torch.device) -> bool:
-        """Whether something has drawn since the generators were seeded with ``key``; waits for no device."""
-        if not torch.equal(torch.default_generator.get_state(), torch.Generator().manual_seed(key).get_state()):
-            return True
-        return device.type == "cuda" and bool(torch.cuda.default_generators[device.index or 0].get_offset())
-
     def end(self) -> None:
         """Gives the generators their states back, if :meth:`begin` has kept them."""
         if self._cpu is not None:

@@ -53,6 +53,7 @@ class StepOutput:
             not sampled.
         fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
             where it gave none. Other ranks do not know.
+        given_up: why this rank has given the window up, in words; empty where it has not. The window is then skipped.
         late_faults: more of these, that only the device can tell: whether, as ``[0.0 or 1.0]`` on its way to the host,
             and why.
     """
@@ -65,6 +66,7 @@ class StepOutput:
     norms_partial: bool = False
     underflow: Tensor | None = None
     fault: str = ""
+    given_up: str = ""
     late_faults: Sequence[tuple[HostCopy, str]] = ()
 
     @property
@@ -144,6 +146,8 @@ class Engine(ABC):
     """Whether a window's gradients are summed in an order that does not depend on the ranks."""
     reduces_after: bool = False
     """Whether the reduction comes after the last backward, in :meth:`reduce`, and may fail: see :attr:`kept`."""
+    defer_reduction: bool = False
+    """Whether the boundary's backward ends before its reduction begins, so that it may fail as any other."""
     forward_communicates: bool = False
     """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
     watches_backward: bool = False
@@ -189,8 +193,6 @@ class Engine(ABC):
         """Which shapes of micro-batches fit on this rank, as far as is known."""
         self.constant_buffers: ConstantBuffers | None = None
         """Where the engine is :attr:`reproducible`: what looks at the model's buffers."""
-        self.recovery: object = None
-        """What is known of its micro-steps by ``accumulation.recovery``, which runs them."""
 
     @property
     def world(self) -> World:
@@ -417,31 +419,17 @@ class Engine(ABC):
         return nullcontext()
 
     @property
-    def repairs(self) -> bool:
-        """Whether a micro-step that an error has ended can be finished, or run again: see :meth:`interrupted`."""
+    def restarts_windows(self) -> bool:
+        """Whether a window that an error has ended can begin again on this rank, after :meth:`zero_gradients`."""
         return False
 
-    def interrupted(self) -> Sequence[Tensor]:
-        """Told that the open micro-step's forward or backward has raised; only where :attr:`repairs`.
-
-        From here to the end of the micro-step backwards are local. One that was to reduce needs :meth:`reduce` at its
-        end.
-
-        Returns:
-            The trained parameters that the last :meth:`backward` or :meth:`backward_to` of it has added to.
-        """
-        raise NotImplementedError
-
-    def backward_to(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """As :meth:`backward`, of a part of the interrupted micro-step: adds to these ``parameters`` alone."""
-        raise NotImplementedError
+    @property
+    def reduction_begun(self) -> bool:
+        """Whether the other ranks may have a part of the open window's gradient, so that it cannot begin again."""
+        return False
 
     def reduce(self) -> None:
-        """The window's reduction, where its last micro-step was told not to reduce, or was interrupted.
-
-        As in a backward that reduces, the last micro-step has to have reached every parameter, unless unused ones are
-        looked for. Only where :attr:`repairs` or :attr:`reduces_after`.
-        """
+        """The window's reduction, after its last micro-step; only where :attr:`reduces_after`."""
         raise NotImplementedError
 
     def send_along(self, numbers: Tensor) -> None:
@@ -478,14 +466,6 @@ class Engine(ABC):
         Raises:
             LostStateError, PeerError: as :func:`~distaccum.elastic.engine.shares.dealt`.
         """
-        raise NotImplementedError
-
-    def copy_gradients(self) -> Sequence[Tensor]:
-        """What the open window has accumulated on this rank: copies; only where :attr:`repairs`."""
-        raise NotImplementedError
-
-    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sets the gradients to what :meth:`copy_gradients` gave; to zero, if that is empty."""
         raise NotImplementedError
 
     @property

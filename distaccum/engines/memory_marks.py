@@ -84,6 +84,8 @@ class MemoryMarks:
         self._failed: list[Shape] = []  # the smallest ones
         self.seen: set[tuple[int, int]] = set()
         """Shapes that were found proven when they were asked for, as long as they are: asked for without a call."""
+        self.looked = False
+        """Whether some samples were looked at in this process, and may be cut."""
 
     @property
     def any_failed(self) -> bool:
@@ -126,10 +128,6 @@ class MemoryMarks:
         self.seen.clear()
         if apart and shape.rows > 1 and not self.is_too_large(shape):
             self._failed = [*(failed for failed in self._failed if not shape.fits_in(failed)), shape]
-
-    def keep_whole(self) -> None:
-        """Forgets what is too large: micro-batches are not cut after all."""
-        self._failed = []
 
     def state_dict(self) -> dict[str, Any]:
         """The shapes, as values that JSON can hold."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -117,7 +116,9 @@ class DirectionalRoad:
                 for i in range(self._most):
                     batch = to_device(self._batches[i if i < self._own else 0], self._engine.device)
                     outer.restore()
-                    with self._recorded.drawing(i) if i < self._own else nullcontext(), self._engine.autocast():
+                    if i < self._own:
+                        self._recorded.draw_again(i)
+                    with self._engine.autocast():
                         sums = as_loss_sums(self._loss(self._engine.unwrapped_model, batch))
                     if i < self._own:
                         total += sum(float(part) / counts[name] for name, part in sums.items() if counts[name])

@@ -80,13 +80,13 @@ class PlainGradient:
             assert len(recorded.states) == len(recorded.batches)
             for i, host in enumerate(recorded.batches):
                 batch = to_device(host, self._engine.device)
-                with recorded.drawing(i):
-                    with self._engine.autocast():
-                        total = recorded.loss(model, batch)
-                    totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
-                    value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
-                    self.own_backwards |= own_backwards(value)
-                    self._add(value, parameters, keep=False)
+                recorded.draw_again(i)
+                with self._engine.autocast():
+                    total = recorded.loss(model, batch)
+                totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
+                value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
+                self.own_backwards |= own_backwards(value)
+                self._add(value, parameters, keep=False)
             self._other_memory = not self._buffers_after.hold(within=_SAME_BUFFERS)
         self._totals = totals
 

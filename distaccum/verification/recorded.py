@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
-from distaccum.distributed.sliced_random import SlicedRandom, current_slices
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
 from distaccum.losses.base import Loss
@@ -43,8 +41,6 @@ class RecordedWindow:
         """What the forwards are run again with; None where they cannot be."""
         self.states: list[RNGState] = []
         """At each micro-batch's forward."""
-        self.cuts: list[SlicedRandom | None] = []
-        """What each forward's random numbers were cut by, as those of a part are; None where they were not."""
         self.totals: list[Mapping[str, Tensor]] = []
         """The losses of each micro-batch, as the window gave them."""
         self.buffers: Buffers | None = None
@@ -55,7 +51,7 @@ class RecordedWindow:
         self.scale = None if scale is None else scale.clone()
         """The loss scale of the whole window: 0-dim, on the device; None without a loss scaler."""
         self.batches = [micro.batch for micro in window.micro_batches]
-        """The micro-batches as they were run, on the host: some of the window's in parts."""
+        """The micro-batches as they were run, on the host; they may be smaller than the window's."""
         self._engine = engine
 
     def rerun_with(self, loss: Loss) -> None:
@@ -75,36 +71,24 @@ class RecordedWindow:
 
         return recorded
 
+    def begin(self, window: Window) -> None:
+        """The window is run from here on, perhaps once more and in smaller micro-batches."""
+        self.states, self.totals = [], []
+        self.batches = [micro.batch for micro in window.micro_batches]
+
     def before_forward(self) -> None:
         """Notes the random numbers that a micro-batch's forward begins with."""
         self.states.append(RNGState.capture(self._engine.device))
-        self.cuts.append(current_slices())
 
-    def drawing(self, i: int) -> AbstractContextManager[object]:
-        """Within the block the random numbers of the ``i``-th forward are drawn once more."""
+    def draw_again(self, i: int) -> None:
+        """The random numbers of the ``i``-th forward are drawn once more from here on."""
         self.states[i].restore()
         if isinstance(self.loss, InOrder):
             self.loss.begin(i)
-        cut = self.cuts[i]
-        return nullcontext() if cut is None else cut.anew()
 
     def note(self, total: LossSum) -> None:
         """Notes a micro-batch's losses."""
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
-
-    def mark(self) -> tuple[int, int, list[Any]]:
-        """What was noted so far."""
-        return len(self.states), len(self.totals), list(self.batches)
-
-    def reset(self, mark: tuple[int, int, list[Any]]) -> None:
-        """Forgets what was noted since, of a micro-batch that an error has ended."""
-        states, totals, batches = mark
-        self.states, self.cuts, self.totals = self.states[:states], self.cuts[:states], self.totals[:totals]
-        self.batches = list(batches)
-
-    def replace_next(self, batches: Sequence[Any]) -> None:
-        """These are run in place of the micro-batch that comes next."""
-        self.batches[len(self.states) : len(self.states) + 1] = batches
 
     @property
     def loss_scale(self) -> float:
@@ -123,4 +107,4 @@ class RecordedWindow:
 
     def forget(self) -> None:
         """Frees what was recorded."""
-        self.states, self.cuts, self.batches, self.loss, self.buffers = [], [], [], None, None
+        self.states, self.batches, self.loss, self.buffers = [], [], None, None

@@ -108,7 +108,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         Mutant(
             "fsdp2: reduced in the first micro-step alone",
             (
-                ("accumulation/step.py", "micro_step.reduces = i == boundary", "micro_step.reduces = i == 0"),
+                ("accumulation/step.py", "sync=i == last", "sync=i == 0"),
                 ("accumulation/open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
             ),
         ),

@@ -39,10 +39,10 @@ MUTANTS = (
         (
             (
                 "accumulation/step.py",
-                "normalize_loss(total, self._window.counts,",
+                "normalize_loss(total, window.counts,",
                 (
-                    "normalize_loss(total, {n: c * len(self._window.micro_batches) * engine.gradient_divide_factor"
-                    " for n, c in own_counts.items()},"
+                    "normalize_loss(total, {n: c * len(window.micro_batches) * engine.gradient_divide_factor"
+                    " for n, c in own.items()},"
                 ),
             ),
             (
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "sync on a wrong micro-step",
         (
-            ("accumulation/step.py", "micro_step.reduces = i == boundary", "micro_step.reduces = i == 0"),
+            ("accumulation/step.py", "sync=i == last", "sync=i == 0"),
             ("accumulation/open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
         ),
     ),

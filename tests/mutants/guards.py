@@ -39,8 +39,8 @@ GUARDS = Mutant(
         ),
         (
             "engines/ddp/engine.py",
-            "        if self._watch.unchanged and not self._began:\n            self._reduction.join",
-            "        if False:\n            self._reduction.join",
+            "        else:  # the error came before DDP knew of a parameter\n            self._reduction.join",
+            "        elif False:\n            self._reduction.join",
         ),
         ("engines/optimizer_step.py", "        if not held <= self._known:\n", "        if False:\n"),
         # a micro-step after the reduction

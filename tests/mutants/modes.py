@@ -25,7 +25,7 @@ CAUSAL = f"{PACKING}test_a_causal_model_of_transformers_tells_documents_apart"
 LORA = "tests/distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces_adapters_alone"
 MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 ANYWHERE = f"{MEMORY}a_window_stays_the_same_wherever_memory_runs_out_in_it"
-RECOVERY = "tests/unit/accumulation/test_recovery.py::test_"
+REFUSED = "tests/unit/accumulation/test_restart.py::test_"
 LESS = "tests/distributed/test_less_memory.py::test_"
 COUNTS = (
     "tests/unit/engines/test_reproducible.py::test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order"
@@ -267,148 +267,84 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
         ),
     ),
-    (
-        ANYWHERE,
-        Mutant(
-            "memory: the parts add to what was reached already",
-            (("accumulation/window_recovery.py", "if id(parameter) not in reached]", "]"),),
-        ),
-    ),
-    (
-        ANYWHERE,
-        Mutant(
-            "memory: a shape that is not known to fit reduces as it goes",
+    *(
+        (test, Mutant(f"memory: {name}", (edit,)))
+        for test, name, edit in (
             (
+                ANYWHERE,
+                "what the window has added before stays",
+                ("accumulation/restart.py", "            engine.zero_gradients()\n", "            pass\n"),
+            ),
+            (
+                ANYWHERE,
+                "a shape that is not known to fit reduces as it goes",
                 (
-                    "accumulation/window_recovery.py",
-                    "return not self._repairs or self._marks.is_proven(self._shapes[i])",
-                    "return True",
+                    "accumulation/restart.py",
+                    "engine.defer_reduction = bool(shapes) and not (",
+                    "engine.defer_reduction = False and (",
                 ),
             ),
-        ),
-    ),
-    (
-        ANYWHERE,
-        Mutant(
-            "memory: a rank whose boundary was interrupted does not reduce",
             (
+                ANYWHERE,
+                "a part is left out",
                 (
-                    "accumulation/step.py",
-                    "reduced = micro_step.reduces and not steps.owes_reduction",
-                    "reduced = micro_step.reduces",
+                    "accumulation/restart.py",
+                    "cut(whole.batch, start, stop, rows[i])))",
+                    "cut(whole.batch, 0, stop - start, rows[i])))",
                 ),
             ),
-        ),
-    ),
-    (
-        f"{MEMORY}what_fails_once_is_cut_from_then_on",
-        Mutant(
-            "memory: the mark is not lowered",
             (
+                f"{MEMORY}a_boundary_that_has_begun_to_reduce_is_given_up_on_all_ranks",
+                "a boundary that has begun to reduce begins again",
+                ("accumulation/restart.py", "            if engine.reduction_begun:\n", "            if False:\n"),
+            ),
+            (
+                f"{MEMORY}what_fails_once_is_cut_from_then_on",
+                "the mark is not lowered",
                 (
                     "engines/memory_marks.py",
                     "        if apart and shape.rows > 1 and not self.is_too_large(shape):\n",
-                    "        if False:\n",
+                    "        if apart and shape.rows > 1 and not self._proven and not self.is_too_large(shape):\n",
                 ),
             ),
-        ),
-    ),
-    (
-        f"{LESS}a_sharded_run_goes_on_with_less[engine=fsdp2]",
-        Mutant(
-            "memory: each rank cuts what it has found too large itself",
             (
+                f"{LESS}a_sharded_run_goes_on_with_less[engine=fsdp2]",
+                "each rank cuts what it has found too large itself",
                 (
                     "train/memory_note.py",
                     "for shape in json.loads(world.broadcast_str(json.dumps(shapes)))]",
                     "for shape in json.loads(world.broadcast_str(json.dumps(shapes))) if world.is_main]",
                 ),
             ),
-        ),
-    ),
-    (
-        ANYWHERE,
-        Mutant(
-            "memory: statistics of the interrupted forward stay",
             (
+                f"{REFUSED}a_loss_that_is_no_sum_is_not_cut",
+                "what was refused is a mark all the same",
                 (
-                    "engines/buffers.py",
-                    "        for module, name, buffer, copy in kept:\n            buffer.copy_(copy)\n",
-                    "        for module, name, buffer, _ in kept:\n",
+                    "accumulation/restart.py",
+                    "self._marks.fail(shape, apart=False)\n        if why",
+                    "self._marks.fail(shape)\n        if why",
                 ),
             ),
-        ),
-    ),
-    (
-        f"{MEMORY}random_numbers_are_those_of_one_forward",
-        Mutant(
-            "memory: the rest of a backward draws other numbers",
-            (("accumulation/window_recovery.py", "self._random.again(self._key)", "pass"),),
-        ),
-    ),
-    (
-        f"{RECOVERY}two_windows_of_rising_retries_lower_the_mark",
-        Mutant(
-            "memory: a loss that is no sum is cut",
             (
+                f"{REFUSED}two_windows_of_rising_retries_lower_the_mark",
+                "a loss that is no sum is cut",
+                ("accumulation/restart.py", "if not why_whole(self._engine, plan, i, loss):", "if True:"),
+            ),
+            (
+                f"{REFUSED}a_loss_that_is_no_sum_is_not_cut",
+                "losses alone are looked at",
+                ("verification/parts.py", "        said = _gradients(", "        said = False and _gradients("),
+            ),
+            (
+                f"{MEMORY}parts_with_dropout_draw_as_micro_batches_of_their_own",
+                "a part draws with the key of the whole",
                 (
-                    "accumulation/recovery.py",
-                    'return self.parts.differs or (_MOVES if self.parts.changes else "")',
-                    'return ""',
+                    "accumulation/restart.py",
+                    "keys=[window.own_key(i, start) or 0 for",
+                    "keys=[window.own_key(i, 0) or 0 for",
                 ),
             ),
-        ),
-    ),
-    (
-        f"{RECOVERY}a_loss_that_is_no_sum_is_not_cut",
-        Mutant(
-            "memory: what was refused is a mark all the same",
-            (("accumulation/window_recovery.py", "self._marks.fail(shape, apart=False)", "self._marks.fail(shape)"),),
-        ),
-    ),
-    (
-        f"{RECOVERY}a_loss_that_is_no_sum_is_not_cut",
-        Mutant(
-            "memory: losses alone are looked at",
-            (
-                (
-                    "verification/parts.py",
-                    "return said or _gradients(",
-                    "return said or False and _gradients(",
-                ),
-            ),
-        ),
-    ),
-    (
-        f"{RECOVERY}what_python_or_numpy_draws_is_drawn_again_alike",
-        Mutant(
-            "memory: Python's and NumPy's numbers go on",
-            (
-                ("accumulation/window_recovery.py", "            self._others.restore()\n", "            pass\n"),
-                ("accumulation/window_recovery.py", "            self._first.restore()\n", "            pass\n"),
-            ),
-        ),
-    ),
-    (
-        f"{MEMORY}random_numbers_are_those_of_one_forward",
-        Mutant(
-            "memory: a part has the mask of other rows",
-            (("distributed/sliced_random.py", "tensor.narrow(dim, start * each,", "tensor.narrow(dim, 0,"),),
-        ),
-    ),
-    (
-        f"{MEMORY}random_numbers_are_those_of_one_forward",
-        Mutant(
-            "memory: what is computed again in a backward draws anew",
-            (("distributed/sliced_random.py", "found = self._seen.get(state)", "found = None"),),
-        ),
-    ),
-    (
-        f"{RECOVERY}windows_that_are_cut_later_have_the_numbers_of_whole_micro_batches",
-        Mutant(
-            "memory: windows that are cut draw numbers of their own",
-            (("accumulation/recovery.py", "if window.parts and self.slices else None", "if False else None"),),
-        ),
+        )
     ),
     *(
         (SAME, Mutant(f"reproducible: {name}", (edit,)))

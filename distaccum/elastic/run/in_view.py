@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.elastic.engine.desk import Desk
+from distaccum.elastic.engine.window import run_window
 from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.elastic.run.hand_over import Begin
 from distaccum.elastic.run.joining import JoinRider, JoinsError
@@ -50,6 +51,8 @@ class InView:
             if console is not None:
                 self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         accumulator.add_rider(self.rider)
+        if accumulator.engine.reduces_after:
+            accumulator.run_windows_by(run_window)
         if self.begin.carried is not None:
             accumulator.trust()
             if self.memory is None:

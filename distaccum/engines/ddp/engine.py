@@ -47,7 +47,6 @@ from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
 from distaccum.engines.partial_sums import PartialWindow
-from distaccum.engines.reached_leaves import ReachedLeaves
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.errors import ConfigError, MisuseError, shorten
@@ -143,7 +142,6 @@ class DDPEngine(Engine):
         ]
         for master, parameter in self._copies:
             master.grad = parameter.grad
-        self._leaves = ReachedLeaves(self._parameters)
         self._watch = GradientWatch(partial(map, attrgetter("grad"), self._parameters))
         self._watch.note()
         self._optimizer_step = OptimizerStep(
@@ -159,7 +157,7 @@ class DDPEngine(Engine):
         stepped = list(self._stepped.values())
         self._unused = UnusedParameters(self._parameters, stepped) if config.find_unused_parameters else None
         self._ran = self._syncs = self._reduced = False
-        self._began = False  # a reduction, in a backward that was interrupted
+        self._missing: list[nn.Parameter] = []  # that a boundary did not reach whose reduction follows it
         self._fault = ""  # why this rank's gradient is NaN
         self._collectives = Collectives(world.device)
         self._communicates = False  # a micro-step was seen to
@@ -272,7 +270,6 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
         vars(self._ddp)["called"] = False  # by no way round: once a micro-step
-        self._leaves.reached.clear()
         if not self._ran and not self._communicates and self._world.size > 1:
             self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
@@ -293,7 +290,6 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
-        self._leaves.begun = len(self._leaves.reached)
         if self._collectives.watching and self._collectives.called():  # on all ranks that have this micro-step
             self._communicates = True
             self._compare_micro_steps(self._communicating())
@@ -303,6 +299,13 @@ class DDPEngine(Engine):
                 scaled.backward()  # type: ignore[no-untyped-call]
             if self._tree is not None:
                 self._tree.micro_step_ended()
+        elif self.defer_reduction or self.reduces_after:
+            self._missing = self._backward_missing(scaled)
+            if self._tree is not None:
+                self._tree.micro_step_ended()
+            self._watch.note()
+            if not self.reduces_after:
+                self.reduce()
         else:
             if self._tree is not None:
                 self._tree.expect_deal()
@@ -311,6 +314,25 @@ class DDPEngine(Engine):
         if self.compiled is not None:
             self.compiled.backward_ended()
         self._watch.note()
+
+    def _backward_missing(self, loss: Tensor) -> list[nn.Parameter]:
+        """A backward that does not reduce; gives the parameters that it did not reach."""
+        if self._unused is not None:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            return []
+        reached: list[Tensor] = []
+        note: Any = reached.append  # views of one bucket share a version, which cannot tell them apart
+        parameters: Sequence[Any] = self._parameters
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+        try:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        known = set(map(id, reached))
+        return [parameter for parameter in self._parameters if id(parameter) not in known]
 
     def _reduce(self, loss: Tensor) -> None:
         """The boundary's backward, which has to reach every parameter, unless unused ones are looked for.
@@ -360,35 +382,15 @@ class DDPEngine(Engine):
         return f"{problem}, so gradients would not be reduced: {remedy}"
 
     @property
-    def repairs(self) -> bool:
+    def restarts_windows(self) -> bool:
         """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
-        return not (self.reproducible or self._communicating())
+        resumed = self._tree is not None and self._tree.resumed  # of other ranks' sums, which are spent
+        return not (self.reproducible or resumed or self._communicating())
 
-    def interrupted(self) -> Sequence[Tensor]:
-        """See :class:`Engine`."""
-        self._syncs, reached = False, self._leaves.reached_in_backward
-        self._began = self._began or self._reduction.has_begun(len(reached))
-        self._ddp.forward_past_wrapper(self._reduction.running)
-        self._watch.note()
-        return reached
-
-    def backward_to(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """See :class:`Engine`. Where DDP's reduction has begun, its hooks may fire once only: they are passed by."""
-        self._watch.check()
-        self._leaves.begun = len(self._leaves.reached)
-        if not loss.requires_grad:
-            return
-        scaled = self._scaler.scale(loss) if self._scaler else loss
-        if not self._reduction.running:
-            scaled.backward(inputs=parameters)  # type: ignore[no-untyped-call]
-        else:
-            found = torch.autograd.grad(scaled, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, found, strict=True):
-                if gradient is not None:
-                    assert parameter.grad is not None
-                    parameter.grad.add_(gradient)
-                    self._leaves.note(parameter)
-        self._watch.note()
+    @property
+    def reduction_begun(self) -> bool:
+        """See :class:`Engine`; on one rank nobody has any."""
+        return self._world.size > 1 and (self._reduced or self._reduction.running)
 
     def reduce(self) -> None:
         """See :class:`Engine`. Adds minus zero, which changes no number, and no zero's sign.
@@ -396,23 +398,17 @@ class DDPEngine(Engine):
         Where all that is reduced is kept, DDP has no part in it.
         """
         self._watch.check()
-        missing = [] if self._unused is not None else self._leaves.missing
-        if self.reduces_after and self._tree is not None and not missing:
+        if self.reduces_after and self._tree is not None and not self._missing:
             with uncounted():
                 self._tree.reduce_kept()
             self._reduced = True
             self._watch.note()
             return
-        value = nan if missing else -0.0
-        if missing:
-            self._fault = self._unused_message(missing)
+        if self._missing:
+            self._fault = self._unused_message(self._missing)
         with self._unused_ignored(), uncounted():
-            if self._began:
-                self._reduction.complete(self._reduction.unreached(), value)
-            else:
-                self._reduction.join(value)
+            self._reduction.join(nan if self._missing else -0.0)
         self._reduced = True
-        self._ddp.forward_past_wrapper(False)
         self._watch.note()
 
     def send_along(self, numbers: Tensor) -> None:
@@ -437,20 +433,6 @@ class DDPEngine(Engine):
         """See :class:`Engine`."""
         assert self._tree is not None
         self._tree.taken_up = kept
-
-    def copy_gradients(self) -> Sequence[Tensor]:
-        """See :class:`Engine`."""
-        return [torch.empty(0) if view is None else view.clone() for view in self._views]
-
-    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """See :class:`Engine`."""
-        with torch.no_grad():
-            for i, view in enumerate(self._views):
-                if view is not None and gradients:
-                    view.copy_(gradients[i])
-                elif view is not None:
-                    view.zero_()
-        self._watch.note()
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A backward from a constant: its hooks fire, the user's forward does not run."""
@@ -533,19 +515,20 @@ class DDPEngine(Engine):
         return sends
 
     def _end_interrupted(self) -> None:
-        if self._watch.unchanged and not self._began:
+        """Ends a reduction in whose backward an error was raised: the other ranks wait for the rest, and get NaN."""
+        unreached = self._reduction.unreached()
+        if unreached:
+            self._reduction.complete(unreached, nan)
+        else:  # the error came before DDP knew of a parameter
             self._reduction.join(nan)
-        else:
-            self._reduction.complete(self._reduction.unreached(), nan)
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""
         if self._reduction.running:
             self._end_interrupted()
         self._drop_gradients()
-        self._ran = self._reduced = self._began = False
-        self._ddp.forward_past_wrapper(False)
-        self._fault, self._micro_steps = "", None
+        self._ran = self._reduced = False
+        self._fault, self._missing, self._micro_steps = "", [], None
         if self._tree is not None:
             self._tree.begin(None)
         self._close_window()
@@ -591,7 +574,6 @@ class DDPEngine(Engine):
         super().close()
         self._optimizer_step.release()
         self._reduction.close()
-        self._leaves.close()
         self._collectives.stop()
         self._watch.forget()
         for master, _ in self._copies:

@@ -36,19 +36,6 @@ class DDPModel(DistributedDataParallel):
         super().__init__(module, **options)
         vars(self)["_is_made"] = True  # what torch's constructor sets is its own, also where the model has such a name
 
-    def forward_past_wrapper(self, passes: bool) -> None:
-        """Whether forwards are the wrapped model's alone, not by way of torch's wrapper.
-
-        While a reduction has begun and not ended torch's own forward would refuse to begin another.
-        """
-        if passes:
-            vars(self)["forward"] = self._wrapped
-        else:
-            vars(self).pop("forward", None)
-
-    def _wrapped(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
         """In place of what tells ``torch.compile`` to cut the model at the ends of DDP's buckets.
@@ -190,17 +177,6 @@ class Reduction:
             _expect_peers(error)
             raise
         return []
-
-    def has_begun(self, reached: int) -> bool:
-        """Whether DDP knows of a parameter, after an interrupted backward that has added to so many of them.
-
-        The hook of a user may raise before DDP's own is called for the same parameter.
-        """
-        if reached != 1 or not self.running:
-            return self.running and reached > 1
-        begun = bool(self.unreached())
-        self.running = True
-        return begun
 
     def complete(self, numbers: Sequence[int], value: float) -> None:
         """Ends the reduction with gradients of ``value`` for these parameters; the other ranks are waiting for it."""

@@ -44,6 +44,8 @@ class TreeAllReduce:
     def __init__(self, world: World, *, by_units: bool = True, keeps: bool = False) -> None:
         self._rank, self._ranks = world.rank, world.size
         self._by_units, self.keeps = by_units, keeps
+        self.resumed = False
+        """Whether the open window began with sums from before."""
         self.taken_up = PartialWindow()
         """Of the window that begins next, from before; what its deal says of the sums is used."""
         self._along: Tensor | None = None
@@ -76,6 +78,7 @@ class TreeAllReduce:
         self._partial.drop()
         self._given_up, self._along = False, None
         held = () if deal is None else deal.held_by(self._rank)
+        self.resumed = bool(held)
         for node in held:
             self._partial.keep(node, self.taken_up.sums[node])
         if held:

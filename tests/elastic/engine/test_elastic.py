@@ -16,6 +16,7 @@ from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import Again, SecondDeal, UnitPlan, joined
 from distaccum.distributed.world import World
+from distaccum.elastic.engine.window import run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.engines.partial_sums import PartialWindow
@@ -71,7 +72,7 @@ def accumulator(
         elastic=elastic,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return Accumulator(
+    acc = Accumulator(
         model,
         optimizer,
         global_batch_size=20,
@@ -83,6 +84,9 @@ def accumulator(
         verify="never",
         seed=3,
     )
+    if elastic:
+        acc.run_windows_by(run_window)
+    return acc
 
 
 def plan_of(world: World, numerics: str) -> Any:

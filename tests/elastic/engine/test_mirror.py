@@ -19,6 +19,7 @@ from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import UnitPlan
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.shares import LostStateError, Share, Shares
+from distaccum.elastic.engine.window import run_window
 from distaccum.engines.base import EngineState
 from distaccum.engines.factory import prepare
 from distaccum.engines.state import own_state
@@ -73,7 +74,7 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
         numerics="reproducible",
         elastic=True,
     )
-    return Accumulator(
+    acc = Accumulator(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         global_batch_size=12,
@@ -86,6 +87,8 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
         seed=3,
         schedule=lambda step: 1 / (1 + step),
     )
+    acc.run_windows_by(run_window)
+    return acc
 
 
 def windows(acc: Accumulator, world: World) -> Iterator[Any]:

@@ -1,0 +1,295 @@
+"""A window that runs out of memory begins again with smaller micro-batches: any micro-batch gives the same gradient.
+
+Nothing of a window leaves its rank before the boundary, so beginning again is local. The boundary's backward reduces as
+it goes only where its shape is known to fit; otherwise the reduction follows it. If memory runs out in a boundary that
+has begun to reduce, the rank sends NaN for the rest, and no rank steps on the window.
+
+Parts of a micro-batch draw the random numbers of micro-batches of their own. Where the gradient is no sum over samples,
+nothing is cut, and the window ends in a ResourceError: ``verification.parts`` looks at samples of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from distaccum.accumulation.batch_norm import batch_statistics
+from distaccum.accumulation.step import LossSums, Outcome, run_window
+from distaccum.accumulation.two_pass import SecondPass
+from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
+from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.memory import is_out_of_memory, out_of_memory
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.engines.memory_marks import Shape
+from distaccum.engines.memory_report import memory_by_part
+from distaccum.errors import ResourceError
+from distaccum.losses.base import Loss
+from distaccum.verification.parts import why_not_cut
+from distaccum.verification.recorded import RecordedWindow
+
+_log = logging.getLogger(__name__)
+_STATISTICS = "its batch normalization is over the micro-batch, and parts of it have other statistics"
+_SINGLE = "it is a single sample"
+_RISING = 2  # windows in a row in which the allocator had to try again
+
+
+def without_count(batch: Any) -> MicroBatch:
+    """A part whose count nobody needs: the window's is known, and the part's loss may be a constant."""
+    return MicroBatch(batch, {})
+
+
+class Restarting:
+    """Runs windows, and begins one again with smaller micro-batches where memory runs out.
+
+    Args:
+        engine: runs the micro-steps. Where it does not restart windows, an error is raised as it is, and its shape is
+            marked for the next start.
+        run: one window.
+        retries: gives the allocations that the device's allocator had to try again since the start.
+    """
+
+    def __init__(
+        self, engine: Engine, run: Callable[..., Outcome] = run_window, *, retries: Callable[[], int] | None = None
+    ) -> None:
+        self._engine, self._run, self._marks = engine, run, engine.memory_marks
+        if retries is None and engine.device.type == "cuda":
+            retries = partial(_allocation_retries, engine.device)
+        self._retries, self._retried, self._rising = retries, 0, 0
+
+    def run(self, window: Window, loss: Loss, records: RecordedWindow | None = None, **options: Any) -> Outcome:
+        """Runs ``window``, as often as memory runs out in it.
+
+        Args:
+            window: has not begun.
+            loss: of a micro-batch.
+            records: of what is run; None where nobody notes it.
+            options: of ``run``.
+
+        Raises:
+            ResourceError: a micro-batch that does not fit cannot be cut.
+        """
+        engine, marks = self._engine, self._marks
+        restarts = engine.restarts_windows
+        plan = fitting(window, engine) if restarts and marks.any_failed else window
+        while True:
+            shapes = [shape_of(micro.batch) for micro in plan.micro_batches] if restarts else []
+            engine.defer_reduction = bool(shapes) and not (shapes[-1] in marks.seen or marks.is_proven(shapes[-1]))
+            if records is not None:
+                records.begin(plan)
+            try:
+                outcome = self._run(engine, plan, loss if records is None else records.recording(loss), **options)
+                break
+            except Exception as error:
+                said = self._said(error, plan, loss)
+            gc.collect()  # outside of the handler: the error's frames hold what the forward has made
+            if engine.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if engine.reduction_begun:
+                return self._give_up(plan, said, **options)
+            self._mark(plan, engine.activity.done, loss, said)
+            engine.zero_gradients()
+            plan = fitting(window, engine)
+        for shape in set(shapes) - marks.seen:
+            if not marks.is_proven(shape):
+                marks.prove(Shape(*shape))
+        if self._retries is not None:
+            self._watch(plan, loss)
+        return outcome
+
+    def _said(self, error: Exception, plan: Window, loss: Loss) -> str:
+        """The error in a line; raises it where the window does not begin again."""
+        engine = self._engine
+        if not is_out_of_memory(error):
+            raise error
+        if isinstance(loss, SecondPass):  # of the whole window
+            raise out_of_memory(error, engine.world) from error
+        if not engine.restarts_windows:
+            if plan.micro_batches:
+                shape = Shape(*shape_of(plan.micro_batches[engine.activity.done].batch))
+                self._marks.fail(shape, apart=not batch_statistics(engine.unwrapped_model))
+            raise error
+        return (str(error).splitlines() or [type(error).__name__])[0]
+
+    def _mark(self, plan: Window, i: int, loss: Loss, said: str) -> None:
+        """Marks the shape of micro-batch ``i`` as too large; raises ResourceError where it cannot be cut."""
+        shape, place = Shape(*shape_of(plan.micro_batches[i].batch)), self._engine.activity.now()
+        self._marks.fail(shape, apart=False)
+        if why := why_whole(self._engine, plan, i, loss):
+            raise self._refusal(str(place), i, shape, said, why)
+        self._marks.fail(shape)
+        _log.warning(
+            "out of memory in %s, micro-batch %d of %d (%s) on this rank: the window begins again, and the gradient is "
+            "the same; from here on such micro-batches are run in parts",
+            place,
+            i + 1,
+            len(plan.micro_batches),
+            shape,
+        )
+
+    def _refusal(self, place: str, i: int, shape: Shape, said: str, why: str) -> ResourceError:
+        lower = "lower batch.micro_size (the global batch and its gradient stay the same), " if shape.rows > 1 else ""
+        remedy = f"{lower}use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
+        return ResourceError(
+            f"out of memory in {place}, micro-batch {i + 1} of this rank: {said}. It has {shape.rows} x "
+            f"{shape.elements} elements and cannot be finished in parts: {why}. {memory_by_part(self._engine)}. "
+            f"{remedy[0].upper()}{remedy[1:]}"
+        )
+
+    def _give_up(self, plan: Window, said: str, before_step: Callable[[], None] | None = None, **_: Any) -> Outcome:
+        """Ends a window of which the other ranks have a part: they get NaN for the rest, and no rank steps."""
+        engine, place = self._engine, self._engine.activity.now()
+        self._marks.fail(Shape(*shape_of(plan.micro_batches[-1].batch)), apart=False)  # which defers its reduction
+        engine.give_up()
+        if before_step is not None:
+            before_step()
+        why = f"rank {engine.world.rank} gave up its window, out of memory in {place}: {said}"
+        step = replace(engine.step(), given_up=why)
+        return LossSums(engine.device, plan.deal).outcome(plan.counts, step)
+
+    def _watch(self, plan: Window, loss: Loss) -> None:
+        """Lowers the mark where the allocator had to try again in two windows in a row.
+
+        A device that is nearly full frees its cache and tries again, which is slow.
+        """
+        assert self._retries is not None
+        found = self._retries()
+        self._rising = self._rising + 1 if found > self._retried else 0
+        self._retried = found
+        if self._rising < _RISING or not plan.micro_batches:
+            return
+        self._rising = 0
+        shapes = [Shape(*shape_of(micro.batch)) for micro in plan.micro_batches]
+        i = max(range(len(shapes)), key=lambda n: shapes[n].rows * shapes[n].elements)
+        if not why_whole(self._engine, plan, i, loss):
+            self._marks.fail(shapes[i])
+            _log.warning("memory is short: micro-batches from %s on are run in parts from here on", shapes[i])
+
+
+def why_whole(engine: Engine, window: Window, i: int, loss: Loss) -> str:
+    """In words, why micro-batch ``i`` cannot be cut; empty where it can. Runs the model on some of its samples."""
+    if batch_statistics(engine.unwrapped_model):
+        return _STATISTICS
+    try:
+        rows = rows_of(window, i)
+    except CannotCutError as error:
+        return f"it cannot be cut in halves: {error}"
+    if rows <= 1:
+        return _SINGLE
+    batch = window.micro_batches[i].batch
+    why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows))
+    engine.memory_marks.looked = engine.memory_marks.looked or not why
+    return why
+
+
+def check_marks(engine: Engine, window: Window, loss: Loss, world: World) -> None:
+    """Looks at some samples before windows are cut by marks of an earlier process; once, a collective where a forward
+    is one. Where some rank has no samples in the window, that waits for the next one.
+
+    Raises:
+        ResourceError: parts of a micro-batch do not give what the whole does; on all ranks where a forward is a
+            collective.
+    """
+    together = engine.forward_communicates
+    rows = [_rows(window, i) for i in range(len(window.micro_batches))]
+    most = max(rows, default=0)
+    if together:  # as many forwards on every rank
+        most = -world.all_reduce_max_host([-most])[0]
+    if most <= 1:
+        return
+    i = max(range(len(rows)), key=rows.__getitem__)
+    batch = window.micro_batches[i].batch
+    why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows[i]))
+    said = world.all_gather_names([why] if why else []) if together else [why] if why else []
+    if said:
+        raise ResourceError(
+            f"micro-batches of {', '.join(map(str, engine.memory_marks.failed))} have run out of memory before, and "
+            f"parts of them would give another gradient: {said[0]}. Lower batch.micro_size"
+        )
+    engine.memory_marks.looked = True
+
+
+def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] = without_count) -> Window:
+    """The window with micro-batches that fit, as far as the engine's marks say; the counts stay the same.
+
+    Where a forward is a collective all ranks run as many parts of their n-th micro-batch, which is a collective too.
+    Micro-batches that cannot be cut stay whole.
+
+    Args:
+        window: has not begun.
+        engine: knows the marks.
+        count: of a part.
+    """
+    marks = engine.memory_marks
+    if not marks.any_failed or engine.reproducible:  # a part would have other bits
+        return window
+    rows = [_rows(window, i) for i in range(len(window.micro_batches))]
+    numbers = [marks.parts(Shape(*shape_of(micro.batch))) for micro in window.micro_batches]
+    if engine.forward_communicates:
+        (most,) = engine.world.all_reduce_max_host([len(numbers)])
+        numbers = engine.world.all_reduce_max_host([*numbers, *[1] * (most - len(numbers))])
+    spans = [
+        (i, start, stop)
+        for i, size in enumerate(rows)
+        for start, stop in pairwise(size * n // min(numbers[i], size) for n in range(min(numbers[i], size) + 1))
+    ]
+    if len(spans) == len(window.micro_batches):
+        return window
+    parts = []
+    for i, start, stop in spans:
+        whole = window.micro_batches[i]
+        parts.append(whole if stop - start == rows[i] else count(cut(whole.batch, start, stop, rows[i])))
+    if count is not without_count and not _same_counts(window.micro_batches, parts):
+        return window
+
+    def ids() -> list[Sequence[int]]:
+        """The samples of each part; of rows that hold several each, those of the whole."""
+        whole = list(window.ids())
+        return [whole[i][start:stop] if len(whole[i]) == rows[i] else whole[i] for i, start, stop in spans]
+
+    def rows_of_part(n: int) -> int | None:
+        i, start, stop = spans[n]
+        if stop - start < rows[i]:
+            return stop - start
+        return None if window.rows is None else window.rows(i)  # perhaps one that cannot be cut
+
+    return replace(
+        window,
+        micro_batches=parts,
+        ids=ids,
+        keys=[window.own_key(i, start) or 0 for i, start, _ in spans] if window.keys else (),
+        key_at=lambda n, place: window.own_key(spans[n][0], spans[n][1] + place) or 0,
+        rows=None if window.rows is None else rows_of_part,
+    )
+
+
+def _rows(window: Window, i: int) -> int:
+    try:
+        return rows_of(window, i)
+    except CannotCutError:
+        return 1
+
+
+def _same_counts(whole: Sequence[MicroBatch], parts: Sequence[MicroBatch]) -> bool:
+    """Whether what is counted is the same: what counts a micro-batch and no sample must not be divided."""
+
+    def totals(micros: Sequence[MicroBatch]) -> Mapping[str, float]:
+        names = {name for micro in micros for name in micro.counts}
+        return {name: sum(micro.counts.get(name, 0.0) for micro in micros) for name in names}
+
+    before, after = totals(whole), totals(parts)
+    return all(
+        abs(before.get(name, 0.0) - after.get(name, 0.0)) <= 1e-6 * max(before.get(name, 0.0), after.get(name, 0.0))
+        for name in {*before, *after}
+    )
+
+
+def _allocation_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,0 +1,176 @@
+"""What a window that runs out of memory is refused for, before a weight moves; and when a mark falls by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from distaccum import Accumulator, DataSpec, World
+from distaccum.accumulation.restart import Restarting
+from distaccum.engines.memory_marks import Shape
+from distaccum.errors import ResourceError
+
+MICRO, WINDOW = 4, 8
+pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning")
+
+
+class Line(nn.Module):
+    """A layer, and a buffer that ``change`` may change in a forward."""
+
+    def __init__(self, change: Callable[[Any], None] = lambda _: None) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("always", torch.zeros(()))
+        self.forwards, self._change = 0, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        self._change(self)
+        found: Tensor = self.layer(x)[:, 0]
+        return found
+
+
+def squares(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The sum of squared errors."""
+    return (model(batch[0]) - batch[1]).square().sum()
+
+
+def accumulator(world: World, model: Line, *, samples: int = 2 * WINDOW) -> tuple[Accumulator, DataSpec]:
+    """With data of its own."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(samples, 3, generator=generator), torch.randn(samples, generator=generator)
+    acc = Accumulator(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        global_batch_size=WINDOW,
+        micro_batch_size=MICRO,
+        count=lambda batch: len(batch[1]),
+        verify="never",
+        world=world,
+    )
+    return acc, DataSpec(train=list(zip(x, y, strict=True)), eval_dataset=None, description="", shuffle=False)
+
+
+def second_window(world: World, model: Line, loss: Any = squares) -> tuple[Accumulator, Any]:
+    """With an error in its first backward; the weight's gradient is still to come."""
+    acc, data = accumulator(world, model)
+    seen = 0
+
+    def strike(_: Tensor) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 2 + WINDOW // MICRO:  # the first window's reduction follows its last backward
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model.layer.bias.register_post_accumulate_grad_hook(strike)
+    windows = acc.windows(data)
+    acc.step(next(windows), loss)
+    return acc, next(windows)
+
+
+def _counts(model: Any) -> None:
+    model.always.add_(1)
+
+
+def _contrastive(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found = model(batch[0])
+    return (found[:, None] * found[None, :]).sum()
+
+
+def _normalized(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found = squares(model, batch)
+    return found / found.detach() * len(batch[1])
+
+
+def _one_by_one(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if len(batch[1]) == 1:
+        raise KeyError("loss")
+    return squares(model, batch)
+
+
+def _annealed(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return squares(model, batch) / model.forwards
+
+
+def nothing(_: Any) -> None:
+    """Changes nothing."""
+
+
+TEMPERATURE = torch.ones((), requires_grad=True)
+
+
+def _tempered(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return squares(model, batch) * TEMPERATURE
+
+
+NOISE = torch.Generator().manual_seed(1)
+
+
+def _noisy(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0] + torch.rand(batch[0].shape, generator=NOISE)) - batch[1]).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "why", "change"),
+    [
+        (_contrastive, "its loss is no sum over samples: .* together and .* apart", nothing),
+        (_normalized, "the gradient of layer.* is no sum over samples: off by .* of it", nothing),
+        (_one_by_one, "nobody can tell whether .* sum over samples, some of which end in KeyError: 'loss'", nothing),
+        (_annealed, "the loss of the same samples is .*, and .* once more", nothing),
+        (_noisy, "its forward draws from a generator of its own", nothing),
+        (_tempered, "its loss reaches learned tensors outside of the model", nothing),
+        (squares, "its forward changes buffers, and parts of it would change them once each", _counts),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_not_cut(
+    gloo_world: World, loss: Any, why: str, change: Callable[[Any], None]
+) -> None:
+    acc, window = second_window(gloo_world, model := Line(change), loss)
+    before = model.layer.weight.detach().clone()
+    with pytest.raises(ResourceError, match=why):
+        acc.step(window, loss)
+    assert torch.equal(model.layer.weight, before)
+    assert not acc.engine.memory_marks.any_failed  # so that nobody cuts it later, or begins again with less
+    acc.abandon()
+    acc.close()
+
+
+def test_a_checkpoints_marks_cut_nothing_that_may_not_be_cut(gloo_world: World) -> None:
+    acc, data = accumulator(gloo_world, Line(), samples=4 * WINDOW)
+    acc.step(next(acc.windows(data)), _contrastive)
+    state = acc.state_dict()
+    state["memory"]["marks"] = {"proven": [], "failed": [[MICRO, 3]]}
+    acc.close()
+    acc, data = accumulator(gloo_world, model := Line(), samples=4 * WINDOW)
+    acc.load_state_dict(state)
+    before = model.layer.weight.detach().clone()
+    with pytest.raises(ResourceError, match="have run out of memory before, and parts of them would give another grad"):
+        acc.step(next(acc.windows(data)), _contrastive)
+    assert torch.equal(model.layer.weight, before)
+    acc.abandon()
+    acc.close()
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "falls"),
+    [(squares, nothing, True), (_contrastive, nothing, False), (squares, _counts, False)],
+    ids=["sum", "no sum", "counts"],
+)
+def test_two_windows_of_rising_retries_lower_the_mark(
+    gloo_world: World, loss: Any, change: Callable[[Any], None], falls: bool
+) -> None:
+    acc, data = accumulator(gloo_world, Line(change), samples=6 * WINDOW)
+    retries = iter((0, 3, 3, 4, 5, 5))
+    vars(acc)["_restarting"] = Restarting(acc.engine, retries=lambda: next(retries))
+    found = []
+    for window in acc.windows(data):
+        acc.step(window, loss)
+        found.append(acc.engine.memory_marks.is_too_large(Shape(MICRO, 3)))
+    assert found == [False, False, False, False, falls, falls]
+    acc.close()
