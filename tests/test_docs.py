@@ -60,14 +60,23 @@ def blocks(page: str) -> tuple[Block, ...]:
     return tuple(Block(page, i, m[3], m[1] or "", dedent(m[4])) for i, m in found)
 
 
+def blocks_of(page: str, section: str) -> list[Block]:
+    """The blocks of a page that stand under one of its headings of the second level."""
+    text = text_of(page).split(f"\n## {section}\n")[1]
+    end = re.search(r"^## ", re.sub(r"^```.*?^```$", lambda m: " " * len(m[0]), text, flags=re.M | re.S), re.MULTILINE)
+    fences = re.findall(r"^( *)```\w*\n(.*?)^\1```$", text[: end.start() if end else None], re.MULTILINE | re.DOTALL)
+    under = [dedent(inner) for _, inner in fences]
+    return [block for block in blocks(page) if block.text in under]
+
+
 ALL = [block for page in PAGES for block in blocks(page)]
 
 # ---------------------------------------------------------------------------------------------- commands
 
 
-def _commands_of(page: str) -> Iterator[str]:
-    """The page's commands, one line each, without comments and exports."""
-    for block in blocks(page):
+def _commands_of(page: str, section: str | None = None) -> Iterator[str]:
+    """The commands of a page, or of a section, one line each, without comments and exports."""
+    for block in blocks(page) if section is None else blocks_of(page, section):
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
             command = re.sub(r"\s+#\s.*$", "", line).strip()
             if command and not re.match(r"export \w+=\S+( \w+=\S+)*$", command):
@@ -210,7 +219,7 @@ ELSEWHERE = {
 }
 START = "distributed/test_guides.py::test_the_commands_of_the_start_print_what_the_page_says"
 OWN = "distributed/test_guides.py::test_pieces_of_your_own_run_in_python_and_by_name"
-ELSEWHERE |= dict.fromkeys((c for c in _commands_of("docs/start.md") if "runs/" in c), START)
+ELSEWHERE |= dict.fromkeys((c for c in _commands_of("docs/index.md") if "runs/" in c), START)
 ELSEWHERE |= dict.fromkeys(_commands_of("docs/bring-your-own.md"), OWN)
 ELSEWHERE |= {
     command.replace("python", "torchrun --standalone --nproc-per-node=2", 1): test
@@ -218,7 +227,7 @@ ELSEWHERE |= {
     if command.startswith("python launch/examples/")
 }
 ELSEWHERE |= dict.fromkeys(
-    _commands_of("docs/finetuning.md"), "distributed/test_finetuning.py::test_the_pages_commands"
+    _commands_of("docs/models.md", "Fine-tuning"), "distributed/test_finetuning.py::test_the_pages_commands"
 )
 
 
@@ -627,12 +636,12 @@ def test_what_a_program_makes_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [f"docs/{name}.md" for name in ("start", "bring-your-loop", "bring-your-own", "nanogpt", "troubleshooting")]
+    "page", [f"docs/{name}.md" for name in ("index", "own-loop", "bring-your-own", "models", "reliability")]
 )
 def test_the_guides_name_keys_that_there_are(page: str) -> None:
     prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     named = re.findall(r"`((?:batch|checkpoint|metrics|optim|trainer)\.[\w.]+)(?:=[^`]*)?`", prose)
-    known = {setting.key for setting in settings()} | {"metrics.jsonl"}
+    known = {setting.key for setting in settings()} | {"metrics.jsonl", "metrics.superseded.jsonl"}
     assert [key for key in named if key not in known and not key.startswith("optim.optimizer.")] == []
 
 
@@ -687,7 +696,7 @@ def _literals(file: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_the_messages_to_look_up_are_those_of_the_code() -> None:
     """The first column of each table of the page, but the last, whose symptoms have no message."""
-    page = text_of("docs/troubleshooting.md").split("## Without a message")[0]
+    page = text_of("docs/reliability.md").split("\n## Troubleshooting\n")[1].split("### Without a message")[0]
     quoted = re.findall(r"^\| `(.+?)`", page, re.MULTILINE)
     assert len(quoted) >= 20
     said = "\n".join(text for file in (ROOT / "distaccum").rglob("*.py") for text in _literals(file))

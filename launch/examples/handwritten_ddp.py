@@ -1,6 +1,6 @@
 """A usual hand-written loop, without distaccum: is its gradient the global batch's?
 
-It divides each micro-batch's mean by the accumulation steps, as tutorials do. ``docs/audit.md`` audits it, without an
+It divides each micro-batch's mean by the accumulation steps, as tutorials do. ``docs/tools.md`` audits it, without an
 edit: ``torchrun ... -m distaccum audit launch/examples/handwritten_ddp.py --loss distaccum:CrossEntropy``
 """
 

@@ -1,4 +1,4 @@
-"""docs/bring-your-loop.md: each diff applies to its program, and both train to the weights of a plain loop."""
+"""docs/own-loop.md: each diff applies to its program, and both train to the weights of a plain loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.support.commands import ROOT, succeed
 
-PAGE = (ROOT / "docs" / "bring-your-loop.md").read_text()
+PAGE = (ROOT / "docs" / "own-loop.md").read_text()
 PROGRAMS = ROOT / "launch" / "examples" / "migrate"
 NAMES = ("from_ddp", "from_accelerate", "from_lightning", "from_transformers", "from_deepspeed")
 AT_ONCE = {"from_deepspeed": 2}  # processes, where one needs a launcher

@@ -1,4 +1,4 @@
-"""The examples of docs/own-loop.md, run as it says; the three levels train to the same weights, bit by bit."""
+"""The examples of docs/own-loop.md and models.md, run as they say; three levels train to the same weights, bitwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import ROOT, succeed
 
-PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("own-loop.md", "keras.md"))
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("own-loop.md", "models.md"))
 LEVELS = ("loop", "accumulate", "trainer")
 
 

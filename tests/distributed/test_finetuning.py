@@ -1,8 +1,7 @@
-"""The commands of docs/finetuning.md, in their order, and what they leave."""
+"""The commands of docs/models.md, in their order, and what they leave."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -14,15 +13,15 @@ from safetensors.torch import load_file
 from distaccum.checkpoint.tensors import TensorFiles
 from tests.support.commands import ROOT, environment, metrics
 from tests.support.optional import Library, needs
+from tests.test_docs import blocks_of
 
 transformers = Library("transformers")
 pytestmark = needs("peft")
 
 
 def _commands() -> list[list[str]]:
-    page = (ROOT / "docs" / "finetuning.md").read_text()
-    found = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
-    return [shlex.split(line) for line in found.splitlines() if line]
+    found = "\n".join(block.text for block in blocks_of("docs/models.md", "Fine-tuning") if block.language == "bash")
+    return [shlex.split(line) for line in found.replace("\\\n", " ").splitlines() if line]
 
 
 @pytest.mark.heavy

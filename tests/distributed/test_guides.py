@@ -1,4 +1,4 @@
-"""docs/start.md, nanogpt.md and bring-your-own.md, walked as a reader does: each command where the last one ended."""
+"""docs/index.md, bring-your-own.md, models.md's nanoGPT, walked as a reader does: each command where the last ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import ROOT, metrics, run, status
-from tests.test_docs import Block, _tiny, _training, blocks, text_of
+from tests.test_docs import Block, _tiny, _training, blocks, blocks_of, text_of
 
 EXAMPLE = ROOT / "launch" / "examples" / "nanogpt"
 
@@ -22,10 +22,10 @@ def _shape(line: str) -> str:
     return " ".join(re.sub(r"# [KM]?i?B\b", "# B", re.sub(r"\S*runs/\S+", "PATH", numbered)).split())
 
 
-def _walk(page: str, folder: Path) -> list[tuple[Block, str]]:
+def _walk(page: str, folder: Path, section: str | None = None) -> list[tuple[Block, str]]:
     """Runs each command and each block marked ``guide``, in order; what is printed, after each of them."""
     printed = []
-    for block in blocks(page):
+    for block in blocks(page) if section is None else blocks_of(page, section):
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
             printed += [(block, _run(line, folder))]
         if block.language == "python" and block.mark == "guide":
@@ -74,7 +74,7 @@ def _run(command: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_the_commands_of_the_start_print_what_the_page_says(tmp_path: Path) -> None:
     """Each line of a block is printed by the command before it, up to its numbers; those of the plan to the digit."""
-    page = "docs/start.md"
+    page = "docs/index.md"
     printed = _walk(page, tmp_path)
     outputs = {block.number: text for block, text in printed}
     shown = [block for block in blocks(page) if not block.language]
@@ -107,7 +107,7 @@ def _small_nanogpt() -> list[str]:
 def test_nanogpt_from_a_text_to_a_sample(tmp_path: Path) -> None:
     folder = tmp_path / "nanogpt"
     shutil.copytree(EXAMPLE, folder)
-    printed = [text for _, text in _walk("docs/nanogpt.md", folder)]
+    printed = [text for _, text in _walk("docs/models.md", folder, "nanoGPT, end to end")]
     assert (folder / "train.bin").stat().st_size == 2 * int(re.findall(r"[\d,]+", printed[1])[0].replace(",", ""))
     assert "AdamW (dims 0 1, weight_decay 0.0): 192" in printed[2]  # three norms of 64
     one, two = (metrics(folder / "runs" / name) for name in ("nanogpt", "two"))

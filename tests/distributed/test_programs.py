@@ -50,4 +50,4 @@ def test_a_program_is_exact_or_refused(name: str, engine: str, tmp_path: Path) -
 
 
 def test_the_table_of_the_documentation_is_this_one() -> None:
-    assert table() in (ROOT / "docs" / "programs.md").read_text()
+    assert table() in (ROOT / "docs" / "engines.md").read_text()

@@ -107,7 +107,7 @@ def table(faults: dict[Fault, list[str]]) -> str:
 def main() -> int:
     """Writes or checks the page."""
     collected = _Collected()
-    if code := pytest.main(["--collect-only", "--no-summary", "-qq", "-m", ""], plugins=[collected]):
+    if code := pytest.main(["tests", "--collect-only", "--no-summary", "-qq", "-m", ""], plugins=[collected]):
         return int(code)
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)

@@ -118,7 +118,7 @@ AUDIT = "audit"
 def _command_of_the_page() -> list[str]:
     (line,) = re.findall(
         r"^torchrun --standalone --nproc-per-node=2 -m distaccum audit (launch/\S+ .*)$",
-        (ROOT / "docs" / "audit.md").read_text(),
+        (ROOT / "docs" / "tools.md").read_text(),
         re.MULTILINE,
     )[:1]
     return shlex.split(line)

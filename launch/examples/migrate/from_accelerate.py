@@ -1,4 +1,4 @@
-"""A loop of Accelerate; docs/bring-your-loop.md changes it."""
+"""A loop of Accelerate; docs/own-loop.md changes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop written by hand, on one process or under torchrun; docs/bring-your-loop.md changes it."""
+"""A loop written by hand, on one process or under torchrun; docs/own-loop.md changes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of DeepSpeed's own engine, under torchrun or ``deepspeed``; docs/bring-your-loop.md changes it."""
+"""A loop of DeepSpeed's own engine, under torchrun or ``deepspeed``; docs/own-loop.md changes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LightningModule and its Trainer; docs/bring-your-loop.md changes them."""
+"""A LightningModule and its Trainer; docs/own-loop.md changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Trainer of Hugging Face; docs/bring-your-loop.md changes it."""
+"""A Trainer of Hugging Face; docs/own-loop.md changes it."""
 
 from __future__ import annotations
 
