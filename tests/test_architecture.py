@@ -34,12 +34,6 @@ RINGS = {"tools", "elastic"}
 BESIDE = {"testing": {"errors", "distributed"}}
 # Files of the core that still import the ring of elastic runs; none may join them.
 STILL_ELASTIC = {
-    "engines/ddp/engine.py",
-    "engines/deepspeed/engine.py",
-    "engines/factory.py",
-    "engines/optimizer_state.py",
-    "engines/base.py",
-    "engines/state.py",
     "train/cli.py",
     "train/loop.py",
     "train/run.py",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,9 @@ from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import Ownership
-from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
-
-if TYPE_CHECKING:
-    from distaccum.elastic.engine.shares import Share, Shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +140,6 @@ class Engine(ABC):
     """The loss scale below which it never falls; None without a dynamic scale."""
     reproducible: bool = False
     """Whether a window's gradients are summed in an order that does not depend on the ranks."""
-    reduces_after: bool = False
-    """Whether the reduction comes after the last backward, in :meth:`reduce`, and may fail: see :attr:`kept`."""
     defer_reduction: bool = False
     """Whether the boundary's backward ends before its reduction begins, so that it may fail as any other."""
     forward_communicates: bool = False
@@ -427,46 +421,6 @@ class Engine(ABC):
     def reduction_begun(self) -> bool:
         """Whether the other ranks may have a part of the open window's gradient, so that it cannot begin again."""
         return False
-
-    def reduce(self) -> None:
-        """The window's reduction, after its last micro-step; only where :attr:`reduces_after`."""
-        raise NotImplementedError
-
-    def send_along(self, numbers: Tensor) -> None:
-        """Has fp64 ``numbers``, of one shape on all ranks, travel with :meth:`reduce`; where :attr:`reduces_after`."""
-        raise NotImplementedError
-
-    @property
-    def received(self) -> Tensor:
-        """The sum over the ranks of what :meth:`send_along` was given, after :meth:`reduce`."""
-        raise NotImplementedError
-
-    @property
-    def kept(self) -> PartialWindow:
-        """What this rank has of the open window, also after a reduction that failed; where :attr:`reduces_after`."""
-        raise NotImplementedError
-
-    def take_up(self, kept: PartialWindow) -> None:
-        """Gives the window that begins next what another engine has :attr:`kept` of it on this rank."""
-        raise NotImplementedError
-
-    @property
-    def shares(self) -> Shares | None:
-        """What this rank has of a state that is sharded, where ranks may be lost; None: each rank has all of it."""
-        return None
-
-    def load_dealt(self, state: EngineState, share: Share, *, torn: bool) -> None:
-        """Restores the state of an engine of other ranks, of which each has a share; a collective.
-
-        Args:
-            state: weights and what else every rank has.
-            share: what this rank has of one moment's state.
-            torn: whether some rank's weights are of another moment, so that those of the shares are taken.
-
-        Raises:
-            LostStateError, PeerError: as :func:`~distaccum.elastic.engine.shares.dealt`.
-        """
-        raise NotImplementedError
 
     @property
     def gives_up_alone(self) -> bool:

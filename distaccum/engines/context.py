@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig
@@ -15,6 +17,20 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from distaccum.distributed.world import World
+    from distaccum.engines.base import Engine
+
+
+class EngineBuilder(Protocol):
+    """Makes engines in the place of the factory, for runs that need more of them."""
+
+    def check(self, context: EngineContext) -> None:
+        """Raises ConfigError for settings that it cannot follow."""
+
+    def create(self, model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> Engine:
+        """Wraps a model that was checked; a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +51,7 @@ class EngineContext:
         planned: True where the processes are not launched yet.
         compile: what of the model is compiled.
         reproducible: whether gradients are summed in an order that does not depend on the ranks.
-        elastic: whether a window goes on where ranks are lost.
-        keepers: then, by rank, which one keeps a copy of a share of the state; empty: the next one.
+        builder: what makes the engine in the factory's place; None: the factory.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
 
@@ -53,8 +68,7 @@ class EngineContext:
     planned: bool
     compile: CompileConfig = field(default_factory=CompileConfig)
     reproducible: bool = False
-    elastic: bool = False
-    keepers: Sequence[int] = ()
+    builder: EngineBuilder | None = None
     generated: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -36,11 +36,10 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
-from distaccum.elastic.engine import elastic
 from distaccum.engines import compiled, reproducible
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.engines.base import Engine
-from distaccum.engines.context import EngineContext
+from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ConfigError, shorten
@@ -213,7 +212,7 @@ def prepare(
     planned: bool = False,
     compile: str | CompileConfig = "none",  # noqa: A002
     numerics: str = "fast",
-    elastic: bool = False,
+    builder: EngineBuilder | None = None,
 ) -> EngineContext:
     """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
 
@@ -223,7 +222,7 @@ def prepare(
         world_size: number of ranks.
         device: this rank's.
         planned: True where the processes are not launched yet.
-        elastic: whether a window goes on where ranks are lost.
+        builder: makes the engine in the place of this factory.
 
     Raises:
         ConfigError: no such engine or policy, or the model or the hardware cannot do what they ask for.
@@ -252,7 +251,7 @@ def prepare(
         planned=planned,
         compile=CompileConfig.of(compile),
         reproducible=numerics == REPRODUCIBLE,
-        elastic=elastic,
+        builder=builder,
     )
     return replace(context, generated=check_engine(model, context))
 
@@ -281,7 +280,8 @@ def create(
         hardware.configure(context.policy, world.device)
         parts = _parts_to_compile(model, context)
         checkpoints = checkpoint_activations(model, context.engine, compiled=bool(parts))
-        made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
+        build = create_plain if context.builder is None else context.builder.create
+        made = build(model, optimizers, world, context)
     except BaseException:
         if checkpoints is not None:
             checkpoints.undo()
@@ -292,6 +292,12 @@ def create(
         made.compiled = compiled.Compiled(parts, context.compile, tells=world.is_main)
     ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
     made.ownership = ownership
+    return made
+
+
+def create_plain(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> Engine:
+    """The engine that the settings name, without what belongs to all engines: the part that a builder may replace."""
+    made: Engine = _load(SPECS[context.engine.name].create)(model, optimizers, world, context)
     return made
 
 
@@ -333,8 +339,8 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     check_compiled(model, context.policy)
     if context.reproducible:
         reproducible.check(model, context)
-    if context.elastic:
-        elastic.check(context)
+    if context.builder is not None:
+        context.builder.check(context)
     hardware.check(context.policy, context.device)
     spec = SPECS[context.engine.name]
     if is_meta(model) and not spec.makes_weights:

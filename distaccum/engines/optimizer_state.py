@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.elastic.engine.packed_files import is_packed
 from distaccum.engines.modules import full_tensor, is_sharded, shard_like
 from distaccum.engines.state import from_bytes, to_bytes
 from distaccum.errors import CheckpointError, MisuseError
@@ -98,11 +97,9 @@ def load(
     Raises:
         MisuseError: it is the state of optimizers of other classes.
         KeyError: something was kept of a parameter that the model has not.
-        ValueError: a tensor has another shape than its sharded parameter, or is a file of DeepSpeed's.
+        ValueError: a tensor has another shape than its sharded parameter.
     """
     optimizers = list(optimizers)
-    if any(map(is_packed, tensors)):
-        raise ValueError("the optimizer's state is DeepSpeed's own: start from the weights alone, without it")
     check_kinds(optimizers, values)
     kept, own = by_owner(tensors, values)
     unknown = kept.keys() - parameters.keys()

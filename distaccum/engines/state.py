@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StateLayout
 from distaccum.engines.modules import clean
 from distaccum.errors import CheckpointError, shorten
-
-if TYPE_CHECKING:
-    from distaccum.elastic.engine.shares import Shares
 
 # Modules' extra state (``get_extra_state``) as tensors of bytes, so that it goes wherever tensors go.
 #
@@ -166,19 +163,12 @@ def whole_state(engine: Engine, world: World) -> EngineState:
         parts = [gathered(parts.pop(0), world) for _ in range(2)]
         values = merged(values, world)
     for part in parts:
-        _copy_in_place(part)
+        copy_in_place(part)
     model, optimizer = parts
     return replace(rest, model=model, optimizer=optimizer, optimizer_values=dict(values))
 
 
-def own_state(engine: Engine, shares: Shares) -> EngineState:
-    """A copy of what every rank has, on this rank; the optimizers' state is in its ``shares``, and the loss scale's."""
-    model = dict(engine.state().model)
-    _copy_in_place(model)
-    return EngineState(model=model, optimizer={}, optimizer_values={}, scaler=shares.scaler)
-
-
-def _copy_in_place(tensors: dict[str, Tensor]) -> None:
+def copy_in_place(tensors: dict[str, Tensor]) -> None:
     """Replaces each tensor by a copy; names of the same tensor share it."""
     copies: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in tensors.items():

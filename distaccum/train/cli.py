@@ -47,8 +47,10 @@ from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
+from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.group.member import Member
 from distaccum.elastic.group.membership import ExpelledError
+from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.precision.selection import describe
 from distaccum.program import outlive_output
@@ -219,7 +221,7 @@ def _run_job(
                 yield world
 
         result = run(
-            partial(_make_components, job, environment, elastic=member is not None),
+            partial(_make_components, job, environment, builder=None if member is None else ElasticEngines()),
             run_dir,
             environment,
             began=monotonic(),
@@ -234,11 +236,13 @@ def _run_job(
     return result
 
 
-def _make_components(job: Job, environment: LaunchEnvironment, *, elastic: bool = False) -> TrainingComponents:
+def _make_components(
+    job: Job, environment: LaunchEnvironment, *, builder: EngineBuilder | None = None
+) -> TrainingComponents:
     config = RunConfig.from_dict(job.config)
     device = environment.device(config.trainer.backend, key="trainer.backend")
     return components_from_config(
-        config, world_size=environment.size, device=device, planned=environment.planned, elastic=elastic
+        config, world_size=environment.size, device=device, planned=environment.planned, builder=builder
     )
 
 

@@ -35,7 +35,7 @@ from distaccum.data.plan.scheduled import Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.engines import compiled
-from distaccum.engines.context import EngineContext
+from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.factory import prepare, refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, is_window_loss
@@ -124,7 +124,12 @@ class TrainingComponents:
 
 
 def components_from_config(
-    config: RunConfig, *, world_size: int, device: torch.device, planned: bool = False, elastic: bool = False
+    config: RunConfig,
+    *,
+    world_size: int,
+    device: torch.device,
+    planned: bool = False,
+    builder: EngineBuilder | None = None,
 ) -> TrainingComponents:
     """Builds every component that the configuration names.
 
@@ -133,7 +138,7 @@ def components_from_config(
         world_size: number of ranks.
         device: of this rank.
         planned: True where the processes are not launched yet.
-        elastic: whether ranks come and go.
+        builder: makes the engine in the factory's place.
 
     Raises:
         ConfigError: something cannot be built on this machine.
@@ -144,7 +149,7 @@ def components_from_config(
         model = build("model", config.model)
     loss = build("loss", config.loss)
     return build_components(
-        config, data, model, loss, world_size=world_size, device=device, planned=planned, elastic=elastic
+        config, data, model, loss, world_size=world_size, device=device, planned=planned, builder=builder
     )
 
 
@@ -162,7 +167,7 @@ def build_components(
     loggers: Sequence[Logger] = (),
     record: Mapping[str, Any] | None = None,
     planned: bool = False,
-    elastic: bool = False,
+    builder: EngineBuilder | None = None,
 ) -> TrainingComponents:
     """Builds the components around a model, a loss and data that exist; the rest is the configuration's.
 
@@ -179,7 +184,7 @@ def build_components(
         loggers: of the records, beside those of the configuration.
         record: the configuration to keep in checkpoints; by default ``config``.
         planned: True where the processes are not launched yet.
-        elastic: whether ranks come and go.
+        builder: makes the engine in the factory's place.
 
     Raises:
         ConfigError: as :func:`components_from_config`.
@@ -226,7 +231,7 @@ def build_components(
         seed=config.seed,
         planned=planned,
         numerics=config.numerics,
-        elastic=elastic,
+        builder=builder,
     )
     _prepare_saving(config, model)
     if config.init_from is not None:

@@ -21,11 +21,12 @@ from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.random import RNGState
+from distaccum.elastic.engine.ddp import own_state, resumable, shares_of
 from distaccum.elastic.engine.shares import Shares
 from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.elastic.run.carried import Begun, Carried, Tail
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
-from distaccum.engines.state import own_state, whole_state
+from distaccum.engines.state import whole_state
 from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
@@ -397,12 +398,12 @@ class Loop:
             self._owed, self._stage, self._lr_before = stepped, 0, None
         lr, kept = self._lr if self._lr_before is None else self._lr_before, None
         if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
-            kept = Begun.of(progress, begun, begun.deal, accumulator.engine.kept)
+            kept = Begun.of(progress, begun, begun.deal, resumable(accumulator.engine).kept)
         elif self._begun_before is not None and self._begun_before[1] == progress:  # nobody has begun it again
             kept, _ = self._begun_before
         average = ema.of(self._components.callbacks)
         engine = accumulator.engine
-        shares = engine.shares
+        shares = shares_of(engine)
         if shares is not None and self._shares_before is not None and self._shares_before[1] == progress:
             shares = shares.with_those_of(self._shares_before[0])
         return Carried(

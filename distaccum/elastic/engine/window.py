@@ -11,6 +11,7 @@ from distaccum.accumulation.step import LossSums, Outcome, backward, run_micro_s
 from distaccum.accumulation.two_pass import SecondPass
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
+from distaccum.elastic.engine.ddp import resumable
 from distaccum.engines.base import Engine
 from distaccum.losses.base import Loss
 
@@ -33,12 +34,13 @@ def run_window(
         losses = LossSums(engine.device)
         losses.add(loss.sums)
     activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-    engine.send_along(losses.placed(window.counts, engine.world.rank))
+    elastic = resumable(engine)
+    elastic.send_along(losses.placed(window.counts, engine.world.rank))
     if window.micro_batches:
-        engine.reduce()
+        elastic.reduce()
     else:
         engine.shadow_micro_step()
     activity.phase = Phase.STEP
     if before_step is not None:
         before_step()
-    return losses.outcome(window.counts, engine.step(), engine.received)
+    return losses.outcome(window.counts, engine.step(), elastic.received)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.engine.desk import Desk
 from distaccum.elastic.engine.window import run_window
 from distaccum.elastic.group.polled_group import ViewChangedError
@@ -51,12 +52,12 @@ class InView:
             if console is not None:
                 self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         accumulator.add_rider(self.rider)
-        if accumulator.engine.reduces_after:
+        if self.memory is None:
             accumulator.run_windows_by(run_window)
         if self.begin.carried is not None:
             accumulator.trust()
             if self.memory is None:
-                accumulator.engine.take_up(self.begin.kept)
+                resumable(accumulator.engine).take_up(self.begin.kept)
         self.begin.release()
 
     def leave(self, loop: Loop, error: ViewChangedError) -> None:

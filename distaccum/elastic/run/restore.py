@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.run.carried import Carried
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, named
@@ -32,7 +33,8 @@ class RestoreCarried:
         if carried.shares is None:
             accumulator.engine.load_state(carried.engine)
         else:
-            accumulator.engine.load_dealt(carried.engine, carried.shares.now, torn=carried.shares.torn)
+            engine = resumable(accumulator.engine)
+            engine.load_dealt(carried.engine, carried.shares.now, torn=carried.shares.torn)
         run = carried.run
         accumulator.restore(run.progress, run.position, None, run.spikes)
         accumulator.tracker.skips_in_a_row = carried.skips_in_a_row

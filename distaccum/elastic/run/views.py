@@ -13,6 +13,7 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.data.plan.units import Again, UnitPlan
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
+from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.desk import Desk
 from distaccum.elastic.engine.shares import LostStateError
 from distaccum.elastic.group.member import Member
@@ -195,7 +196,8 @@ def of_ranks_now(components: TrainingComponents, view: View, again: Again | None
     """The components for the ranks of a view, which may go on with an open window."""
     plan, ranks = cast(Any, components.plan), len(view.members)
     plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else plan.for_ranks(ranks)
-    engine = replace(components.engine, world_size=ranks, keepers=keepers_of(view.members))
+    builder = ElasticEngines(keepers_of(view.members))
+    engine = replace(components.engine, world_size=ranks, builder=builder)
     return components.found(plan=plan, engine=engine)
 
 

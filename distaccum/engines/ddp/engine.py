@@ -21,8 +21,6 @@ from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.elastic.engine.mirror import Mirror
-from distaccum.elastic.engine.shares import Share, Shares
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.engines.constant_buffers import ConstantBuffers
@@ -46,7 +44,6 @@ from distaccum.engines.group_settings import WholeGroups
 from distaccum.engines.modules import clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
-from distaccum.engines.partial_sums import PartialWindow
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.errors import ConfigError, MisuseError, shorten
@@ -73,9 +70,8 @@ class DDPEngine(Engine):
         policy: what forwards compute in, and what gradients travel in between ranks.
         options: clipping and the loss scale.
         shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
-        reproducible: whether gradients are summed in an order that does not depend on the ranks.
-        elastic: whether a window goes on where ranks are lost: what a rank has sent is kept until the step.
-        keepers: then, by rank, which one keeps a copy of its shard; empty: the next one.
+        tree: sums gradients in an order of its own; None: torch's DDP averages them.
+        reproducible: whether that order does not depend on the ranks.
     """
 
     def __init__(
@@ -88,19 +84,17 @@ class DDPEngine(Engine):
         policy: PrecisionPolicy,
         options: StepOptions,
         shards: ZeRO1 | None = None,
+        tree: TreeAllReduce | None = None,
         reproducible: bool = False,
-        elastic: bool = False,
-        keepers: Sequence[int] = (),
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
-        sums = reproducible or elastic  # and averages nothing
+        sums = tree is not None  # and averages nothing
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
         self.gradient_divide_factor = 1 if options.scaler or sums else world.size
         # A factor that the reduced gradient is still to get.
         self._sums_to = world.size if options.scaler and not sums else 1
-        self.reproducible, self.reduces_after = reproducible, elastic
-        self._tree = TreeAllReduce(world, by_units=reproducible, keeps=elastic) if sums else None
+        self.reproducible, self._tree = reproducible, tree
         self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
         self._shards = shards
         self._model = model
@@ -167,7 +161,6 @@ class DDPEngine(Engine):
             if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
         }
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
-        self._mirror = self._make_mirror(keepers) if elastic else None
 
     def _divide(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
@@ -217,8 +210,7 @@ class DDPEngine(Engine):
         if self._shards is None:
             return line if self._masters is None else f"{line}; {held} too"
         spread = size_of(sum(p.nbytes for p in self._parameters))
-        copied = "" if self._mirror is None else ", with a copy on another"
-        return f"{line}; {held} on one rank each{copied}, {spread} of parameters broadcast a window"
+        return f"{line}; {held} {self._shards.place}, {spread} of parameters broadcast a window"
 
     def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.
@@ -230,8 +222,6 @@ class DDPEngine(Engine):
         self._micro_steps = micro_steps
         self._take_deal(deal)
         if self._tree is not None:
-            if self._unused is not None:
-                self._unused.take_up(self._tree.taken_up.used)
             self._tree.begin(deal)
         if communicating := self._communicating():
             self._compare_micro_steps(communicating)
@@ -299,20 +289,28 @@ class DDPEngine(Engine):
                 scaled.backward()  # type: ignore[no-untyped-call]
             if self._tree is not None:
                 self._tree.micro_step_ended()
-        elif self.defer_reduction or self.reduces_after:
-            self._missing = self._backward_missing(scaled)
-            if self._tree is not None:
-                self._tree.micro_step_ended()
-            self._watch.note()
-            if not self.reduces_after:
-                self.reduce()
         else:
-            if self._tree is not None:
-                self._tree.expect_deal()
-            with uncounted():
-                self._reduce(scaled)
+            self._boundary(scaled)
         if self.compiled is not None:
             self.compiled.backward_ended()
+        self._watch.note()
+
+    def _boundary(self, loss: Tensor) -> None:
+        """The backward of the micro-step that reduces, and the reduction."""
+        if self.defer_reduction:
+            self._backward_alone(loss)
+            self._reduce_late()
+            return
+        if self._tree is not None:
+            self._tree.expect_deal()
+        with uncounted():
+            self._reduce(loss)
+
+    def _backward_alone(self, loss: Tensor) -> None:
+        """The boundary's backward, whose reduction comes after it."""
+        self._missing = self._backward_missing(loss)
+        if self._tree is not None:
+            self._tree.micro_step_ended()
         self._watch.note()
 
     def _backward_missing(self, loss: Tensor) -> list[nn.Parameter]:
@@ -384,55 +382,22 @@ class DDPEngine(Engine):
     @property
     def restarts_windows(self) -> bool:
         """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
-        resumed = self._tree is not None and self._tree.resumed  # of other ranks' sums, which are spent
-        return not (self.reproducible or resumed or self._communicating())
+        return not (self.reproducible or self._communicating())
 
     @property
     def reduction_begun(self) -> bool:
         """See :class:`Engine`; on one rank nobody has any."""
         return self._world.size > 1 and (self._reduced or self._reduction.running)
 
-    def reduce(self) -> None:
-        """See :class:`Engine`. Adds minus zero, which changes no number, and no zero's sign.
-
-        Where all that is reduced is kept, DDP has no part in it.
-        """
+    def _reduce_late(self) -> None:
+        """The reduction after the last backward. Adds minus zero, which changes no number, and no zero's sign."""
         self._watch.check()
-        if self.reduces_after and self._tree is not None and not self._missing:
-            with uncounted():
-                self._tree.reduce_kept()
-            self._reduced = True
-            self._watch.note()
-            return
         if self._missing:
             self._fault = self._unused_message(self._missing)
         with self._unused_ignored(), uncounted():
             self._reduction.join(nan if self._missing else -0.0)
         self._reduced = True
         self._watch.note()
-
-    def send_along(self, numbers: Tensor) -> None:
-        """See :class:`Engine`."""
-        assert self._tree is not None
-        self._tree.send_along(numbers)
-
-    @property
-    def received(self) -> Tensor:
-        """See :class:`Engine`."""
-        assert self._tree is not None
-        return self._tree.received
-
-    @property
-    def kept(self) -> PartialWindow:
-        """See :class:`Engine`."""
-        assert self._tree is not None
-        kept = self._tree.kept
-        return kept if self._unused is None else replace(kept, used=self._unused.used)
-
-    def take_up(self, kept: PartialWindow) -> None:
-        """See :class:`Engine`."""
-        assert self._tree is not None
-        self._tree.taken_up = kept
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A backward from a constant: its hooks fire, the user's forward does not run."""
@@ -441,13 +406,13 @@ class DDPEngine(Engine):
             self._watch.check()
             if self._tree is not None:
                 self._tree.expect_deal()
-            if self.reduces_after and self._tree is not None:
-                self._tree.reduce_kept()
-            else:
-                with self._unused_ignored():
-                    self._reduction.join(0.0)
+            self._join_with_zeros()
             self._reduced = True
             self._watch.note()
+
+    def _join_with_zeros(self) -> None:
+        with self._unused_ignored():
+            self._reduction.join(0.0)
 
     def _unused_ignored(self) -> AbstractContextManager[None]:
         return nullcontext() if self._unused is None else self._unused.ignoring()
@@ -472,20 +437,14 @@ class DDPEngine(Engine):
             self._masters.take_in()
         if self._shards is not None:
             self._shards.take_in()
-        if self._mirror is not None:
-            self._mirror.before_step()
         with self.stepped_groups:
             output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
         if self._masters is not None:
             self._masters.round()
         if self._fault:
             output = replace(output, fault=self._fault)
-        if self._mirror is not None:
-            self._mirror.exchange()
         if self._shards is not None:
             self._shards.broadcast()
-        if self._mirror is not None:
-            self._mirror.commit()
         self.zero_gradients()
         return output
 
@@ -584,7 +543,7 @@ class DDPEngine(Engine):
             self._masters.release(self._optimizers)
         if self._shards is not None:
             whole = None if self._masters is None else self._masters.whole
-            self._shards.restore(self._optimizers, whole, gathers=self._mirror is None)
+            self._shards.restore(self._optimizers, whole)
         if self._masters is not None:
             self._masters.restore()
         if self._unused is not None:
@@ -619,33 +578,6 @@ class DDPEngine(Engine):
             self._masters.load(state.model)
         with self.stepped_groups:
             self._optimizer_step.load_state(state)
-        if self._mirror is not None:
-            self._mirror.load(state)
-
-    # --- where ranks may be lost
-
-    def _make_mirror(self, keepers: Sequence[int]) -> Mirror | None:
-        if self._shards is None:
-            return None
-        names = {id(parameter): name for name, parameter in self._named.items()}
-        every = {clean(name): p for name, p in self._model.named_parameters(remove_duplicate=False)}
-        aliases = {name: names[id(p)] for name, p in every.items() if id(p) in names and name not in self._named}
-        stepped, masters = self._stepped_state, self._masters
-        return Mirror(self._world, self._shards, self._named, aliases, stepped, masters=masters, keepers=keepers)
-
-    def _stepped_state(self) -> EngineState:
-        with self.stepped_groups:
-            return self._optimizer_step.state({}, owns=lambda _: True)
-
-    @property
-    def shares(self) -> Shares | None:
-        """See :class:`Engine`."""
-        return None if self._mirror is None else self._mirror.shares
-
-    def load_dealt(self, state: EngineState, share: Share, *, torn: bool) -> None:
-        """See :class:`Engine`."""
-        assert self._mirror is not None
-        self.load_state(self._mirror.completed(state, share, torn=torn))
 
 
 def check(model: nn.Module, context: EngineContext) -> None:
@@ -678,9 +610,8 @@ def _create(
         policy=context.policy,
         options=context.step_options(world.device),
         shards=shards,
+        tree=TreeAllReduce(world) if context.reproducible else None,
         reproducible=context.reproducible,
-        elastic=context.elastic,
-        keepers=context.keepers,
     )
 
 

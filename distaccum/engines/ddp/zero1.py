@@ -35,6 +35,9 @@ class ZeRO1:
         world: this rank.
     """
 
+    place = "on one rank each"
+    """Where a parameter's optimizer state lies, for people."""
+
     def __init__(self, world: World) -> None:
         self._world = world
         self._flat_buffers: list[tuple[int, Tensor]] = []  # by the rank that steps them

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.elastic.engine.packed_files import is_packed, unpacked
 from distaccum.engines import optimizer_state
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
@@ -467,22 +466,15 @@ class DeepSpeedEngine(Engine):
     def load_state(self, state: EngineState) -> None:
         """Restores weights, the optimizer's state and the loss scale, whichever engine saved them.
 
-        A collective where the optimizer's state is in DeepSpeed's own files, which hold the weights too.
-
         Raises:
-            CheckpointError: as :meth:`load_files`; or parameters that are stepped as one have different states.
+            CheckpointError: parameters that are stepped as one have different states.
             MisuseError: it is the state of an optimizer of another class.
             RuntimeError, KeyError, ValueError: the tensors belong to another model.
         """
-        files = [name for name in state.optimizer if is_packed(name)]
-        by_name = bool(state.optimizer) and not files
-        if files:
-            with unpacked(state.optimizer) as folder:
-                self.load_files(folder)
-        elif state.model:
+        if state.model:
             self._weights.load(self._engine, state.model)
             self._own_edits()
-        if by_name:
+        if state.optimizer:
             self._load_optimizer(state)
         self._settings.restore(state.optimizer_values)
         if self._scaler and state.scaler:

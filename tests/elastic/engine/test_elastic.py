@@ -16,6 +16,8 @@ from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import Again, SecondDeal, UnitPlan, joined
 from distaccum.distributed.world import World
+from distaccum.elastic.engine.builder import ElasticEngines
+from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.engine.window import run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
@@ -69,7 +71,7 @@ def accumulator(
         device=world.device,
         seed=0,
         numerics=numerics,
-        elastic=elastic,
+        builder=ElasticEngines() if elastic else None,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     acc = Accumulator(
@@ -190,7 +192,7 @@ def interrupted(world: World, *, place: str, after: int) -> tuple[dict[str, Any]
     setattr(tree, place, lose)
     with pytest.raises(LostError):
         acc.step(window, LOSS)
-    kept = acc.engine.kept
+    kept = resumable(acc.engine).kept
     kept = PartialWindow(
         sums={node: [one.clone() for one in sums] for node, sums in kept.sums.items()}, along=kept.along
     )
@@ -210,7 +212,7 @@ def finished(world: World, state: dict[str, Any], held: list[PartialWindow]) -> 
     plan = plan_of(world, "reproducible").for_ranks(
         world.size, Again(epoch=0, window=1, deal=again, counts={SINGLE: 20})
     )
-    acc.engine.take_up(held[world.rank])
+    resumable(acc.engine).take_up(held[world.rank])
     losses, computed = [], []
     for window in acc.windows(MapWindowLoader(SAMPLES, plan, world, seed=3)):
         outcome = acc.step(window, LOSS)
@@ -242,7 +244,7 @@ def test_the_ranks_that_are_left_finish_the_window_to_the_same_bits(
 def test_engines_that_share_the_state_may_go_back(engine: EngineConfig) -> None:
     if isinstance(engine, DeepSpeedConfig):
         pytest.importorskip("deepspeed")
-    assert _prepared(engine).elastic
+    assert _prepared(engine).builder is not None
 
 
 def test_replicas_are_refused() -> None:
@@ -263,5 +265,5 @@ def _prepared(engine: EngineConfig) -> EngineContext:
         device=torch.device("cpu"),
         seed=0,
         planned=True,
-        elastic=True,
+        builder=ElasticEngines(),
     )

@@ -18,11 +18,12 @@ from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import UnitPlan
 from distaccum.distributed.world import World
+from distaccum.elastic.engine.builder import ElasticEngines
+from distaccum.elastic.engine.ddp import own_state, resumable
 from distaccum.elastic.engine.shares import LostStateError, Share, Shares
 from distaccum.elastic.engine.window import run_window
 from distaccum.engines.base import EngineState
 from distaccum.engines.factory import prepare
-from distaccum.engines.state import own_state
 from distaccum.losses.cross_entropy import CrossEntropy
 from tests.support.threads import run_ranks
 
@@ -72,7 +73,7 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
         device=world.device,
         seed=0,
         numerics="reproducible",
-        elastic=True,
+        builder=ElasticEngines(),
     )
     acc = Accumulator(
         model,
@@ -81,7 +82,7 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
         micro_batch_size=2,
         count=LOSS.count,
         world=world,
-        prepared=replace(prepared, keepers=keepers),
+        prepared=replace(prepared, builder=ElasticEngines(keepers)),
         numerics="reproducible",
         verify="never",
         seed=3,
@@ -115,7 +116,7 @@ def left_at(world: World, place: str, precision: str, window: int, keepers: Sequ
     for _ in range(window):
         acc.step(next(steps), LOSS)
     engine = cast(Any, acc.engine)
-    mirror, shards, zero = engine._mirror, engine._shards, engine.zero_gradients
+    mirror, shards, zero = engine._shards.mirror, engine._shards, engine.zero_gradients
 
     def lose(*_: object) -> None:
         raise LostError
@@ -123,14 +124,8 @@ def left_at(world: World, place: str, precision: str, window: int, keepers: Sequ
     if place in ("exchange", "commit"):
         setattr(mirror, place, lose)
     elif place == "broadcast":
-        buffers, send = shards._flat_buffers, shards.broadcast
-
-        def torn() -> None:
-            shards._flat_buffers = buffers[: len(buffers) // 2]
-            send()
-            lose()
-
-        shards.broadcast = torn
+        shards._flat_buffers = shards._flat_buffers[: len(shards._flat_buffers) // 2]
+        mirror.commit = lose
     if place == "commit" and world.rank == 0:
         del mirror.commit
         engine.zero_gradients = lambda: (zero(), lose())
@@ -157,7 +152,7 @@ def gone_on(world: World, left: list[Left | None], precision: str) -> tuple[Tens
     share = Share() if own is None else (own.shares.ahead if behind else own.shares.now)
     assert share is not None
     acc = accumulator(world, precision)
-    acc.engine.load_dealt(replace(state), share, torn=torn)
+    resumable(acc.engine).load_dealt(replace(state), share, torn=torn)
     acc.restore(source.progress, {}, None)
     return end_of(acc, world)
 

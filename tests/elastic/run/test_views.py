@@ -29,6 +29,7 @@ from distaccum.accumulation.tracker import ProgressTracker
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
+from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.shares import LostStateError
 from distaccum.elastic.group.member import Member
 from distaccum.elastic.group.membership import ExpelledError
@@ -168,7 +169,7 @@ def _fit(
             world_size=1,
             device=torch.device("cpu"),
             callbacks=told,
-            elastic=True,
+            builder=ElasticEngines(),
         ),
         RunDir(folder),
         member.environment,
