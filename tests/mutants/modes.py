@@ -230,12 +230,12 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 (
                     "engines/ddp/engine.py",
-                    "        with uncounted():\n                self._reduce(scaled)\n",
+                    "        with uncounted():\n            self._reduce(loss)\n",
                     (
-                        "        with uncounted():\n                self._reduce(scaled)\n"
-                        "            for frozen in self._model.parameters():\n"
-                        "                if not frozen.requires_grad:\n"
-                        "                    torch.distributed.all_reduce(torch.zeros_like(frozen).flatten())\n"
+                        "        with uncounted():\n            self._reduce(loss)\n"
+                        "        for frozen in self._model.parameters():\n"
+                        "            if not frozen.requires_grad:\n"
+                        "                torch.distributed.all_reduce(torch.zeros_like(frozen).flatten())\n"
                     ),
                 ),
             ),

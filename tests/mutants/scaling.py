@@ -18,9 +18,9 @@ MUTANTS = (
         (
             (
                 "engines/ddp/engine.py",
-                "                self._reduce(scaled)\n        if self.compiled is not None:\n",
+                "            self._boundary(scaled)\n        if self.compiled is not None:\n",
                 (
-                    "                self._reduce(scaled)\n"
+                    "            self._boundary(scaled)\n"
                     "        if self._scaler:\n"
                     "            self._scaler.advance(1.0 - torch.isfinite(scaled).float())\n"
                     "        if self.compiled is not None:\n"
