@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -21,8 +20,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from blake3 import blake3
 
 # The digests of a checkpoint's files: BLAKE3, which a core makes of 7 GB in a second, where SHA-256 takes three more.
-#
-# A digest names its algorithm, as ``blake3:9f64...``; one without a name is SHA-256, of checkpoints from before.
+# A digest names its algorithm, as ``blake3:9f64...``.
 
 NAME = "blake3:"
 
@@ -37,14 +35,14 @@ class Digest(Protocol):
         """Of all bytes so far."""
 
 
-def begin_digest(like: str = NAME) -> Digest:
-    """A digest of nothing yet, by the algorithm of the digest ``like``."""
-    return blake3() if like.startswith(NAME) else hashlib.sha256()
+def begin_digest() -> Digest:
+    """A digest of nothing yet."""
+    return blake3()
 
 
 def digest_text(digest: Digest) -> str:
     """The digest with its algorithm's name, as manifests have it."""
-    return f"{NAME if isinstance(digest, blake3) else ''}{digest.hexdigest()}"
+    return f"{NAME}{digest.hexdigest()}"
 
 
 _T = TypeVar("_T")
@@ -205,11 +203,8 @@ class HashingWriter:
         return hashed.result()
 
 
-def digests(files: Mapping[Path, str]) -> list[str | None]:
+def digests(files: Iterable[Path]) -> list[str | None]:
     """The digest of each file, None for what is none, such as a link; the large ones are read by threads.
-
-    Args:
-        files: with the digest that each is compared with, or that of any other, whose algorithm is taken.
 
     Raises:
         OSError: one cannot be read, again and again.
@@ -217,8 +212,8 @@ def digests(files: Mapping[Path, str]) -> list[str | None]:
     tasks: list[Callable[[], str | None]] = []
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
     try:
-        for file, like in files.items():
-            read = partial(retried, partial(_digest, file, like), of=file)
+        for file in files:
+            read = partial(retried, partial(_digest, file), of=file)
             large = retried(partial(_size, file), of=file) >= _LARGE
             tasks.append(threads.submit(read).result if large else read)
         return [task() for task in tasks]
@@ -248,10 +243,10 @@ def _size(path: Path) -> int:
     return found.st_size if S_ISREG(found.st_mode) else 0
 
 
-def _digest(path: Path, like: str) -> str | None:
+def _digest(path: Path) -> str | None:
     if not is_file(path):
         return None
-    found, buffer = begin_digest(like), bytearray(_READ)
+    found, buffer = begin_digest(), bytearray(_READ)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             found.update(memoryview(buffer)[:size])

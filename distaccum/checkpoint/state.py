@@ -1,7 +1,7 @@
 """The content of a checkpoint: tensors as safetensors, everything else as JSON. Loading these executes no code.
 
 Tensors are whole, whatever engine held them, and each is in one file: any engine on any number of ranks reads what it
-needs. An engine with its own format of optimizer state adds files that only it reads.
+needs.
 
 ::
 
@@ -41,7 +41,6 @@ from distaccum.engines.state import merged
 from distaccum.errors import CheckpointError, shorten
 
 VERSION = 3
-_READ = (2, 3)  # 2 had one file of each kind, written by rank 0
 _NONE = type(None)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "clocks": dict,
@@ -89,9 +88,9 @@ def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -
         world: this rank.
 
     Returns:
-        By name the digests of the files that were hashed while this rank wrote them: of all but an engine's own.
+        By name the digests of the files, hashed while this rank wrote them.
     """
-    return Part.of(engine, run, data, world).write(folder, engine)
+    return Part.of(engine, run, data, world).write(folder)
 
 
 class Average(Protocol):
@@ -107,7 +106,7 @@ class Average(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank writes of a checkpoint, but for an engine's own files; tensors are where they are trained."""
+    """What one rank writes of a checkpoint; tensors are where they are trained."""
 
     model: tensors.Share
     optimizer: tensors.Share
@@ -159,8 +158,8 @@ class Part:
             yield from self.average.files(host=host)
         yield from self.rest.items()
 
-    def write(self, folder: Path, engine: Engine) -> dict[str, str]:
-        """Writes it, and the engine's own files; a collective where there are any. See :func:`save`."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Writes it; see :func:`save`."""
         with HashingWriter(folder) as writer:
             for name, content in self.files():
                 writer.write(name, content)
@@ -190,7 +189,7 @@ def read(folder: Path) -> SavedState:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
     if not isinstance(record, dict):
         raise CheckpointError(f"{folder}: state.json is no record of a checkpoint")
-    if record.get("version") not in _READ:
+    if record.get("version") != VERSION:
         raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
     _check_types(folder, record)
     return SavedState(
@@ -263,8 +262,6 @@ def restore(
             state = replace(state, optimizer=optimizer, optimizer_values=values, scaler=scaler)
         if with_model:
             engine.load_state(state)
-        if with_optimizer:
-            engine.load_files(folder)
     except CheckpointError:
         raise
     except OSError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, NAME, digests, is_file, listed, retried, sync, write_json, write_text
+from distaccum.checkpoint.files import ABSENT, digests, is_file, listed, retried, sync, write_json, write_text
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -27,7 +27,7 @@ _LATEST, _BEST = "latest", "best.json"
 _REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
-_READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$|deepspeed/")
+_READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$")
 _IN_THE_WAY = "it was in the way of a checkpoint of this run"
 _TRY_AGAIN = "that is no damage, and nothing was changed. Mend the file system, and start again"
 
@@ -316,7 +316,7 @@ def verify(path: Path) -> None:
         expected: dict[str, str] = json.loads(text)
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
-        actual = _digests(path, like=expected)
+        actual = _digests(path)
     except (*ABSENT, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
     except OSError as error:
@@ -341,12 +341,10 @@ def _seal(folder: Path, known: Mapping[str, str] = _NONE) -> None:
     write_json(folder / MANIFEST, _digests(folder, known))  # syncs the folder too
 
 
-def _digests(
-    folder: Path, known: Mapping[str, str] = _NONE, *, like: Mapping[str, Any] = _NONE
-) -> dict[str, str | None]:
+def _digests(folder: Path, known: Mapping[str, str] = _NONE) -> dict[str, str | None]:
     """By name: the digest of a file, "" for a folder, and None for what is neither, such as a link.
 
-    ``known`` ones are taken as they are; the others are by the algorithm of those ``like`` them.
+    ``known`` ones are taken as they are.
     """
     found: dict[str, str | None] = dict(known)
     unknown: dict[str, Path] = {}
@@ -359,8 +357,7 @@ def _digests(
             relative = path.relative_to(folder).as_posix()
             if path != folder / MANIFEST and relative not in known:
                 unknown[relative] = path
-    sought = {path: str(like.get(name, NAME)) for name, path in unknown.items()}
-    found |= zip(unknown, digests(sought), strict=True)
+    found |= zip(unknown, digests(unknown.values()), strict=True)
     return dict(sorted(found.items()))
 
 

@@ -58,10 +58,6 @@ class EngineConfig(ABC):
         require(self.name == own, "engine.name", self.name, f"this is {type(self).__name__}", "Leave it out")
         require_choice("engine.activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
 
-    def reads(self, optimizer_format: str, world_size: int, precision: str) -> bool:
-        """Whether the engine reads optimizer state of that form, on ``world_size`` ranks in that precision."""
-        return optimizer_format == BY_PARAMETER
-
     def holds_weights(self, precision: PrecisionConfig) -> bool:
         """Whether the model's parameters are the weights that the optimizer steps: whole, or as this rank's shards."""
         return not precision.keeps_masters
@@ -192,11 +188,6 @@ class DeepSpeedConfig(EngineConfig):
         require(fits, "engine.activation_checkpoint", self.activation_checkpoint, problem, remedy)
         given = self.json is None or isinstance(self.json, str | PathLike | Mapping)
         require(given, "engine.json", self.json, "neither a file nor a mapping", "Give the path of a JSON file")
-
-    def reads(self, optimizer_format: str, world_size: int, precision: str) -> bool:
-        """See ``EngineConfig``; and DeepSpeed's own files, which an older distaccum wrote, where they fit."""
-        own = f"in DeepSpeed's files, for ZeRO stage {self.stage} on {world_size} ranks in {precision}"
-        return optimizer_format == own or super().reads(optimizer_format, world_size, precision)
 
     def holds_weights(self, precision: PrecisionConfig) -> bool:
         """See ``EngineConfig``."""

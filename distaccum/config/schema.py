@@ -722,10 +722,6 @@ class RunConfig:
         """
         return _from_plain(values)
 
-    def reads_optimizer(self, optimizer_format: str, world_size: int) -> bool:
-        """Whether this run's engine loads optimizer state of that format, on ``world_size`` ranks."""
-        return bool(self.engine.reads(optimizer_format, world_size, self.precision.name))
-
 
 def _writable(node: Any) -> Any:
     """Removes OmegaConf's read-only flag of frozen dataclasses at every depth, so that YAML can be merged."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -455,9 +454,6 @@ class Engine(ABC):
         Raises:
             RuntimeError, KeyError, ValueError: the state belongs to another model.
         """
-
-    def load_files(self, folder: Path) -> None:  # noqa: B027
-        """Restores files in an engine's own format, of an older distaccum, before the first window; a collective."""
 
     def close(self) -> None:
         """Gives model and optimizers back: unwrapped, without hooks, guards and gradients; local, and final.

@@ -41,7 +41,6 @@ def find_checkpoint(
     position: Mapping[str, int],
     *,
     model: nn.Module,
-    world_size: int,
     record: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> SavedState | None:
@@ -53,7 +52,6 @@ def find_checkpoint(
         store: of the run's own checkpoints.
         position: of the plan; must be the saved one.
         model: not wrapped yet; must have the saved tensors.
-        world_size: decides which optimizer state the engine can read.
         record: the configuration that trains, as a checkpoint keeps it.
         facts: of the model and the data, as a checkpoint keeps them.
 
@@ -77,7 +75,7 @@ def find_checkpoint(
         saved = None if config.resume == "never" else _read_named(config.resume)
     if saved is None:
         return None
-    path, readable = saved.folder, config.reads_optimizer(saved.run.optimizer_format, world_size)
+    path, readable = saved.folder, saved.run.optimizer_format == BY_PARAMETER
     if config.resume == "auto" and not readable:
         problem = f"cannot resume {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
@@ -206,7 +204,7 @@ class Restore:
         config = components.config
         self._saved, self._components, self._is_main = saved, components, world.is_main
         self._init_from = Path(config.init_from) if config.init_from and saved is None else None
-        self._with_optimizer = saved is not None and config.reads_optimizer(saved.run.optimizer_format, world.size)
+        self._with_optimizer = saved is not None and saved.run.optimizer_format == BY_PARAMETER
         self._on_meta = is_meta(components.model)
         # By the names of the model that is not wrapped yet: which of them are tied is known here.
         self._differences, self._tensors = weights.Differences(), None

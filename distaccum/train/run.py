@@ -262,14 +262,14 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     run_dir.make()
     refuse_if_held(run_dir.path)
     refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
-    saved = find_saved(components, run_dir, environment.size)
+    saved = find_saved(components, run_dir)
     if saved is not None and components.evaluates_alone and components.config.resume == "auto":
         problem = f"and trainer.max_steps=0 would end the run in {run_dir.path}, which has a checkpoint to go on from"
         raise ConfigError("resume", "auto", problem, f"Use resume={saved.folder} or init_from, and a folder of its own")
     return saved
 
 
-def find_saved(components: TrainingComponents, run_dir: RunDir, ranks: int) -> SavedState | None:
+def find_saved(components: TrainingComponents, run_dir: RunDir) -> SavedState | None:
     """The checkpoint that ``resume`` asks for."""
     return find_checkpoint(
         components.config,
@@ -277,7 +277,6 @@ def find_saved(components: TrainingComponents, run_dir: RunDir, ranks: int) -> S
         _store(components, run_dir),
         components.plan.position,
         model=components.model,
-        world_size=ranks,
         record=components.record,
         facts=components.facts,
     )

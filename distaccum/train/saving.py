@@ -409,7 +409,7 @@ class Saver:
         path = self._store.save(
             step,
             self._world,
-            partial(part.write, engine=engine),
+            part.write,
             again=again,
             before_publishing=partial(self._before_publishing, step, best),
         )

@@ -125,9 +125,7 @@ def test_an_older_deepspeed_is_refused_by_what_it_lacks(quick: Mapping[str, Any]
 
 
 def test_resumes_bitwise(quick: Mapping[str, Any]) -> None:
-    said = dict(quick["resume"])
-    for name in ("stage 0 (now 1)", "precision fp32 (now bf16)"):
-        assert name in said.pop(name)
+    said = quick["resume"]
     assert len(said) == 12
     assert all(said.values()), said
 

@@ -95,13 +95,11 @@ def newest(
     """
     goes, saved = Goes(to=BEGINNING), None
     if world.is_main:
-        goes, saved = _find(components, run_dir, in_memory, world.size)
+        goes, saved = _find(components, run_dir, in_memory)
     return Goes(**json.loads(world.broadcast_str(json.dumps(vars(goes))))), saved
 
 
-def _find(
-    components: TrainingComponents, run_dir: RunDir, in_memory: Mark | None, ranks: int
-) -> tuple[Goes, SavedState | None]:
+def _find(components: TrainingComponents, run_dir: RunDir, in_memory: Mark | None) -> tuple[Goes, SavedState | None]:
     config = replace(components.config, resume=AUTO)
     store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
     store.recover()
@@ -115,7 +113,6 @@ def _find(
             store,
             components.plan.position,
             model=components.model,
-            world_size=ranks,
             record=components.record,
             facts=components.facts,
         )

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import nan, sqrt
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +18,6 @@ from distaccum.distributed.world import World
 from distaccum.engines import optimizer_state
 from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
-from distaccum.engines.deepspeed import files as deepspeed_files
 from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed import optimizer_state as flat_state
 from distaccum.engines.deepspeed.compat import EngineLock, check_optimizers, compute_in, load_deepspeed, suppress_output
@@ -498,24 +496,6 @@ class DeepSpeedEngine(Engine):
         copies = internals.fp32_copies(self._engine.optimizer)
         named = dict(zip(self._names, self._trained, strict=True))
         return 0, by_entry(self._optimizers, {name: copies.get(id(p), p) for name, p in named.items()})
-
-    def _about(self) -> dict[str, Any]:
-        return {"world_size": self._world.size, "stage": self._stage, "precision": self._policy.name}
-
-    def load_files(self, folder: Path) -> None:
-        """Restores DeepSpeed's own checkpoint, of an older distaccum, where one is there; a collective.
-
-        Raises:
-            CheckpointError: see :func:`distaccum.engines.deepspeed.files.load`.
-        """
-        if not deepspeed_files.are_in(folder):
-            return
-        self._edited.take_in()  # what was put elsewhere lies in its place again
-        with self._groups:
-            deepspeed_files.load(self._engine, folder, self._about())
-        internals.own_loss_scale(self._engine.optimizer)
-        self._gradients.divide_by_nothing()
-        self._own_edits()
 
     def _own_edits(self) -> None:
         """What has changed weights so far was no user."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -508,10 +507,8 @@ def reductions(world: World) -> Any:
 
 @part
 def resume(world: World) -> Any:
-    """Four windows, beside two, the state, and two more: bit by bit; and DeepSpeed's files for another engine."""
+    """Four windows, beside two, the state, and two more: bit by bit."""
     found: dict[str, Any] = {}
-    box = [tempfile.mkdtemp() if world.is_main else ""]
-    dist.broadcast_object_list(box)
     for stage, precision in product(STAGES, PRECISIONS):
 
         def make(stage: int = stage, precision: str = precision) -> DeepSpeedEngine:
@@ -536,12 +533,6 @@ def resume(world: World) -> Any:
             and all(map(torch.equal, state_of(engine), state_of(resumed)))
             and engine.state().scaler == resumed.state().scaler
         )
-    folder = Path(box[0])  # as an older distaccum has left it
-    older = wrap(world, 0, "fp32", lambda p: SGD(p, lr=1.0))
-    older._engine.save_checkpoint(str(folder / "deepspeed"), tag="state", save_latest=False)
-    (folder / "deepspeed" / "distaccum.json").write_text(json.dumps(older._about()))
-    for other, name in (((1, "fp32"), "stage 0 (now 1)"), ((0, "bf16"), "precision fp32 (now bf16)")):
-        found[name] = refusal(lambda other=other: wrap(world, *other, lambda p: SGD(p, lr=1.0)).load_files(folder))
     return found
 
 

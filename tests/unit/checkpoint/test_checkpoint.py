@@ -219,7 +219,7 @@ def test_what_nothing_reads_may_lie_in_a_checkpoint(gloo_world: World, tmp_path:
     for name in ("folder/notes.txt", "extra.pt", ".nfs0001"):
         (second / name).touch()
     assert store.newest_valid() == second
-    (second / "deepspeed").mkdir()
+    (second / "model-9.safetensors").touch()
     assert store.newest_valid() == first
 
 

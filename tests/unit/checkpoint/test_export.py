@@ -108,15 +108,3 @@ def test_the_command(gloo_world: World, tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(SystemExit) as stop:
             export.main()
         assert stop.value.code == 2
-
-
-def test_a_checkpoint_of_the_format_before_is_read(gloo_world: World, tmp_path: Path) -> None:
-    path, engine = _saved(tmp_path, gloo_world, "ddp")
-    file = path / "state.json"
-    text = file.read_text().replace('"version": 3', '"version": 2')
-    text = text.replace('"optimizer_format": "kept by parameter name",', "")
-    file.write_text(text.replace('"kind.0": "SGD"', '"param_groups.first.weight.lr": 0.1'))
-    assert "kept by parameter name" not in file.read_text()
-    assert "param_groups" in file.read_text()
-    assert state.read(path).run.optimizer_format == "kept by parameter name"
-    assert state.restore(state.read(path), engine, gloo_world) == (True, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -73,27 +72,21 @@ def test_digests_of_what_is_written_are_those_of_the_files(tmp_path: Path) -> No
         f"model-{i}.safetensors": size for i, size in enumerate(sizes)
     }
     assert found == {path.name: f"blake3:{blake3(path.read_bytes()).hexdigest()}" for path in tmp_path.iterdir()}
-    assert digests({tmp_path / name: like for name, like in found.items()}) == list(found.values())
-    before = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
-    assert digests(before) == list(before.values())
+    assert digests([tmp_path / name for name in found]) == list(found.values())
 
 
 def test_a_digest_is_the_one_that_others_make() -> None:
-    known = {  # of BLAKE3's and SHA-256's own test vectors
-        "blake3:": "blake3:6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85",
-        "": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
-    }
-    for like, expected in known.items():
-        found = files.begin_digest(like)
-        for piece in (b"a", b"", b"bc"):
-            found.update(piece)
-        assert files.digest_text(found) == expected
+    expected = "blake3:6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"  # BLAKE3's own test vector
+    found = files.begin_digest()
+    for piece in (b"a", b"", b"bc"):
+        found.update(piece)
+    assert files.digest_text(found) == expected
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_a_checkpoint_sealed_by_sha_256_is_verified(tmp_path: Path, *, flipped: bool) -> None:
+def test_a_flipped_bit_of_a_sealed_file_is_found(tmp_path: Path, *, flipped: bool) -> None:
     content = bytearray(bytes(range(256)) * (LARGE // 128))
-    sealed = {"model.safetensors": hashlib.sha256(content).hexdigest(), "folder/": ""}
+    sealed = {"model.safetensors": f"blake3:{blake3(content).hexdigest()}", "folder/": ""}
     content[LARGE] ^= flipped
     (tmp_path / "folder").mkdir()
     (tmp_path / "model.safetensors").write_bytes(content)
