@@ -46,6 +46,7 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
+from distaccum.engines.hooks import BeforeStep
 from distaccum.errors import MisuseError, UndividedLossWarning
 from distaccum.losses.base import AnyLoss, from_mean, is_window_loss
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
@@ -181,11 +182,17 @@ def run_window(
     Raises:
         MisuseError: as :func:`finish_step`.
     """
-    if is_window_loss(loss):
-        second = represented(engine, window, loss, prefetch=prefetch, compared=False)
-        outcome = second.outcome(Restarting(engine).run(window, second, prefetch=prefetch, before_step=before_step))
-    else:
-        outcome = Restarting(engine).run(window, loss, prefetch=prefetch, before_step=before_step)
+    hooks = engine.hooks
+    if before_step is not None:
+        engine.hooks = (*hooks, BeforeStep(lambda _: before_step()))
+    try:
+        if is_window_loss(loss):
+            second = represented(engine, window, loss, prefetch=prefetch, compared=False)
+            outcome = second.outcome(Restarting(engine).run(window, second, prefetch=prefetch))
+        else:
+            outcome = Restarting(engine).run(window, loss, prefetch=prefetch)
+    finally:
+        engine.hooks = hooks
     if outcome.step is not None:
         _raise_fault(outcome.step)
     return outcome

@@ -179,6 +179,7 @@ SHARED = {
     "factory",
     "gradient_watch",
     "group_settings",
+    "hooks",
     "host_copy",
     "memory_marks",
     "memory_report",

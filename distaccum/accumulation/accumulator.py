@@ -54,6 +54,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
+from distaccum.engines.hooks import BeforeStep
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss
@@ -125,6 +126,7 @@ class Accumulator:
     """
 
     _stepped: tuple[Window, Outcome, Loss | None] | None = None  # not noted yet
+    _open: OpenWindow | None = None
 
     def __init__(
         self,
@@ -238,6 +240,7 @@ class Accumulator:
             count=count,
             steps=lambda: self.tracker.progress.step,
         )
+        self.engine.hooks = (BeforeStep(self._begin_step),)
         self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
@@ -249,7 +252,6 @@ class Accumulator:
             self.replicas,
         )
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
-        self._open: OpenWindow | None = None
         # The last one: the latest loop over windows().
         self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
 
@@ -493,7 +495,6 @@ class Accumulator:
                 run,
                 records,
                 prefetch=self._prefetch,
-                before_step=self._begin_step,
                 backward=self._strangers.backward,
             )
             if second is not None:
@@ -592,6 +593,7 @@ class Accumulator:
             self._drop()
             self._evaluation_weights.close()
             self._strangers.close()
+            self.engine.hooks = ()
             self.engine.close()
             for scheduler in self._schedulers:
                 scheduler.release()
@@ -758,7 +760,6 @@ class Accumulator:
                 self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
             with self._verifier.stepping() as report:
-                self._begin_step(divisor)
                 outcome = sums.outcome(counts, self.engine.step(divisor=divisor))
                 report(outcome.grad_norm)
         else:

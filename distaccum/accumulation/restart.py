@@ -93,7 +93,7 @@ class Restarting:
             if engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             if engine.reduction_begun:
-                return self._give_up(plan, said, **options)
+                return self._give_up(plan, said)
             self._mark(plan, engine.activity.done, loss, said)
             engine.zero_gradients()
             plan = fitting(window, engine)
@@ -143,13 +143,11 @@ class Restarting:
             f"{remedy[0].upper()}{remedy[1:]}"
         )
 
-    def _give_up(self, plan: Window, said: str, before_step: Callable[[], None] | None = None, **_: Any) -> Outcome:
+    def _give_up(self, plan: Window, said: str) -> Outcome:
         """Ends a window of which the other ranks have a part: they get NaN for the rest, and no rank steps."""
         engine, place = self._engine, self._engine.activity.now()
         self._marks.fail(Shape(*shape_of(plan.micro_batches[-1].batch)), apart=False)  # which defers its reduction
         engine.give_up()
-        if before_step is not None:
-            before_step()
         why = f"rank {engine.world.rank} gave up its window, out of memory in {place}: {said}"
         step = replace(engine.step(), given_up=why)
         return LossSums(engine.device, plan.deal).outcome(plan.counts, step)

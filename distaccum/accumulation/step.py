@@ -184,7 +184,6 @@ def run_window(
     loss: Loss,
     *,
     prefetch: int = 2,
-    before_step: Callable[[], None] | None = None,
     backward: Callable[[Engine, Tensor], None] = backward,
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
@@ -199,7 +198,6 @@ def run_window(
         window: its counts must be known.
         loss: gives a sum for each micro-batch; one of a whole window is ``represented`` before (see ``two_pass``).
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
-        before_step: called between the last backward and the step, as to set the learning rate.
         backward: runs each micro-batch's, given what it goes back from.
     """
     losses, last = run_micro_steps(engine, window, loss, prefetch, backward), len(window.micro_batches) - 1
@@ -207,8 +205,6 @@ def run_window(
         engine.activity.phase, engine.activity.arrived_at = Phase.REDUCTION, perf_counter()
         engine.shadow_micro_step()  # the others' reduction needs this rank's zeros
     engine.activity.phase = Phase.STEP
-    if before_step is not None:
-        before_step()
     return losses.outcome(window.counts, engine.step())
 
 

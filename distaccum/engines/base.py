@@ -22,6 +22,7 @@ from distaccum.engines.compiled import Compiled
 from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
+from distaccum.engines.hooks import WindowHook
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import trained
@@ -154,6 +155,8 @@ class Engine(ABC):
     state_layout: StateLayout = StateLayout.FULL
     norm_bound: float = math.inf
     """No optimizer steps where the gradient's norm is not below this; a number of fp32, the same on every rank."""
+    hooks: Sequence[WindowHook] = ()
+    """What looks at this engine's windows, in this order."""
     ownership: Ownership | None = None
     """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
     meet: Callable[[], object] | None = None
@@ -398,7 +401,6 @@ class Engine(ABC):
         Without ``sync`` it joins only what other ranks' forwards and backwards communicate.
         """
 
-    @abstractmethod
     def step(self, *, divisor: float = 1.0) -> StepOutput:
         """Unscales, clips, steps or skips, moves the loss scale and zeroes in place.
 
@@ -406,6 +408,13 @@ class Engine(ABC):
         ``divisor``: the count, where it was not known before the backward. Where the gradient is NaN or infinite on any
         rank, or its norm not below :attr:`norm_bound`, no optimizer steps on any rank.
         """
+        for hook in self.hooks:
+            hook.before_step(divisor)
+        return self._step(divisor)
+
+    @abstractmethod
+    def _step(self, divisor: float) -> StepOutput:
+        """:meth:`step`, after the hooks."""
 
     def finishing(self) -> AbstractContextManager[None]:
         """Around what follows a window's last backward, which may lie in another accumulator's micro-step."""

@@ -22,7 +22,6 @@ def run_window(
     loss: Loss,
     *,
     prefetch: int = 2,
-    before_step: Callable[[], None] | None = None,
     backward: Callable[[Engine, Tensor], None] = backward,
 ) -> Outcome:
     """As the core's ``run_window``; the losses of all ranks travel with the gradient, so that each rank has them.
@@ -41,6 +40,4 @@ def run_window(
     else:
         engine.shadow_micro_step()
     activity.phase = Phase.STEP
-    if before_step is not None:
-        before_step()
     return losses.outcome(window.counts, engine.step(), elastic.received)

@@ -417,7 +417,7 @@ class DDPEngine(Engine):
     def _unused_ignored(self) -> AbstractContextManager[None]:
         return nullcontext() if self._unused is None else self._unused.ignoring()
 
-    def step(self, *, divisor: float = 1.0) -> StepOutput:
+    def _step(self, divisor: float) -> StepOutput:
         """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision.
 
         Raises:

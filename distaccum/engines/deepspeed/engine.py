@@ -280,7 +280,7 @@ class DeepSpeedEngine(Engine):
         except MisuseError as error:
             self._fault = self._fault or str(error)
 
-    def step(self, *, divisor: float = 1.0) -> StepOutput:
+    def _step(self, divisor: float) -> StepOutput:
         """See :class:`Engine`; DeepSpeed is asked to step only where the norm over all ranks is finite.
 
         Raises:

@@ -553,7 +553,7 @@ class FSDP2Engine(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def step(self, *, divisor: float = 1.0) -> StepOutput:
+    def _step(self, divisor: float) -> StepOutput:
         """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""
         self._window_begun = False
         self._expect_untouched()
