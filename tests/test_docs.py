@@ -262,12 +262,11 @@ def _sbatch(command: str) -> list[str] | None:
     return words[1:] if words[0] == "sbatch" else None
 
 
-OWN_PROJECT = next(command for command in COMMANDS if "--config-dir my_conf" in command)
 REPLAY = [command for command in COMMANDS if command.startswith("python tests/support/replay.py")]
 CHAIN = [
     command for command in COMMANDS if _training(command) and "resume=auto" in command and command not in ELSEWHERE
 ]
-TRAINING = [command for command in COMMANDS if _training(command) and command not in {OWN_PROJECT, *CHAIN, *ELSEWHERE}]
+TRAINING = [command for command in COMMANDS if _training(command) and command not in {*CHAIN, *ELSEWHERE}]
 JOBS = [command for command in COMMANDS if _sbatch(command) is not None]
 PLAN = [command for command in COMMANDS if command.startswith("distaccum plan ")]
 CONTAINERS = [command for command in COMMANDS if command.startswith(("docker ", "kubectl "))]
@@ -280,7 +279,7 @@ DEVELOPMENT = [
 
 def test_every_command_of_the_pages_is_run_or_checked_by_a_test() -> None:
     """A command that is added to a page needs a test: one of this file's kinds, or one named in ``ELSEWHERE``."""
-    kinds = [ELSEWHERE, [OWN_PROJECT], REPLAY, CHAIN, TRAINING, JOBS, PLAN, CONTAINERS, DEVELOPMENT]
+    kinds = [ELSEWHERE, REPLAY, CHAIN, TRAINING, JOBS, PLAN, CONTAINERS, DEVELOPMENT]
     assert sorted(COMMANDS) == sorted(command for kind in kinds for command in kind)
 
 
@@ -423,21 +422,7 @@ _lines.documentation = lambda: b"\\n".join(b"line %d of a short text" % i for i 
 FIT = "\nif 'fit()' not in __source__ and 'trainer' in globals():\n    print(trainer.fit())\n"
 
 
-def _is_file_of_the_project(block: Block) -> bool:
-    return block.text in files_of_the_project().values()
-
-
-@cache
-def files_of_the_project() -> dict[str, str]:
-    """The example's files in docs/data.md: a path in backticks, then a block with its content."""
-    return dict(re.findall(r"\n`(my_[\w/.]+)`:\n\n```\w+\n(.*?)```", text_of("docs/data.md"), flags=re.DOTALL))
-
-
-PYTHON = [
-    b
-    for b in ALL
-    if b.language == "python" and b.mark not in ("setup", "guide", "interface") and not _is_file_of_the_project(b)
-]
+PYTHON = [b for b in ALL if b.language == "python" and b.mark not in ("setup", "guide", "interface")]
 
 
 def run_block(block: Block, folder: Path) -> str:
@@ -491,33 +476,6 @@ def test_interfaces_are_shown_as_they_are_in_the_code() -> None:
         if name != "DataSpec":  # whose page says that it has more
             hooks = {member for member in code if not member.startswith("_") or member == "__call__"}
             assert hooks - {"lr_factor", "needs_evaluation", "watched_result"} == set(_members(kind))
-
-
-@pytest.mark.slow
-def test_your_own_model_data_loss_and_optimizer(tmp_path: Path) -> None:
-    files = files_of_the_project()
-    assert len(files) == 5
-    for name, content in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    _, *arguments = shlex.split(OWN_PROJECT)
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments, "hydra.run.dir=run", "metrics=jsonl"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "Points, 100 samples" in finished.stdout
-    assert status(tmp_path / "run")["state"] == "done"
-    records = metrics(tmp_path / "run")
-    assert records[-1]["samples"] == 2000
-    assert records[-1]["loss"] < 0.05 < records[0]["loss"]  # the noise's variance is 0.01
-    assert "eval_loss" not in records[-1]
 
 
 def _diff() -> list[str]:

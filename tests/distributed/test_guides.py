@@ -197,7 +197,7 @@ def test_nanogpt_learns_in_a_few_hundred_updates_of_its_own_settings(tmp_path: P
 def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
     page = "docs/bring-your-own.md"
     files = re.findall(r"^\| `(conf/\S+)` \| `(.+)` \|$", text_of(page), re.MULTILINE)
-    assert len(files) == 5
+    assert len(files) == 6
     for name, content in files:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
