@@ -62,21 +62,11 @@ def make_plan(
             of tokens, or ``micro_tokens``, over samples of unknown length; stages or ``micro_tokens`` of a stream; a
             sample of more than ``micro_tokens``.
     """
-    if global_batch_size is None and tokens is None:
-        problem = f"is not given, and {names.tokens} neither"
-        raise ConfigError(names.global_batch_size, None, problem, "State one of them")
-    if global_batch_size is not None and tokens is not None:
-        problem = f"and {names.global_batch_size}={global_batch_size} is given too"
-        switch = ": batch=tokens switches to a budget of tokens" if names is CONFIG_KEYS else ""
-        raise ConfigError(names.tokens, tokens, problem, f"State one of them{switch}")
-    if source.micro_batch_size is not None and source.micro_batch_size != micro_batch_size:
-        problem = f"the loader's batch_size is {source.micro_batch_size}"
-        raise ConfigError(names.micro_batch_size, micro_batch_size, problem, "Give both the same number")
+    _check_sizes(source, global_batch_size, tokens, micro_batch_size, names)
     sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "world_size": world_size, "names": names}
     key, shown = "batch.schedule", ", ".join(map(str, stages))
-    if stages and tokens is not None:
-        problem = f"and {names.tokens}={tokens} is a budget of tokens"
-        raise ConfigError(key, shown, problem, f"Use {names.global_batch_size} with it, or leave it out")
+    problem, remedy = f"and {names.tokens}={tokens} is a budget of tokens", f"Use {names.global_batch_size} with it"
+    require(not stages or tokens is None, key, shown, problem, f"{remedy}, or leave it out")
     if source.pad_rows:
         _check_rows(source, "batch.pad_rows" if names is CONFIG_KEYS else "pad_rows")
     if not is_map_style(source.train):
@@ -108,6 +98,43 @@ def make_plan(
         plan = TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
     if micro_tokens is None:
         return plan
+    return _within_tokens(
+        plan,
+        source,
+        micro_tokens,
+        micro_batch_size,
+        grouped=group_by_length,
+        limits_samples=limits_samples,
+        names=names,
+    )
+
+
+def _check_sizes(
+    source: DataSpec, global_batch_size: int | None, tokens: int | None, micro_batch_size: int, names: SizeNames
+) -> None:
+    if global_batch_size is None and tokens is None:
+        problem = f"is not given, and {names.tokens} neither"
+        raise ConfigError(names.global_batch_size, None, problem, "State one of them")
+    if global_batch_size is not None and tokens is not None:
+        problem = f"and {names.global_batch_size}={global_batch_size} is given too"
+        switch = ": batch=tokens switches to a budget of tokens" if names is CONFIG_KEYS else ""
+        raise ConfigError(names.tokens, tokens, problem, f"State one of them{switch}")
+    if source.micro_batch_size is not None and source.micro_batch_size != micro_batch_size:
+        problem = f"the loader's batch_size is {source.micro_batch_size}"
+        raise ConfigError(names.micro_batch_size, micro_batch_size, problem, "Give both the same number")
+
+
+def _within_tokens(
+    plan: Plan,
+    source: DataSpec,
+    micro_tokens: int | str,
+    micro_batch_size: int,
+    *,
+    grouped: bool,
+    limits_samples: bool,
+    names: SizeNames,
+) -> MicroTokenPlan:
+    """The plan with micro-batches of ``micro_tokens`` padded tokens at most."""
     key = names.micro_tokens
     problem, remedy = "the rows of micro-batches are filled up to one number", "Leave pad_rows out"
     require(not source.pad_rows, key, micro_tokens, problem, remedy)
@@ -119,7 +146,7 @@ def make_plan(
         lengths=lengths,
         micro_tokens=micro_tokens,
         tokens_of=padded,
-        grouped=group_by_length,
+        grouped=grouped,
         limits_samples=limits_samples,
         names=names,
     )

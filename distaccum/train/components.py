@@ -9,50 +9,43 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
-from distaccum.checkpoint import weights
-from distaccum.config.checks import GLOO, LASTS, bytes_of
+from distaccum.config.checks import LASTS, bytes_of
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.instantiate import build, target_of
-from distaccum.config.schema import Node, OptimConfig, RunConfig
+from distaccum.config.schema import Node, RunConfig
 from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.agreement import fingerprint
-from distaccum.data.factory import check_workers, in_units, loading_options, make_plan
+from distaccum.data.factory import in_units, loading_options, make_plan
 from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.scheduled import Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
-from distaccum.engines import compiled
 from distaccum.engines.context import EngineBuilder, EngineContext
-from distaccum.engines.factory import prepare, refuse_gloo
-from distaccum.errors import ConfigError, shorten
-from distaccum.losses.base import AnyLoss, Predictor, is_window_loss
+from distaccum.engines.factory import prepare
+from distaccum.errors import ConfigError
+from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.train import adapters, determinism, ema, packing
+from distaccum.train import adapters, determinism, packing
 from distaccum.train.callbacks import Callback
-from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.changes import structure
+from distaccum.train.checks import CHECKS, Stated, check_optimizers, check_weights
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.generation import Prompts
 from distaccum.train.generation import prepare as prepare_texts
-from distaccum.train.held_out_checks import check_held_out, check_results, evaluates
 from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.optimizer import GroupSize, build_optimizers, group_sizes
-from distaccum.train.packing import check_padding
-from distaccum.train.profiling import check_profile
 from distaccum.train.schedules import Constant
 from distaccum.train.torch_schedule import TorchSchedule
 
@@ -189,70 +182,30 @@ def build_components(
     Raises:
         ConfigError: as :func:`components_from_config`.
     """
-    batch = config.batch
-    data = packing.pack(replace(data, pad_rows=data.pad_rows or batch.pad_rows), batch, loss)
+    data = packing.pack(replace(data, pad_rows=data.pad_rows or config.batch.pad_rows), config.batch, loss)
     plan = _plan_of(config, data, world_size)
-    check_workers(data, plan, config.trainer.num_workers, asdict(config.trainer.loader))
-    ahead = most_ahead(data, plan, config)
-    check_held_out(data, config, metrics=metrics or {}, world_size=world_size)
-    if batch.group_by_length and data.lengths is None:
-        remedy = "Give lengths to its DataSpec: the tokens of each training sample"
-        raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)
-    if not isinstance(model, nn.Module):
-        raise ConfigError("model", type(model).__name__, "not a torch.nn.Module", "Name one as model._target_")
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        problem = f"{shorten(lazy)} get their shapes in the first forward"
-        raise ConfigError("model", type(model).__name__, problem, "Run one batch through it before it is trained")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("model", type(model).__name__, "has no parameter to train", "Unfreeze some of it")
-    if config.deterministic or config.reproducible:
-        determinism.check(device)
-    if config.trainer.backend == GLOO:
-        refuse_gloo(config.engine, device, key="trainer.backend")
-    check_padding(data, model)
-    packing.check_model(model, data)
-    check_loss(loss)
-    compiled.check_loss(loss, config.compile)
-    getattr(loss, "check_model", _no_check)(model)
-    _check_loss_parameters(loss, model)
-    _check_metrics(metrics or {}, loss, evaluated=bool(data.held_out))
-    engine = prepare(
-        model,
-        engine=config.engine,
-        precision=config.precision,
-        compile=config.compile,
-        clip_norm=config.optim.clip_norm,
-        clip_value=config.optim.clip_value,
-        global_batch_size=batch.global_size,
-        micro_batch_size=batch.first_micro_size,
+    everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
+    stated = Stated(
+        config=config,
+        data=data,
+        plan=plan,
+        model=model,
+        loss=loss,
+        optimizers=optimizers,
+        callbacks=everyone,
+        metrics=metrics or {},
+        total_steps=_total_steps(config, plan),
         world_size=world_size,
         device=device,
-        seed=config.seed,
-        planned=planned,
-        numerics=config.numerics,
-        builder=builder,
     )
-    _prepare_saving(config, model)
-    if config.init_from is not None:
-        weights.check(model, Path(config.init_from), missing=config.init.missing, unexpected=config.init.unexpected)
-    total_steps = _total_steps(config, plan)
-    check_profile(config.profile, device, total_steps)
-    everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
-    check_callbacks(everyone, evaluates=evaluates(data, config))
-    ema.check(everyone, config)
-    check_results(data, config, everyone, loss=loss, metrics=metrics or {})
-    prompts = prepare_texts(data, model, config)
-    if optimizers and config.optim.groups:
-        problem = "and optimizers are given, which have groups of their own"
-        raise ConfigError("optim.groups", config.optim.groups, problem, "Give one of the two")
-    groups = [] if optimizers else group_sizes(config.optim, model)
-    built = not optimizers
-    optimizers = optimizers or build_optimizers(_optim_of(config), model, device)
-    _check_optimizers(optimizers)
-    peak = config.optim.lr if built else float(optimizers[0].param_groups[0]["lr"])
-    if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
-        _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
+    for check in CHECKS:
+        check(stated)
+    engine = _prepare_engine(stated, planned=planned, builder=builder)
+    adapters.set_base_aside(model)
+    check_weights(config, model)
+    peak = float(optimizers[0].param_groups[0]["lr"]) if optimizers else config.optim.lr
+    trained = optimizers or _build_optimizers(config, model, device)
+    _warn_of_no_rate(trained)
     return TrainingComponents(
         config=config,
         record=redact(asdict(config) if record is None else record),
@@ -261,17 +214,37 @@ def build_components(
         model=model,
         parameters=sum(p.numel() for p in model.parameters()),
         loss=loss,
-        optimizers=optimizers,
-        groups=groups,
-        schedule=_schedule_of(config.schedule, total_steps, peak, optimizers, everyone),
+        optimizers=trained,
+        groups=[] if optimizers else group_sizes(config.optim, model),
+        schedule=_schedule_of(config.schedule, stated.total_steps, peak, trained, everyone),
         callbacks=everyone,
-        metrics=metrics or {},
+        metrics=stated.metrics,
         loggers=loggers,
-        prompts=prompts,
+        prompts=prepare_texts(data, model, config),
         engine=engine,
         device=device,
-        total_steps=total_steps,
-        most_ahead=ahead,
+        total_steps=stated.total_steps,
+        most_ahead=most_ahead(data, plan, config),
+    )
+
+
+def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | None) -> EngineContext:
+    config = stated.config
+    return prepare(
+        stated.model,
+        engine=config.engine,
+        precision=config.precision,
+        compile=config.compile,
+        clip_norm=config.optim.clip_norm,
+        clip_value=config.optim.clip_value,
+        global_batch_size=config.batch.global_size,
+        micro_batch_size=config.batch.first_micro_size,
+        world_size=stated.world_size,
+        device=stated.device,
+        seed=config.seed,
+        planned=planned,
+        numerics=config.numerics,
+        builder=builder,
     )
 
 
@@ -296,10 +269,18 @@ def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | Strea
     return in_units(plan, data, virtual_ranks=blocks, group_by_length=grouped, names=CONFIG_KEYS)
 
 
-def _optim_of(config: RunConfig) -> OptimConfig:
-    """The settings of the optimizer; where it steps shards to the same bits without a kernel of one pass."""
+def _build_optimizers(config: RunConfig, model: nn.Module, device: torch.device) -> Sequence[Optimizer]:
+    """The configuration's optimizers; none has a kernel of one pass where it would step shards to other bits."""
     shards = config.reproducible and config.engine.name == FSDP2Config.name
-    return replace(config.optim, fused=False) if shards and config.optim.fused == "auto" else config.optim
+    optim = replace(config.optim, fused=False) if shards and config.optim.fused == "auto" else config.optim
+    optimizers = build_optimizers(optim, model, device)
+    check_optimizers(optimizers)
+    return optimizers
+
+
+def _warn_of_no_rate(optimizers: Sequence[Optimizer]) -> None:
+    if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
+        _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
 
 
 def _stage(stated: Mapping[str, int]) -> Stage:
@@ -343,86 +324,6 @@ def build_data(node: Node) -> DataSpec:
         return to_data_spec(data)
     except TypeError as error:
         raise ConfigError("data._target_", node["_target_"], str(error), "Return one of these from it") from error
-
-
-def check_loss(loss: Any) -> None:
-    """Refuses what is no loss by its interface; what it returns is looked at in the first micro-batch.
-
-    Raises:
-        ConfigError: it is a class, or lacks ``count(batch)`` or ``__call__(model, batch)``; or, where it has
-            ``represent(model, batch)``, ``__call__(representations)``.
-    """
-    shown = getattr(loss, "__name__", type(loss).__name__)
-    if inspect.isclass(loss):
-        raise ConfigError("loss", shown, "is a class", f"Make an object of it, as in {shown}()")
-    if not callable(getattr(loss, "count", None)):
-        problem = "has no count(batch), the number of labels or samples that the loss of a batch sums over"
-        remedy = "Use distaccum.CrossEntropy, or write a class with count(self, batch) and __call__(self, model, batch)"
-        raise ConfigError("loss", shown, problem, remedy)
-    called, methods = "model, batch", [("count", loss.count, "batch")]
-    if is_window_loss(loss):
-        called = "representations"
-        methods.append(("represent", loss.represent, "model, batch"))
-        if callable(own := getattr(loss, "scores", None)):
-            methods.append(("scores", own, "representations"))
-    for name, function, arguments in (*methods, ("__call__", loss, called)):
-        if not callable(function):
-            what = "cannot be called" if name == "__call__" else f"has a {name} that cannot be called"
-            raise ConfigError("loss", shown, what, f"Write {name}(self, {arguments}) -> its sum")
-        try:
-            inspect.signature(function).bind(*arguments.split(", "))
-        except ValueError:  # a function without a signature
-            continue
-        except TypeError as error:
-            problem, remedy = f"{name} takes other arguments ({error})", f"Write {name}(self, {arguments})"
-            raise ConfigError("loss", shown, problem, remedy) from error
-
-
-def _prepare_saving(config: RunConfig, model: nn.Module) -> None:
-    adapters.set_base_aside(model)
-    if config.checkpoint.saves:
-        weights.check_storable(model)
-
-
-def _no_check(_: nn.Module) -> None:
-    """For losses that any model can have."""
-
-
-def _check_loss_parameters(loss: Any, model: nn.Module) -> None:
-    if not isinstance(loss, nn.Module):
-        return
-    own = set(map(id, model.parameters()))
-    names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
-    if names:
-        problem = (
-            f"trains {shorten(names)}, which are not the model's: no engine would reduce and no optimizer step them"
-        )
-        remedy = "Make them a part of the model, as in nn.ModuleDict, or freeze them"
-        raise ConfigError("loss", type(loss).__name__, problem, remedy)
-
-
-def _check_metrics(metrics: Mapping[str, Any], loss: AnyLoss, *, evaluated: bool) -> None:
-    for name, metric in metrics.items():
-        missing = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
-        if missing or inspect.isclass(metric):
-            problem = f"has no {', '.join(missing)}" if missing else "is a class"
-            remedy = "Give objects of torchmetrics: a plain function's means of batches are no mean of all samples"
-            raise ConfigError(f"metrics.{name}", type(metric).__name__, problem, remedy)
-    if metrics and not isinstance(loss, Predictor):
-        problem = "has no predictions(model, batch), which metrics are computed from"
-        raise ConfigError("loss", type(loss).__name__, problem, "Write it: it returns (predictions, targets)")
-    if metrics and not evaluated:
-        problem = f"{shorten(metrics)} would never be computed: the data holds nothing out"
-        raise ConfigError("metrics", None, problem, "Give the data an eval_dataset, or leave metrics out")
-
-
-def _check_optimizers(optimizers: Sequence[Any]) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            shown = f"the class {optimizer.__name__}" if inspect.isclass(optimizer) else type(optimizer).__name__
-            problem = "is a scheduler" if isinstance(optimizer, LRScheduler) else "is no torch.optim.Optimizer"
-            remedy = "Give an optimizer over model.parameters(), or leave it to config; a schedule is config's"
-            raise ConfigError("optimizer", shown, problem, remedy)
 
 
 def _schedule_of(

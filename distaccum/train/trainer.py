@@ -111,25 +111,10 @@ class Trainer:
             compile=config.compile if compile is None else CompileConfig.of(compile),
             **_given(seed=seed, resume=str(resume) if isinstance(resume, Path) else resume),
         )
-        if run_dir is None and config.resume == "auto":
-            problem = "is not given, and resume=auto looks for its run there"
-            raise ConfigError("run_dir", None, problem, "Give the folder")
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        if not isinstance(callbacks, list | tuple):
-            raise ConfigError("callbacks", type(callbacks).__name__, "is no list", "Give them as a list")
-        if not isinstance(loggers, list | tuple):
-            raise ConfigError("loggers", type(loggers).__name__, "is no list", "Give them as a list")
-        for logger in loggers:
-            if not isinstance(logger, Logger):
-                remedy = "Give objects of classes that inherit from distaccum.Logger"
-                raise ConfigError("loggers", type(logger).__name__, "is no Logger", remedy)
+        _check_given(config, run_dir, callbacks, loggers)
         spec = to_data_spec(data, self._environment.size)
-        given = {
-            "model": _describe(model),
-            "data": {**_describe(data), "description": spec.description},
-            "loss": _describe(loss),
-            "callbacks": {name: _describe(callback) for name, callback in named(callbacks).items()},
-        }
+        objects = {"model": model, "loss": loss, "data": data}
         self._components = build_components(
             config,
             spec,
@@ -141,7 +126,7 @@ class Trainer:
             callbacks=callbacks,
             metrics=metrics,
             loggers=loggers,
-            record=_record(config, given, [one for one in optimizers if isinstance(one, Optimizer)]),
+            record=_record(config, objects, spec.description, callbacks, optimizers),
         )
 
     @property
@@ -185,15 +170,37 @@ def _given(**keywords: Any) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if value is not None}
 
 
-def _record(config: RunConfig, given: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The configuration that trains, with the objects given in Python in place of what ``config`` names."""
+def _check_given(config: RunConfig, run_dir: str | Path | None, callbacks: Any, loggers: Any) -> None:
+    if run_dir is None and config.resume == "auto":
+        problem = "is not given, and resume=auto looks for its run there"
+        raise ConfigError("run_dir", None, problem, "Give the folder")
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError("callbacks", type(callbacks).__name__, "is no list", "Give them as a list")
+    if not isinstance(loggers, list | tuple):
+        raise ConfigError("loggers", type(loggers).__name__, "is no list", "Give them as a list")
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            remedy = "Give objects of classes that inherit from distaccum.Logger"
+            raise ConfigError("loggers", type(logger).__name__, "is no Logger", remedy)
+
+
+def _record(
+    config: RunConfig,
+    objects: Mapping[str, Any],
+    description: str,
+    callbacks: Sequence[Callback],
+    optimizers: Sequence[Any],
+) -> dict[str, Any]:
+    """The configuration that trains, with descriptions of what is given in Python in place of what it names."""
     record = asdict(config)
-    callbacks = {**given["callbacks"], **record["callbacks"]}
-    if optimizers:  # lr and fused are settings of an optimizer that is not built
-        described = [_describe_optimizer(optimizer) for optimizer in optimizers]
+    given: dict[str, Any] = {name: _describe(one) for name, one in objects.items()}
+    given["data"]["description"] = description
+    given["callbacks"] = {name: _describe(one) for name, one in named(callbacks).items()} | record["callbacks"]
+    described = [_describe_optimizer(one) for one in optimizers if isinstance(one, Optimizer)]
+    if described:  # lr and fused are settings of an optimizer that is not built
         clip = {name: record["optim"][name] for name in ("clip_norm", "clip_value")}
         record["optim"] = {**clip, "optimizer": described[0] if len(described) == 1 else described}
-    return {**record, **given, "callbacks": callbacks}
+    return {**record, **given}
 
 
 def _describe(thing: object) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from distaccum.errors import ConfigError, DistaccumError
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.tools.plan.activations import CannotTellError, measure
 from distaccum.tools.plan.memory import MicroStep
-from distaccum.train.components import build_data, check_loss
+from distaccum.train.checks import check_loss
+from distaccum.train.components import build_data
 from distaccum.train.packing import pack
 
 

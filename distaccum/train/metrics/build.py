@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -68,7 +67,7 @@ def build_loggers(
     if wandb.mode != "disabled":
         from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
 
-        others.append(WandbLogger(**asdict(wandb), best=(checkpoint.best, checkpoint.best_mode)))
+        others.append(WandbLogger(wandb, best=(checkpoint.best, checkpoint.best_mode)))
     if metrics.tensorboard.enabled:
         from distaccum.train.metrics.tensorboard import TensorBoardLogger  # noqa: PLC0415
 

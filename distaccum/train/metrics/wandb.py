@@ -77,6 +77,7 @@ def run_id(environment: Mapping[str, str] = os.environ) -> str:
 _log = logging.getLogger(__name__)
 
 _THREAD = f"wandb{SUFFIX}"
+_GIVEN = ("mode", "project", "entity", "name", "group", "job_type", "notes", "tags")  # to wandb.init as they are
 _CLOSE_TIMEOUT_S = 8.0
 _OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
 _UPLOAD_TIMEOUT_S = 600.0  # of a run that logs checkpoints, and is not told to leave
@@ -87,41 +88,15 @@ _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a d
 class WandbLogger(Logger):
     """Sends records to a W&B run. After a failure it warns once, and the rest of the run is not sent.
 
-    The keywords are those of :class:`WandbConfig`, with ``mode``, ``project`` and ``console`` decided.
-
     Args:
+        settings: with ``mode``, ``project`` and ``console`` decided: see :func:`resolved`.
         best: the result of an evaluation that names the best checkpoint, and ``min`` or ``max``.
     """
 
-    def __init__(
-        self,
-        *,
-        mode: str,
-        project: str,
-        entity: str | None,
-        name: str | None,
-        group: str | None,
-        job_type: str | None,
-        notes: str | None,
-        tags: list[str] | None,
-        dir: str | None,  # noqa: A002  W&B's own word
-        console: str,
-        save_code: bool | None,
-        log_checkpoints: str,
-        best: tuple[str | None, str] = (None, "min"),
-    ) -> None:
-        self._given = {
-            "mode": mode,
-            "project": project,
-            "entity": entity,
-            "name": name,
-            "group": group,
-            "job_type": job_type,
-            "notes": notes,
-            "tags": tags,
-        }
-        self._dir, self._console, self._save_code = dir, console, save_code
-        self._log_checkpoints, self._best = log_checkpoints, best
+    def __init__(self, settings: WandbConfig, *, best: tuple[str | None, str] = (None, "min")) -> None:
+        self._given = {name: getattr(settings, name) for name in _GIVEN}
+        self._dir, self._console, self._save_code = settings.dir, settings.console, settings.save_code
+        self._log_checkpoints, self._best = settings.log_checkpoints, best
         self._exit_code, self._preempted, self._sent = 0, False, 0
         self._ended = Event()
         self._items: queue.SimpleQueue[Record | tuple[str, str] | _Checkpoint | None] = queue.SimpleQueue()
@@ -213,7 +188,7 @@ class WandbLogger(Logger):
         settings = wandb.Settings(silent=True, console=console, init_timeout=_INIT_TIMEOUT_S, x_disable_meta=secret)
         with _quiet_handlers():
             run = wandb.init(
-                **self._given,  # type: ignore[arg-type]
+                **self._given,
                 dir=str(self._folder),
                 id=info.id,
                 config=shown(info.config, info.plan, info.git_commit),
