@@ -22,7 +22,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "ddp: the engine's averaging forgotten",
-            (("engines/ddp/engine.py", "1 if options.scaler or sums else world.size\n", "1\n"),),
+            (("engines/ddp/engine.py", "1 if options.scaler or reducer.sums else world.size\n", "1\n"),),
         ),
     ),
     (
@@ -30,7 +30,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "ddp: in fp16 the average is not made a sum",
-            (("engines/ddp/engine.py", "world.size if options.scaler and not sums else 1", "1"),),
+            (("engines/ddp/engine.py", "world.size if options.scaler and not reducer.sums else 1", "1"),),
         ),
     ),
     (
@@ -38,7 +38,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp32",
         Mutant(
             "zero1: what each rank has stepped is not broadcast",
-            (("engines/ddp/engine.py", "            self._shards.broadcast()", "            pass"),),
+            (("engines/ddp/stepper.py", "        self.shards.broadcast()", "        pass"),),
         ),
     ),
     (
@@ -79,9 +79,9 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "zero1: weights are sent before they are rounded",
             (
                 (
-                    "engines/ddp/engine.py",
-                    "            self._masters.round()\n        if self._fault",
-                    "            pass\n        if self._fault",
+                    "engines/ddp/stepper.py",
+                    "        super().after_step()\n        self.shards.broadcast()",
+                    "        self.shards.broadcast()\n        super().after_step()",
                 ),
             ),
         ),

@@ -16,7 +16,8 @@ from distaccum.elastic.engine.shares import Share, Shares
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.reducer import uncounted
-from distaccum.engines.ddp.tree import TreeAllReduce
+from distaccum.engines.ddp.stepper import WholeStepper, ZeRO1Stepper
+from distaccum.engines.ddp.tree import TreeReducer
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.modules import clean
 from distaccum.engines.partial_sums import PartialWindow
@@ -68,12 +69,13 @@ class ElasticDDPEngine(DDPEngine):
         optimizers: Sequence[Optimizer],
         world: World,
         *,
-        tree: TreeAllReduce,
+        tree: TreeReducer,
         mirrored: MirroredZeRO1 | None,
         keepers: Sequence[int],
         **options: Any,
     ) -> None:
-        super().__init__(model, optimizers, world, tree=tree, shards=mirrored, **options)
+        stepper = WholeStepper() if mirrored is None else ZeRO1Stepper(mirrored)
+        super().__init__(model, optimizers, world, reducer=tree, stepper=stepper, **options)
         self._sums, self._mirrored = tree, mirrored
         if mirrored is not None:
             mirrored.mirror = self._make_mirror(mirrored, keepers)
@@ -82,7 +84,7 @@ class ElasticDDPEngine(DDPEngine):
         names = {id(parameter): name for name, parameter in self._named.items()}
         every = {clean(name): p for name, p in self._model.named_parameters(remove_duplicate=False)}
         aliases = {name: names[id(p)] for name, p in every.items() if id(p) in names and name not in self._named}
-        stepped, masters = self._stepped_state, self._masters
+        stepped, masters = self._stepped_state, self._weights
         return Mirror(self._world, shards, self._named, aliases, stepped, masters=masters, keepers=keepers)
 
     def _stepped_state(self) -> EngineState:
@@ -91,8 +93,7 @@ class ElasticDDPEngine(DDPEngine):
 
     def _take_deal(self, deal: Deal | None) -> None:
         super()._take_deal(deal)
-        if self._unused is not None:
-            self._unused.take_up(self._sums.taken_up.used)
+        self._unused.take_up(self._sums.taken_up.used)
 
     def _boundary(self, loss: Tensor) -> None:
         self._backward_alone(loss)
@@ -128,8 +129,7 @@ class ElasticDDPEngine(DDPEngine):
     @property
     def kept(self) -> PartialWindow:
         """What this rank has of the open window, also after a reduction that failed."""
-        kept = self._sums.kept
-        return kept if self._unused is None else replace(kept, used=self._unused.used)
+        return replace(self._sums.kept, used=self._unused.used)
 
     def take_up(self, kept: PartialWindow) -> None:
         """Gives the window that begins next what another engine has :attr:`kept` of it on this rank."""

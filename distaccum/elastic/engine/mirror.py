@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.shares import Share, Shares, dealt
 from distaccum.engines.base import EngineState
-from distaccum.engines.ddp.masters import Masters
+from distaccum.engines.ddp.masters import Weights
 from distaccum.engines.ddp.zero1 import ZeRO1
 
 
@@ -31,7 +31,7 @@ class Mirror:
         weights: the trained parameters by name, where they stay.
         aliases: other names of theirs, as of tied weights, with the one in ``weights``.
         stepped: the optimizers' state on this rank, and the loss scale's: its tensors are read at once.
-        masters: of the weights that have some.
+        masters: what is stepped of the weights.
         keepers: by rank, which one keeps a copy of its state; empty: the next one.
     """
 
@@ -43,7 +43,7 @@ class Mirror:
         aliases: Mapping[str, str],
         stepped: Callable[[], EngineState],
         *,
-        masters: Masters | None = None,
+        masters: Weights,
         keepers: Sequence[int] = (),
     ) -> None:
         self._world, self._aliases, self._masters, self._stepped = world, aliases, masters, stepped
@@ -64,13 +64,13 @@ class Mirror:
     @property
     def _rounded(self) -> frozenset[str]:
         """Weights whose masters travel with the state."""
-        return frozenset() if self._masters is None else self._masters.names
+        return self._masters.names
 
     def _own(self) -> Share:
         state = self._stepped()
         return Share(
             parameters=self._names[self._world.rank],
-            model={} if self._masters is None else {name: p.detach() for name, p in self._masters.by_name()},
+            model={name: p.detach() for name, p in self._masters.by_name()},
             optimizer=state.optimizer,
             values=state.optimizer_values,
         )
@@ -88,7 +88,7 @@ class Mirror:
 
     def completed(self, state: EngineState, share: Share, *, torn: bool) -> EngineState:
         """The state that this rank loads, with its parts from whoever has them: see ``Engine.load_dealt``."""
-        found = dealt(share, self._wanted, self._world, weights=torn or self._masters is not None)
+        found = dealt(share, self._wanted, self._world, weights=torn or self._masters.rounded)
         model = {**state.model, **found.model}
         model |= {alias: model[name] for alias, name in self._aliases.items() if name in found.model}
         return replace(state, model=model, optimizer=found.optimizer, optimizer_values=found.values)

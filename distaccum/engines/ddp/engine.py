@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,13 +21,11 @@ from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
-from distaccum.engines.comm_hooks import average_in_dtype
+from distaccum.engines.base import Engine, EngineState, StepOutput, forward_past_engine
 from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.context import EngineContext
-from distaccum.engines.ddp import masters
-from distaccum.engines.ddp.masters import Masters
 from distaccum.engines.ddp.reducer import (
+    BucketReducer,
     Collectives,
     DDPModel,
     Reduction,
@@ -36,15 +34,13 @@ from distaccum.engines.ddp.reducer import (
     set_gradient,
     uncounted,
 )
-from distaccum.engines.ddp.tree import TreeAllReduce
-from distaccum.engines.ddp.unused import UnusedParameters
+from distaccum.engines.ddp.stepper import WholeStepper, ZeRO1Stepper
+from distaccum.engines.ddp.tree import TreeReducer
+from distaccum.engines.ddp.unused import NoneUnused, UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import GradientWatch
-from distaccum.engines.group_settings import WholeGroups
 from distaccum.engines.modules import clean, trained
-from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
-from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
@@ -69,9 +65,9 @@ class DDPEngine(Engine):
         config: bucket size, and whether a window may leave parameters unused.
         policy: what forwards compute in, and what gradients travel in between ranks.
         options: clipping and the loss scale.
-        shards: which rank steps which parameters (ZeRO stage 1); None: each rank steps all.
-        tree: sums gradients in an order of its own; None: torch's DDP averages them.
-        reproducible: whether that order does not depend on the ranks.
+        reducer: of the buckets, at the window's last micro-step; the others are local, as in DDP's ``no_sync``.
+        stepper: which rank steps which parameters, and what of them.
+        reproducible: whether the order of the reducer's sums does not depend on the ranks.
     """
 
     def __init__(
@@ -83,24 +79,23 @@ class DDPEngine(Engine):
         config: DDPConfig,
         policy: PrecisionPolicy,
         options: StepOptions,
-        shards: ZeRO1 | None = None,
-        tree: TreeAllReduce | None = None,
+        reducer: BucketReducer,
+        stepper: WholeStepper,
         reproducible: bool = False,
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
-        sums = tree is not None  # and averages nothing
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
         # gradient then does not depend on the world's size.
-        self.gradient_divide_factor = 1 if options.scaler or sums else world.size
+        self.gradient_divide_factor = 1 if options.scaler or reducer.sums else world.size
         # A factor that the reduced gradient is still to get.
-        self._sums_to = world.size if options.scaler and not sums else 1
-        self.reproducible, self._tree = reproducible, tree
+        self._sums_to = world.size if options.scaler and not reducer.sums else 1
+        self.reproducible, self._reducer, self._stepper = reproducible, reducer, stepper
         self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
-        self._shards = shards
         self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
-        self._masters: Masters | None = None
-        self._divide(model, optimizers)
+        self.state_layout, self.steps_parts = stepper.layout, stepper.steps_parts
+        stepper.start(model, optimizers, world, policy)
+        self._weights, self.rounds_weights = stepper.weights, stepper.weights.rounded
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
@@ -114,23 +109,19 @@ class DDPEngine(Engine):
                 gradient_as_bucket_view=True,
                 **_NO_BUFFER_SYNC,
                 # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
-                find_unused_parameters=config.find_unused_parameters and self._masters is None,
+                find_unused_parameters=config.find_unused_parameters and not self.rounds_weights,
             )
-        if self._tree is not None:
-            self._ddp.register_comm_hook(None, _unannotated(self._tree))
-        elif policy.reduce_dtype is not torch.float32:
-            self._ddp.register_comm_hook(None, average_in_dtype(policy.reduce_dtype, world.size))
+        reducer.attach(self._ddp)
         self.sync_buffers()
         self._named = trained(model)
         self._parameters = list(self._named.values())
         self._reduction = Reduction(self._ddp, self._parameters)
-        self._reduction.place_gradients(in_fp32=self._masters is not None)
+        self._reduction.place_gradients(in_fp32=self.rounds_weights)
         zero_in_place(self._parameters)  # users' hooks may have made something of the zeros
         self._views = [p.grad for p in self._parameters]
-        if self._tree is not None:
-            self._tree.placed(self._views)
-            self._reduction.ended = self._tree.finish
-        self._stepped = {name: self._master_of(p) for name, p in self._named.items()}
+        reducer.placed(self._views)
+        self._reduction.ended = reducer.finish
+        self._stepped = {name: self._weights.of(p) for name, p in self._named.items()}
         self._copies = [
             (master, p) for master, p in zip(self._stepped.values(), self._parameters, strict=True) if master is not p
         ]
@@ -149,7 +140,8 @@ class DDPEngine(Engine):
         )
         self.leaves_out_unused = config.find_unused_parameters
         stepped = list(self._stepped.values())
-        self._unused = UnusedParameters(self._parameters, stepped) if config.find_unused_parameters else None
+        finds = config.find_unused_parameters
+        self._unused = UnusedParameters(self._parameters, stepped) if finds else NoneUnused()
         self._ran = self._syncs = self._reduced = False
         self._missing: list[nn.Parameter] = []  # that a boundary did not reach whose reduction follows it
         self._fault = ""  # why this rank's gradient is NaN
@@ -161,29 +153,6 @@ class DDPEngine(Engine):
             if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
         }
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
-
-    def _divide(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
-        if self._policy.keeps_masters:
-            masters.check(model, optimizers)
-            masters.synchronize(model, self._world)
-        if self._shards is not None:
-            self.state_layout, self.steps_parts = StateLayout.SHARDED, True
-            for optimizer in optimizers:
-                check_hooks(optimizer)
-                check_parts(optimizer, "zero1", warn=self._world.is_main)
-            self._groups = WholeGroups(optimizers)
-        if self._policy.keeps_masters:
-            self._masters, self.rounds_weights = Masters(model, optimizers, self._policy), True
-        if self._shards is not None:
-            self._shards.partition(optimizers)
-        if self._masters is not None:
-            self._masters.take_over(optimizers)
-        if self._shards is not None:
-            self._groups.show(copies=self.rounds_weights)
-
-    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        return parameter if self._masters is None else self._masters.of(parameter)
 
     @property
     def stepped(self) -> Mapping[str, nn.Parameter]:
@@ -206,11 +175,7 @@ class DDPEngine(Engine):
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
         how = "summed in a fixed order" if self.reproducible else "all-reduced"
         line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
-        held = "optimizer state" if self._masters is None else "fp32 masters and optimizer state"
-        if self._shards is None:
-            return line if self._masters is None else f"{line}; {held} too"
-        spread = size_of(sum(p.nbytes for p in self._parameters))
-        return f"{line}; {held} {self._shards.place}, {spread} of parameters broadcast a window"
+        return line + self._stepper.describe(spread=size_of(sum(p.nbytes for p in self._parameters)))
 
     def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.
@@ -221,8 +186,7 @@ class DDPEngine(Engine):
         self._open_window()
         self._micro_steps = micro_steps
         self._take_deal(deal)
-        if self._tree is not None:
-            self._tree.begin(deal)
+        self._reducer.begin(deal)
         if communicating := self._communicating():
             self._compare_micro_steps(communicating)
 
@@ -287,8 +251,7 @@ class DDPEngine(Engine):
         if not self._syncs:
             if loss.requires_grad:
                 scaled.backward()  # type: ignore[no-untyped-call]
-            if self._tree is not None:
-                self._tree.micro_step_ended()
+            self._reducer.micro_step_ended()
         else:
             self._boundary(scaled)
         if self.compiled is not None:
@@ -301,21 +264,19 @@ class DDPEngine(Engine):
             self._backward_alone(loss)
             self._reduce_late()
             return
-        if self._tree is not None:
-            self._tree.expect_deal()
+        self._reducer.expect_deal()
         with uncounted():
             self._reduce(loss)
 
     def _backward_alone(self, loss: Tensor) -> None:
         """The boundary's backward, whose reduction comes after it."""
         self._missing = self._backward_missing(loss)
-        if self._tree is not None:
-            self._tree.micro_step_ended()
+        self._reducer.micro_step_ended()
         self._watch.note()
 
     def _backward_missing(self, loss: Tensor) -> list[nn.Parameter]:
         """A backward that does not reduce; gives the parameters that it did not reach."""
-        if self._unused is not None:
+        if self._unused.looks:
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             return []
@@ -337,7 +298,7 @@ class DDPEngine(Engine):
 
         What it leaves out this rank sends as NaN: no rank then waits for it, and none steps.
         """
-        if self._unused is not None:
+        if self._unused.looks:
             if loss.requires_grad:
                 self._reduction.backward(loss)
                 self._end_reduction()
@@ -404,8 +365,7 @@ class DDPEngine(Engine):
         self._open_window()
         if sync:
             self._watch.check()
-            if self._tree is not None:
-                self._tree.expect_deal()
+            self._reducer.expect_deal()
             self._join_with_zeros()
             self._reduced = True
             self._watch.note()
@@ -415,7 +375,7 @@ class DDPEngine(Engine):
             self._reduction.join(0.0)
 
     def _unused_ignored(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._unused is None else self._unused.ignoring()
+        return self._unused.ignoring()
 
     def _step(self, divisor: float) -> StepOutput:
         """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision.
@@ -428,23 +388,13 @@ class DDPEngine(Engine):
         self._watch.check()
         if self.constant_buffers is not None:
             self.constant_buffers.check()
-        among = None if self._unused is None else self._unused.masked(self._world, needs_some=self._ran)
-        if self._shards is not None:
-            self._groups.check()
-            expect_no_hooks(self._optimizers)
-            self._optimizer_step.expect_known()  # here every rank sees what any would
-        if self._masters is not None:
-            self._masters.take_in()
-        if self._shards is not None:
-            self._shards.take_in()
+        among = self._unused.masked(self._world, needs_some=self._ran)
+        self._stepper.before_step(self._optimizers, self._optimizer_step)
         with self.stepped_groups:
             output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
-        if self._masters is not None:
-            self._masters.round()
         if self._fault:
             output = replace(output, fault=self._fault)
-        if self._shards is not None:
-            self._shards.broadcast()
+        self._stepper.after_step()
         self.zero_gradients()
         return output
 
@@ -458,8 +408,7 @@ class DDPEngine(Engine):
         """See :class:`Engine`. What was sent before becomes NaN here alone."""
         self._open_window()
         sends = not self._reduced
-        if self._tree is not None:
-            self._tree.give_up()
+        self._reducer.give_up()
         with self._unused_ignored():
             if self._reduction.running:
                 self._end_interrupted()
@@ -488,8 +437,7 @@ class DDPEngine(Engine):
         self._drop_gradients()
         self._ran = self._reduced = False
         self._fault, self._missing, self._micro_steps = "", [], None
-        if self._tree is not None:
-            self._tree.begin(None)
+        self._reducer.begin(None)
         self._close_window()
 
     def finishing(self) -> AbstractContextManager[None]:
@@ -504,7 +452,7 @@ class DDPEngine(Engine):
     @property
     def stepped_groups(self) -> AbstractContextManager[object]:
         """See :class:`Engine`; of zero1 what this rank steps."""
-        return _NOTHING if self._shards is None else self._groups
+        return self._stepper.groups
 
     @property
     def gradients_changed(self) -> bool:
@@ -525,8 +473,7 @@ class DDPEngine(Engine):
                 master.grad = parameter.grad
         zero_in_place(self._parameters)
         self._watch.note()
-        if self._unused is not None:
-            self._unused.reset()
+        self._unused.reset()
 
     def close(self) -> None:
         """See :class:`Engine`; a collective where optimizer state is sharded, which every rank then has whole."""
@@ -537,17 +484,8 @@ class DDPEngine(Engine):
         self._watch.forget()
         for master, _ in self._copies:
             master.grad = None
-        if self._shards is not None:
-            self._groups.release()
-        if self._masters is not None:
-            self._masters.release(self._optimizers)
-        if self._shards is not None:
-            whole = None if self._masters is None else self._masters.whole
-            self._shards.restore(self._optimizers, whole)
-        if self._masters is not None:
-            self._masters.restore()
-        if self._unused is not None:
-            self._unused.close()
+        self._stepper.give_back(self._optimizers)
+        self._unused.close()
         model = self.unwrapped_model
         apply_precision(model, PrecisionPolicy.of(PrecisionConfig()), self.device)
         for parameter in self._parameters:
@@ -556,26 +494,21 @@ class DDPEngine(Engine):
 
     def state(self) -> EngineState:
         """Each rank gives the model, and the optimizer state that it holds."""
-        model = model_state(self.unwrapped_model)
-        if self._masters is not None:
-            model = self._masters.in_place_of_weights(model)
+        model = self._weights.in_place_of_weights(model_state(self.unwrapped_model))
         return self._optimizer_step.state(model, owns=lambda _: True)
 
     def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
         """See :class:`Engine`; of zero1 nothing, as one rank has a parameter's."""
-        return 0, {} if self._shards is not None else by_entry(self._optimizers, self._stepped)
+        return 0, self._stepper.replicated_state(self._optimizers, self._stepped)
 
     def replicated(self) -> Mapping[str, Tensor]:
         """See :class:`Engine`; masters as well, where every rank has them."""
-        if self._masters is None or self._shards is not None:
-            return super().replicated()
-        return {**super().replicated(), **{f"the fp32 master of {name}": p for name, p in self._masters.by_name()}}
+        return {**super().replicated(), **self._stepper.replicated()}
 
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
         load_model_state(self.unwrapped_model, state.model)
-        if self._masters is not None:
-            self._masters.load(state.model)
+        self._weights.load(state.model)
         with self.stepped_groups:
             self._optimizer_step.load_state(state)
 
@@ -590,16 +523,16 @@ def check(model: nn.Module, context: EngineContext) -> None:
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=ddp``; see ``factory.EngineSpec``."""
-    return _create(model, optimizers, world, context, None)
+    return _create(model, optimizers, world, context, WholeStepper())
 
 
 def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=zero1``."""
-    return _create(model, optimizers, world, context, ZeRO1(world))
+    return _create(model, optimizers, world, context, ZeRO1Stepper(ZeRO1(world)))
 
 
 def _create(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext, shards: ZeRO1 | None
+    model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext, stepper: WholeStepper
 ) -> DDPEngine:
     assert isinstance(context.engine, DDPConfig)  # zero1's settings are some, too
     return DDPEngine(
@@ -609,19 +542,10 @@ def _create(
         config=context.engine,
         policy=context.policy,
         options=context.step_options(world.device),
-        shards=shards,
-        tree=TreeAllReduce(world) if context.reproducible else None,
+        reducer=TreeReducer(world) if context.reproducible else BucketReducer(world, context.policy.reduce_dtype),
+        stepper=stepper,
         reproducible=context.reproducible,
     )
-
-
-def _unannotated(tree: TreeAllReduce) -> Callable[[object, Any], Any]:
-    """Its hook without annotations: DDP accepts its own, as types, or none."""
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        return tree.hook(state, bucket)
-
-    return hook
 
 
 def _is_odd(parameter: nn.Parameter) -> bool:

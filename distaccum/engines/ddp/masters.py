@@ -38,7 +38,50 @@ def check(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 raise ConfigError("precision", "bf16-weights", problem, "Use precision=bf16, or one plain optimizer")
 
 
-class Masters:
+class Weights:
+    """What is stepped of each parameter is itself; see :class:`Masters`."""
+
+    rounded = False
+    """Whether weights are roundings of what is stepped."""
+    held = "optimizer state"
+    names: frozenset[str] = frozenset()
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What is stepped of ``parameter``."""
+        return parameter
+
+    def by_name(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The masters of this rank, with their weights' names."""
+        return []
+
+    def take_over(self, optimizers: Iterable[Optimizer]) -> None:
+        """Puts masters into the optimizers."""
+
+    def take_in(self) -> None:
+        """Before a step: follows changes of weights."""
+
+    def round(self) -> None:
+        """After a step: the weights follow."""
+
+    def in_place_of_weights(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A model's tensors with what is stepped in the place of weights."""
+        return model
+
+    def load(self, model: Mapping[str, Tensor]) -> None:
+        """Restores what is stepped from a model's tensors."""
+
+    def release(self, optimizers: Sequence[Optimizer]) -> None:
+        """Gives the optimizers their weights back."""
+
+    def whole(self, parameter: nn.Parameter) -> Tensor | None:
+        """The master of a weight, for its owner to send; None: it has none."""
+        return None
+
+    def restore(self) -> None:
+        """Makes weights what is stepped."""
+
+
+class Masters(Weights):
     """The masters of one rank. Making it turns the model's trained fp32 parameters into their roundings.
 
     Those of ``policy.keep_fp32`` stay as they are, and so do buffers, and what no optimizer steps.
@@ -48,6 +91,8 @@ class Masters:
         optimizers: over its parameters, all of them on every rank.
         policy: whose ``parameter_dtype`` is that of the weights.
     """
+
+    rounded, held = True, "fp32 masters and optimizer state"
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], policy: PrecisionPolicy) -> None:
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -67,6 +112,7 @@ class Masters:
             accumulate_in_fp32(parameter)
         rounded = {id(weight) for weight in self._weights}
         self._names = {clean(name): p for name, p in named.items() if id(p) in rounded}
+        self.names = frozenset(self._names)  # of all that have a master, on this rank or on another
         self._note()
 
     def _note(self) -> None:
@@ -77,11 +123,6 @@ class Masters:
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The master of a weight that this rank steps; every other parameter is its own."""
         return self._masters.get(id(parameter), parameter)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all weights that have a master, on this rank or on another."""
-        return frozenset(self._names)
 
     def by_name(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The masters of this rank, with their weights' names."""

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distaccum.data.plan.units import Deal
+from distaccum.distributed.world import World
+from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
 
 # What a training forward calls on DDP: torch's wrapper, which has the attributes and methods of the user's model.
@@ -196,6 +199,44 @@ class Reduction:
     def close(self) -> None:
         """Removes DDP's hooks from the parameters."""
         self._reducer._remove_autograd_hooks()
+
+
+class BucketReducer:
+    """DDP's own reduction of its buckets, which averages; in another format than fp32 by a hook.
+
+    Args:
+        world: this rank.
+        dtype: what gradients travel in.
+    """
+
+    sums = False
+    """Whether it adds gradients up and divides by nothing."""
+
+    def __init__(self, world: World, dtype: torch.dtype = torch.float32) -> None:
+        self._world, self._dtype = world, dtype
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Before the first backward."""
+        if self._dtype is not torch.float32:
+            ddp.register_comm_hook(None, average_in_dtype(self._dtype, self._world.size))
+
+    def placed(self, gradients: Sequence[Tensor | None]) -> None:
+        """Told that gradients lie in their buckets."""
+
+    def begin(self, deal: Deal | None) -> None:
+        """A window begins."""
+
+    def expect_deal(self) -> None:
+        """Before a reduction."""
+
+    def micro_step_ended(self) -> None:
+        """After each micro-step but the window's last."""
+
+    def finish(self) -> None:
+        """After the last bucket."""
+
+    def give_up(self) -> None:
+        """The window's gradient is NaN on this rank."""
 
 
 def _expect_peers(error: RuntimeError) -> None:

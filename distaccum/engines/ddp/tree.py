@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.data.plan.units import Deal, Node
 from distaccum.distributed.world import World
+from distaccum.engines.ddp.reducer import BucketReducer
 from distaccum.engines.partial_sums import BlockClock, PartialSums, PartialWindow, add_up
 from distaccum.errors import ConfigError
 
@@ -32,7 +34,7 @@ class Received:
     rounds: list[tuple[Any, Tensor]]
 
 
-class TreeAllReduce:
+class TreeReducer(BucketReducer):
     """A communication hook for DDP that sums, and what it needs to know of each window.
 
     Args:
@@ -41,7 +43,10 @@ class TreeAllReduce:
         keeps: whether a rank still has what it has sent when the reduction fails, which then comes after the backward.
     """
 
+    sums = True
+
     def __init__(self, world: World, *, by_units: bool = True, keeps: bool = False) -> None:
+        super().__init__(world)
         self._rank, self._ranks = world.rank, world.size
         self._by_units, self.keeps = by_units, keeps
         self.resumed = False
@@ -57,6 +62,14 @@ class TreeAllReduce:
         self._partial = PartialSums(self._in_order.copy)
         self._pending: deque[Received] = deque()
         self._placed = self._given_up = self._owes = False
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """See :class:`BucketReducer`."""
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP accepts its own annotations, as types, or none
+            return self.hook(state, bucket)
+
+        ddp.register_comm_hook(None, hook)
 
     def placed(self, gradients: Sequence[Tensor | None]) -> None:
         """Told that gradients lie in their buckets, which DDP keeps from here on.

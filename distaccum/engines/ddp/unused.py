@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor, nn
@@ -13,7 +13,31 @@ from distaccum.engines.ddp.reducer import set_gradient
 from distaccum.errors import MisuseError
 
 
-class UnusedParameters:
+class NoneUnused:
+    """No parameter may be left unused, and nobody looks; see :class:`UnusedParameters`."""
+
+    looks = False
+    used: Sequence[int] = ()
+
+    def close(self) -> None:
+        """Nothing to remove."""
+
+    def take_up(self, used: Sequence[int]) -> None:
+        """Nothing to go on from."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def ignoring(self) -> AbstractContextManager[None]:
+        """Nothing to ignore."""
+        return nullcontext()
+
+    def masked(self, world: World, *, needs_some: bool) -> AbstractContextManager[None] | None:
+        """No parameter is masked."""
+        return None
+
+
+class UnusedParameters(NoneUnused):
     """Notes which parameters were used since the last step.
 
     A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
@@ -22,6 +46,8 @@ class UnusedParameters:
         parameters: those that need a gradient, in the same order on every rank.
         stepped: what is stepped of each; None: themselves.
     """
+
+    looks = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter] | None = None) -> None:
         self._stepped = parameters if stepped is None else stepped
@@ -43,7 +69,7 @@ class UnusedParameters:
             hook.remove()
 
     @property
-    def used(self) -> Sequence[int]:
+    def used(self) -> Sequence[int]:  # type: ignore[override]  # read only, here and there
         """Of each parameter 1 if it was used here since the last step, else 0."""
         return tuple(self._used)
 

@@ -177,7 +177,7 @@ def interrupted(world: World, *, place: str, after: int) -> tuple[dict[str, Any]
     windows = acc.windows(MapWindowLoader(SAMPLES, plan_of(world, "reproducible"), world, seed=3))
     acc.step(next(windows), LOSS)
     state = acc.state_dict()
-    window, tree = next(windows), cast(Any, acc.engine)._tree
+    window, tree = next(windows), cast(Any, acc.engine)._reducer
 
     assert len(tree._buckets) > 1
     calls, real = 0, getattr(tree, place)

@@ -1,0 +1,141 @@
+"""Who steps which parameters of a replicated model, and what is stepped of each: itself, or its fp32 master."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distaccum.distributed.world import World
+from distaccum.engines.base import StateLayout
+from distaccum.engines.ddp import masters
+from distaccum.engines.ddp.masters import Masters, Weights
+from distaccum.engines.ddp.zero1 import ZeRO1
+from distaccum.engines.group_settings import WholeGroups
+from distaccum.engines.optimizer_state import by_entry
+from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
+from distaccum.precision.policy import PrecisionPolicy
+
+_NOTHING = nullcontext()
+
+
+class WholeStepper:
+    """Every rank steps all parameters."""
+
+    layout = StateLayout.FULL
+    steps_parts = False
+
+    def __init__(self) -> None:
+        self.weights = Weights()
+
+    def start(self, model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy) -> None:
+        """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
+        if policy.keeps_masters:
+            masters.check(model, optimizers)
+            masters.synchronize(model, world)
+        self._prepare(optimizers, world)
+        if policy.keeps_masters:
+            self.weights = Masters(model, optimizers, policy)
+        self._partition(optimizers)
+
+    def _prepare(self, optimizers: Sequence[Optimizer], world: World) -> None:
+        """What precedes the masters."""
+
+    def _partition(self, optimizers: Sequence[Optimizer]) -> None:
+        self.weights.take_over(optimizers)
+
+    @property
+    def groups(self) -> AbstractContextManager[object]:
+        """Within it the optimizers' groups hold what this rank steps."""
+        return _NOTHING
+
+    def describe(self, spread: str) -> str:
+        """What a line about the engine ends in, given how many bytes of parameters there are."""
+        return f"; {self.weights.held} too" if self.weights.rounded else ""
+
+    def before_step(self, optimizers: Sequence[Optimizer], step: OptimizerStep) -> None:
+        """What somebody has done to weights and groups since the last step is taken over, or refused."""
+        self.weights.take_in()
+
+    def after_step(self) -> None:
+        """Weights become what was stepped, on every rank."""
+        self.weights.round()
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """The masters that every rank has, by names for people."""
+        return {f"the fp32 master of {name}": p for name, p in self.weights.by_name()}
+
+    def replicated_state(self, optimizers: Sequence[Optimizer], stepped: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the optimizers keep on every rank, by names for people."""
+        return by_entry(optimizers, stepped)
+
+    def give_back(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leaves optimizers whole, over weights that are fp32 again; a collective where ranks step parts."""
+        self.weights.release(optimizers)
+        self.weights.restore()
+
+
+class ZeRO1Stepper(WholeStepper):
+    """Each parameter is stepped by one rank, which broadcasts the result (ZeRO stage 1).
+
+    Args:
+        shards: whose is which.
+    """
+
+    layout = StateLayout.SHARDED
+    steps_parts = True
+
+    def __init__(self, shards: ZeRO1) -> None:
+        super().__init__()
+        self.shards = shards
+
+    def _prepare(self, optimizers: Sequence[Optimizer], world: World) -> None:
+        for optimizer in optimizers:
+            check_hooks(optimizer)
+            check_parts(optimizer, "zero1", warn=world.is_main)
+        self._groups = WholeGroups(optimizers)
+
+    def _partition(self, optimizers: Sequence[Optimizer]) -> None:
+        self.shards.partition(optimizers)
+        super()._partition(optimizers)
+        self._groups.show(copies=self.weights.rounded)
+
+    @property
+    def groups(self) -> AbstractContextManager[object]:
+        """See :class:`WholeStepper`."""
+        return self._groups
+
+    def describe(self, spread: str) -> str:
+        """See :class:`WholeStepper`."""
+        return f"; {self.weights.held} {self.shards.place}, {spread} of parameters broadcast a window"
+
+    def before_step(self, optimizers: Sequence[Optimizer], step: OptimizerStep) -> None:
+        """See :class:`WholeStepper`."""
+        self._groups.check()
+        expect_no_hooks(optimizers)
+        step.expect_known()  # here every rank sees what any would
+        super().before_step(optimizers, step)
+        self.shards.take_in()
+
+    def after_step(self) -> None:
+        """See :class:`WholeStepper`."""
+        super().after_step()
+        self.shards.broadcast()
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """None: one rank has a master."""
+        return {}
+
+    def replicated_state(self, optimizers: Sequence[Optimizer], stepped: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Nothing: one rank has a parameter's."""
+        return {}
+
+    def give_back(self, optimizers: Sequence[Optimizer]) -> None:
+        """See :class:`WholeStepper`."""
+        self._groups.release()
+        self.weights.release(optimizers)
+        self.shards.restore(optimizers, self.weights.whole)
+        self.weights.restore()
