@@ -73,7 +73,7 @@ MUTANTS = (
         (
             (
                 "engines/ddp/engine.py",
-                "self.gradient_divide_factor = 1 if options.scaler or sums else world.size",
+                "self.gradient_divide_factor = 1 if options.scaler or reducer.sums else world.size",
                 "self.gradient_divide_factor = 1",
             ),
         ),

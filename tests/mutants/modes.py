@@ -382,12 +382,12 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "samples draw from the rank's generators": (
                 "data/loader.py",
-                "self._seeds_here = isinstance(plan, UnitPlan) and not self._workers",
+                "self._seeds_here = plan.has_units and not self._workers",
                 "self._seeds_here = False",
             ),
             "losses are divided for the ranks": (
                 "engines/ddp/engine.py",
-                "self.gradient_divide_factor = 1 if options.scaler or sums else world.size",
+                "self.gradient_divide_factor = 1 if options.scaler or reducer.sums else world.size",
                 "self.gradient_divide_factor = 1 if options.scaler else world.size",
             ),
             "fsdp2 adds sums that are no neighbours in the tree": (
