@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from distaccum import functional as functional
     from distaccum.accumulation.accumulator import Accumulator as Accumulator
     from distaccum.accumulation.diagnose import diagnose as diagnose
+    from distaccum.config.batch import BatchConfig as BatchConfig
     from distaccum.config.compile import CompileConfig as CompileConfig
     from distaccum.config.engine import DDPConfig as DDPConfig
     from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
     from distaccum.config.engine import FSDP2Config as FSDP2Config
     from distaccum.config.engine import Zero1Config as Zero1Config
+    from distaccum.config.metrics import MetricsConfig as MetricsConfig
+    from distaccum.config.metrics import MLflowConfig as MLflowConfig
+    from distaccum.config.metrics import TensorBoardConfig as TensorBoardConfig
+    from distaccum.config.metrics import WandbConfig as WandbConfig
     from distaccum.config.precision import PrecisionConfig as PrecisionConfig
     from distaccum.config.precision import ScalerConfig as ScalerConfig
-    from distaccum.config.schema import BatchConfig as BatchConfig
-    from distaccum.config.schema import CheckpointConfig as CheckpointConfig
-    from distaccum.config.schema import MetricsConfig as MetricsConfig
-    from distaccum.config.schema import MLflowConfig as MLflowConfig
-    from distaccum.config.schema import OptimConfig as OptimConfig
-    from distaccum.config.schema import ProfileConfig as ProfileConfig
     from distaccum.config.schema import RunConfig as RunConfig
-    from distaccum.config.schema import TensorBoardConfig as TensorBoardConfig
-    from distaccum.config.schema import TrainerConfig as TrainerConfig
-    from distaccum.config.schema import WandbConfig as WandbConfig
+    from distaccum.config.trainer import CheckpointConfig as CheckpointConfig
+    from distaccum.config.trainer import OptimConfig as OptimConfig
+    from distaccum.config.trainer import ProfileConfig as ProfileConfig
+    from distaccum.config.trainer import TrainerConfig as TrainerConfig
     from distaccum.data.collate import PadCollator as PadCollator
     from distaccum.data.spec import DataSpec as DataSpec
     from distaccum.distributed.signals import StopSignals as StopSignals
@@ -62,10 +62,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     "Accumulator": "distaccum.accumulation.accumulator",
-    "BatchConfig": "distaccum.config.schema",
+    "BatchConfig": "distaccum.config.batch",
     "Callback": "distaccum.train.callbacks",
     "CausalLM": "distaccum.losses.transformers",
-    "CheckpointConfig": "distaccum.config.schema",
+    "CheckpointConfig": "distaccum.config.trainer",
     "CheckpointError": "distaccum.errors",
     "CompileConfig": "distaccum.config.compile",
     "ConfigError": "distaccum.errors",
@@ -82,26 +82,26 @@ _HOMES = {
     "Logger": "distaccum.train.metrics.loggers",
     "Loss": "distaccum.losses.base",
     "LossScaler": "distaccum.precision.scaler",
-    "MLflowConfig": "distaccum.config.schema",
+    "MLflowConfig": "distaccum.config.metrics",
     "MaskedLM": "distaccum.losses.transformers",
-    "MetricsConfig": "distaccum.config.schema",
+    "MetricsConfig": "distaccum.config.metrics",
     "MisuseError": "distaccum.errors",
     "NonFiniteError": "distaccum.errors",
-    "OptimConfig": "distaccum.config.schema",
+    "OptimConfig": "distaccum.config.trainer",
     "PadCollator": "distaccum.data.collate",
     "PrecisionConfig": "distaccum.config.precision",
-    "ProfileConfig": "distaccum.config.schema",
+    "ProfileConfig": "distaccum.config.trainer",
     "RunConfig": "distaccum.config.schema",
     "RunInfo": "distaccum.train.metrics.loggers",
     "ScalerConfig": "distaccum.config.precision",
     "SequenceClassification": "distaccum.losses.transformers",
     "SpikeError": "distaccum.errors",
     "StopSignals": "distaccum.distributed.signals",
-    "TensorBoardConfig": "distaccum.config.schema",
+    "TensorBoardConfig": "distaccum.config.metrics",
     "Trainer": "distaccum.train.trainer",
-    "TrainerConfig": "distaccum.config.schema",
+    "TrainerConfig": "distaccum.config.trainer",
     "VerificationError": "distaccum.errors",
-    "WandbConfig": "distaccum.config.schema",
+    "WandbConfig": "distaccum.config.metrics",
     "WindowLoss": "distaccum.losses.base",
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",

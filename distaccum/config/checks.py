@@ -13,6 +13,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from distaccum.errors import ConfigError
 
+Node = dict[str, Any]  # what is the user's to choose: a mapping, most often with a ``_target_``
+
 # Durations as Slurm writes them.
 
 _CLOCK = re.compile(r"(?:(?P<days>\d+)[-:](?=\d+:\d+:))?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")

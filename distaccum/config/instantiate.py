@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
+from distaccum.config.checks import Node
 from distaccum.config.extras import install_command
-from distaccum.config.schema import Node
 from distaccum.errors import ConfigError, near_misses
 
 _EXTRAS = {"schedulefree": "optimizers", "bitsandbytes": "optimizers"}  # packages that files in conf/ name

@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
-from distaccum.config.checks import LASTS, bytes_of
+from distaccum.config.checks import LASTS, Node, bytes_of
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.instantiate import build, target_of
-from distaccum.config.schema import Node, RunConfig
+from distaccum.config.schema import RunConfig
 from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.agreement import fingerprint

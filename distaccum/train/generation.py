@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from distaccum.config.schema import EvalConfig, RunConfig
+from distaccum.config.schema import RunConfig
+from distaccum.config.trainer import EvalConfig
 from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loading_processes import reading
 from distaccum.data.spec import DataSpec, Tokenizer

@@ -11,7 +11,8 @@ from threading import TIMEOUT_MAX, Timer
 from typing import Any, NoReturn
 
 from distaccum.config.checks import seconds_of
-from distaccum.config.schema import RunConfig, TrainerConfig
+from distaccum.config.schema import RunConfig
+from distaccum.config.trainer import TrainerConfig
 from distaccum.data import loading_processes
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.signals import StopSignals

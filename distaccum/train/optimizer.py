@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distaccum.config.checks import Node
 from distaccum.config.instantiate import build, signature_of, target_of
-from distaccum.config.schema import Node, OptimConfig
+from distaccum.config.trainer import OptimConfig
 from distaccum.engines.modules import clean
 from distaccum.errors import ConfigError, near_misses, shorten
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulation.batch_norm import batch_statistics
+from distaccum.config.batch import BatchConfig
 from distaccum.config.checks import DOCUMENTS
-from distaccum.config.schema import BatchConfig
 from distaccum.data.collate import PadCollator
 from distaccum.data.packing import PackCollator, packed, parts
 from distaccum.data.spec import DataSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from distaccum.checkpoint.files import listed, write_json, write_text
-from distaccum.config.schema import ProfileConfig
+from distaccum.config.trainer import ProfileConfig
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError

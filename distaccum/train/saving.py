@@ -21,7 +21,7 @@ from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.files import HashingWriter, Pieces, write_json
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.checks import AUTO
-from distaccum.config.schema import CheckpointConfig
+from distaccum.config.trainer import CheckpointConfig
 from distaccum.data.loader import WindowLoader
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.memory import lacks

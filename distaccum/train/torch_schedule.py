@@ -8,8 +8,8 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler
 
+from distaccum.config.checks import Node
 from distaccum.config.instantiate import build, signature_of, target_of
-from distaccum.config.schema import Node
 from distaccum.errors import ConfigError
 
 _UNUSUAL = 0.123  # a momentum that no scheduler sets: one that sets any is seen at once, before the first update

@@ -24,7 +24,8 @@ from torch import nn
 from distaccum import program
 from distaccum.config.engine import DDPConfig
 from distaccum.config.instantiate import build
-from distaccum.config.schema import OptimConfig, RunConfig
+from distaccum.config.schema import RunConfig
+from distaccum.config.trainer import OptimConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
-from distaccum.config.schema import CheckpointConfig, MetricsConfig, MLflowConfig
+from distaccum.config.metrics import MetricsConfig, MLflowConfig
+from distaccum.config.trainer import CheckpointConfig
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.background import InThread, KeptCheckpoints, Tolerant
 from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo

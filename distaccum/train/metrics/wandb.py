@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from distaccum import program
 from distaccum.config.checks import require_choice
-from distaccum.config.schema import WANDB_CONSOLES, WANDB_MODES, WandbConfig
+from distaccum.config.metrics import WANDB_CONSOLES, WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.background import SUFFIX, KeptCheckpoints, files_of, is_wanted

@@ -9,8 +9,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from distaccum.config.checks import Node
 from distaccum.config.instantiate import build
-from distaccum.config.schema import Node, RunConfig, conf_dir, plain
+from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 from distaccum.train.callbacks import Callback

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from distaccum import Accumulator, CrossEntropy, World
-from distaccum.config.schema import BatchConfig
+from distaccum.config.batch import BatchConfig
 from distaccum.train.packing import check_model, pack
 from tests.distributed.workers.engine_matrix import weights_of
 from tests.support.engine_matrix import ENGINES

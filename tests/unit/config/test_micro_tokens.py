@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from distaccum.config.schema import BatchConfig, RunConfig
+from distaccum.config.batch import BatchConfig
+from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 
 

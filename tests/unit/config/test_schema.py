@@ -9,11 +9,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from distaccum.config.batch import BatchConfig
 from distaccum.config.checks import require_fraction
 from distaccum.config.engine import Zero1Config
 from distaccum.config.instantiate import build
 from distaccum.config.precision import PRECISIONS, PrecisionConfig
-from distaccum.config.schema import BatchConfig, CheckpointConfig, OptimConfig, RunConfig, TrainerConfig, conf_dir
+from distaccum.config.schema import RunConfig, conf_dir
+from distaccum.config.trainer import CheckpointConfig, OptimConfig, TrainerConfig
 from distaccum.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distaccum import Accumulator, CausalLM, ConfigError, CrossEntropy, DataSpec, PadCollator, RunConfig, Trainer
-from distaccum.config.schema import BatchConfig
+from distaccum.config.batch import BatchConfig
 from distaccum.data.packing import PackCollator, rows_of
 from distaccum.distributed.world import World
 from distaccum.engines.state import whole_state

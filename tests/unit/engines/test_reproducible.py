@@ -17,9 +17,10 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, DataSpec
+from distaccum.config.batch import BatchConfig
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.schema import BatchConfig, RunConfig
+from distaccum.config.schema import RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World

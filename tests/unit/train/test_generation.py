@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
-from distaccum.config.schema import EvalConfig
+from distaccum.config.trainer import EvalConfig
 from distaccum.data.datasets.tokenizer import ByteTokenizer, train_tokenizer
 from distaccum.data.datasets.tokens import tokens
 from distaccum.distributed.world import World

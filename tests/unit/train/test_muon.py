@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import Accumulator
-from distaccum.config.schema import OptimConfig
+from distaccum.config.trainer import OptimConfig
 from distaccum.distributed.world import World
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError

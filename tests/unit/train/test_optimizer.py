@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.schema import OptimConfig
+from distaccum.config.trainer import OptimConfig
 from distaccum.errors import ConfigError
 from distaccum.train.optimizer import build_optimizers
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, ConfigError, DataSpec, RunConfig, Trainer
 from distaccum.config import instantiate
-from distaccum.config.schema import OptimConfig
+from distaccum.config.trainer import OptimConfig
 from distaccum.distributed.world import World
 from distaccum.engines.deepspeed.optimizer_state import check_rule
 from distaccum.engines.state import whole_state

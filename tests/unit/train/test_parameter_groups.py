@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
 from distaccum import DataSpec, Trainer
-from distaccum.config.schema import OptimConfig, RunConfig
+from distaccum.config.schema import RunConfig
+from distaccum.config.trainer import OptimConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy

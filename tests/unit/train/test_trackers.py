@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from distaccum import DataSpec, Logger, RunConfig, RunInfo, Trainer
-from distaccum.config.schema import MetricsConfig, WandbConfig
+from distaccum.config.metrics import MetricsConfig, WandbConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy

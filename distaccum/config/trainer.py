@@ -1,0 +1,323 @@
+"""The settings of what trains: the optimizer, the length of the run, checkpoints, profiles and texts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from multiprocessing import get_all_start_methods
+from typing import Any, Optional
+
+from distaccum.config.checks import (
+    AUTO,
+    BACKENDS,
+    NONFINITE,
+    ON_DIVERGENCE,
+    ON_SPIKE,
+    ROLLBACK,
+    Node,
+    bytes_of,
+    is_one_of,
+    require,
+    require_annotated,
+    require_choice,
+    require_count,
+    require_group,
+    require_positive,
+    require_verify,
+    seconds_of,
+)
+
+# OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
+
+
+def _adamw() -> Node:
+    return {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.95], "weight_decay": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer, the peak of its rate, clipping and parameter groups.
+
+    Args:
+        lr: the schedule's peak.
+        clip_norm: largest norm of the global gradient; null: off, or room for ``optim.clip_value``.
+        clip_value: instead of it the largest absolute value of an element; null: off.
+        fused (auto | true | false): unscaling, clipping and step in one pass of the optimizer's own kernel; ``auto``:
+            where the device has one.
+        optimizer: the optimizer, by ``_target_``; its rate is ``optim.lr``.
+        groups (list of mappings): parameters with settings of their own, in order: the first that fits a parameter
+            takes it. Each has ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both;
+            next to them the settings, as the optimizer's groups have them (``lr`` is a rate, not a factor), or another
+            ``optimizer`` for these.
+    """
+
+    lr: float = 3e-3
+    clip_norm: Optional[float] = 1.0  # noqa: UP045
+    clip_value: Optional[float] = None  # noqa: UP045
+    fused: Any = "auto"
+    optimizer: Node = field(default_factory=_adamw)
+    groups: list[Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for i, group in enumerate(self.groups if isinstance(self.groups, list | tuple) else ()):
+            require_group(f"optim.groups.{i}", group)
+        require_annotated("optim", self)
+        require_positive("optim.lr", self.lr)
+        require_positive("optim.clip_norm", self.clip_norm)
+        require_positive("optim.clip_value", self.clip_value)
+        both = self.clip_norm is not None and self.clip_value is not None
+        remedy = "Set one of them to null"
+        require(not both, "optim.clip_value", self.clip_value, f"and optim.clip_norm={self.clip_norm} too", remedy)
+        require_choice("optim.fused", self.fused, ("auto", True, False))
+        rate = self.optimizer.get("lr", self.lr)
+        problem = f"and optim.lr={self.lr}, the peak of the schedule, would take its place"
+        require(rate == self.lr, "optim.optimizer.lr", rate, problem, "State the rate as optim.lr alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How the processes of ``trainer.num_workers`` load, under the names of torch's ``DataLoader``.
+
+    Args:
+        prefetch_factor: micro-batches ahead in each process, where that is more than ``trainer.prefetch_windows``;
+            null: 2.
+        persistent_workers: whether the processes stay from epoch to epoch; null: they do.
+        timeout: seconds without a batch that are an error; null: none are.
+        multiprocessing_context (fork | spawn | forkserver | null): how processes start; null: as Python does.
+        pin_memory: whether batches are pinned as they are loaded; null: on a GPU.
+    """
+
+    prefetch_factor: Optional[int] = None  # noqa: UP045
+    persistent_workers: Optional[bool] = None  # noqa: UP045
+    timeout: Optional[float] = None  # noqa: UP045
+    multiprocessing_context: Optional[str] = None  # noqa: UP045
+    pin_memory: Optional[bool] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        require_annotated("trainer.loader", self)
+        require_count("trainer.loader.prefetch_factor", self.prefetch_factor, least=1)
+        require_positive("trainer.loader.timeout", self.timeout)
+        if self.multiprocessing_context is not None:
+            known = tuple(get_all_start_methods())
+            require_choice("trainer.loader.multiprocessing_context", self.multiprocessing_context, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The length of the run, its intervals in updates, and what it does when something goes wrong.
+
+    Args:
+        max_steps: applied updates; the earlier of this and ``trainer.max_epochs`` ends the run; 0: evaluate the weights
+            that it starts from, alone.
+        max_epochs: epochs; null: no limit.
+        max_time (duration | null): save and end before this time is over, for another process to continue
+            (``12:00:00``, ``90s``, ``12h``); null: no limit.
+        log_every: updates between two records.
+        eval_every: updates between two evaluations; 0: none.
+        eval_samples: the most samples of a held-out set, its first ones; null: all.
+        num_workers: data-loading processes per rank.
+        prefetch_windows: windows that they load ahead; 0: what ``trainer.loader.prefetch_factor`` says.
+        host_memory (size | null): the most that a rank's window and what is loaded ahead of it may take, as ``4GiB``;
+            null: no limit.
+        loader: how these processes load.
+        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
+        nonfinite (stop | skip): a NaN or infinite gradient: ``stop`` the run or ``skip`` its window; in fp16 the loss
+            scale falls first.
+        max_skips: skips in a row that stop a run, with nowhere left for a loss scale to go.
+        verify (first | never | int): windows that prove their gradient before their step: the ``first``, that and one
+            every so many, or ``never``.
+        on_divergence (stop | warn): ranks whose weights or optimizer state differ: ``stop`` the run or ``warn``.
+        on_spike (off | warn | skip | rollback): a gradient norm that stands out: nothing (``off``), ``warn``, ``skip``
+            its window, or ``rollback`` to the last checkpoint.
+        spike_zscore: standard deviations above the mean by which a norm stands out.
+        spike_window: windows before it that the mean is of; half as many are enough to begin.
+        hang_timeout (auto | duration | null): no progress on any rank for so long: the run names the ranks that
+            stopped, and ends. ``auto``: ten times the longest pause so far, five minutes at least; null: never.
+        group_timeout (duration): when a collective itself gives up; longer than any save or evaluation.
+        threads: of a CPU, for each rank's kernels; null: as many as torch has, and with ``numerics=reproducible`` on a
+            CPU 1, as its numbers depend on it.
+        backend (auto | nccl | gloo): what carries a GPU's tensors between ranks: ``nccl`` (``auto``), or ``gloo``, over
+            which ranks may share a GPU; a CPU's go over gloo.
+    """
+
+    max_steps: Optional[int] = 300  # noqa: UP045
+    max_epochs: Optional[int] = None  # noqa: UP045
+    max_time: Any = None
+    log_every: int = 10
+    eval_every: int = 50
+    eval_samples: Optional[int] = None  # noqa: UP045
+    num_workers: int = 0
+    prefetch_windows: int = 1
+    host_memory: Any = None
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    prefetch: int = 2
+    nonfinite: str = "stop"
+    max_skips: int = 10
+    verify: Any = "first"
+    on_divergence: str = "stop"
+    on_spike: Any = "off"
+    spike_zscore: float = 6.0
+    spike_window: int = 100
+    hang_timeout: Any = "auto"
+    group_timeout: Any = "30m"
+    threads: Optional[int] = None  # noqa: UP045
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        require_annotated("trainer", self)
+        require_count("trainer.threads", self.threads, least=1)
+        require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
+        require_count("trainer.max_epochs", self.max_epochs, least=1)
+        if self.max_time is not None:
+            seconds_of("trainer.max_time", self.max_time)
+        require_count("trainer.log_every", self.log_every, least=1)
+        require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        require_count("trainer.eval_samples", self.eval_samples, least=1)
+        require_count("trainer.num_workers", self.num_workers)
+        require_count("trainer.prefetch_windows", self.prefetch_windows)
+        if self.host_memory is not None:
+            bytes_of("trainer.host_memory", self.host_memory)
+        require_count("trainer.prefetch", self.prefetch, least=2)
+        require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
+        require_count("trainer.max_skips", self.max_skips, least=1)
+        require_verify("trainer.verify", self.verify)
+        require_choice("trainer.on_divergence", self.on_divergence, ON_DIVERGENCE)
+        if self.on_spike is False:  # what YAML makes of a plain off
+            object.__setattr__(self, "on_spike", "off")
+        require_choice("trainer.on_spike", self.on_spike, (*ON_SPIKE, ROLLBACK))
+        require_positive("trainer.spike_zscore", self.spike_zscore)
+        require_count("trainer.spike_window", self.spike_window, least=2)
+        require_choice("trainer.backend", self.backend, BACKENDS)
+        longest = seconds_of("trainer.group_timeout", self.group_timeout)
+        if not is_one_of((None, "auto"), self.hang_timeout):
+            fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest
+            problem = f"not below trainer.group_timeout={self.group_timeout}, when the ranks that wait give up"
+            require(fits, "trainer.hang_timeout", self.hang_timeout, problem, "Raise trainer.group_timeout too")
+        unbounded = self.max_steps is None and self.max_epochs is None
+        require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are made, and which are kept.
+
+    Args:
+        every: updates between two checkpoints; 0: none.
+        every_minutes: one more so many minutes after the last, by rank 0's clock; null: none.
+        keep: the newest checkpoints to keep; 0: all.
+        background (auto | true | false): train on while a checkpoint is written, from a copy in host memory; ``auto``:
+            where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
+        best: a result of the evaluation, as ``eval_loss``, whose best checkpoint is kept too; ``best.json`` names it;
+            null: none.
+        best_mode (min | max): which value of ``checkpoint.best`` is the best.
+    """
+
+    every: int = 50
+    every_minutes: Optional[float] = None  # noqa: UP045
+    keep: int = 2
+    background: Any = AUTO
+    best: Optional[str] = None  # noqa: UP045
+    best_mode: str = "min"
+
+    def __post_init__(self) -> None:
+        require_annotated("checkpoint", self)
+        require_choice("checkpoint.background", self.background, (True, False, AUTO))
+        require_positive("checkpoint.every_minutes", self.every_minutes)
+        require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
+        saves = self.best is None or self.saves
+        require(saves, "checkpoint.best", self.best, "and checkpoint.every=0 saves nothing", "Give a number of updates")
+        require_count("checkpoint.every", self.every, off="0 to save none")
+        require_count("checkpoint.keep", self.keep, off="0 to keep all")
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.every != 0 or self.every_minutes is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """In what the files of ``init_from`` may differ from the model; all else is refused.
+
+    Args:
+        missing: globs of the model's names that the files need not have: they keep the values that the model was built
+            with.
+        unexpected: globs of names in the files that the model has not: they are left out.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_annotated("init", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which windows are profiled, and what is written of them beside the table of phases.
+
+    Args:
+        steps (list[int] | null): the first and the last window, both included, in the count of those that this
+            process runs, from 1 on; null: none.
+        trace: torch's trace of each rank.
+        memory: on a GPU, a snapshot of its allocator.
+        nvtx: on a GPU, ranges for Nsight Systems.
+        with_stack: the trace has the lines of source.
+        shapes: the trace has the shapes of tensors.
+    """
+
+    steps: Any = None
+    trace: bool = True
+    memory: bool = False
+    nvtx: bool = False
+    with_stack: bool = False
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        require_annotated("profile", self)
+        if self.steps is None:
+            for name in ("memory", "nvtx", "with_stack", "shapes"):
+                problem = "and profile.steps is null, so that nothing is profiled"
+                require(not getattr(self, name), f"profile.{name}", True, problem, "Add profile.steps=[10,14]")
+            return
+        steps = self.steps
+        whole = isinstance(steps, list | tuple) and all(type(one) is int for one in steps)
+        holds = whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]  # noqa: PLR2004  the first and the last
+        problem, remedy = "is not the numbers of the first and the last window, from 1 on", "Give two, as in [10,14]"
+        require(holds, "profile.steps", steps, problem, remedy)
+        for name in ("with_stack", "shapes"):
+            problem = "is a part of the trace, and profile.trace=false leaves that out"
+            require(self.trace or not getattr(self, name), f"profile.{name}", True, problem, "Leave one of the two out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Texts that a language model goes on with at every evaluation.
+
+    Args:
+        samples: how many texts; 0: none.
+        prompts: what they begin with, in turn; none: the first held-out samples.
+        prompt_tokens: how many tokens of a held-out sample are the prompt.
+        max_new_tokens: how many tokens follow; a text ends before that with the tokenizer's end token.
+        temperature: by which the logits are divided before a token is drawn; 0: the likeliest token is taken.
+        seed: of what is drawn, which is the same at every evaluation.
+    """
+
+    samples: int = 0
+    prompts: list[str] = field(default_factory=list)
+    prompt_tokens: int = 32
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_annotated("eval", self)
+        require_count("eval.samples", self.samples, off="0 for no texts")
+        for key, value in (("prompt_tokens", self.prompt_tokens), ("max_new_tokens", self.max_new_tokens)):
+            require(value >= 1, f"eval.{key}", value, "must be at least 1", "Give a number of tokens")
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        require(finite, "eval.temperature", self.temperature, "out of range", "Use 0 or a positive number")
+        require(0 <= self.seed < 2**63, "eval.seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
+        asked = not self.prompts or self.samples >= len(self.prompts)
+        problem = f"and there are {len(self.prompts)} prompts, each of which begins a text"
+        require(asked, "eval.samples", self.samples, problem, "Give at least as many samples as prompts")
