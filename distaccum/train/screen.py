@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from distaccum.train.metrics.console import ConsoleLogger
     from distaccum.train.metrics.status import Status
+
+_NARROWEST = 20  # columns
 
 
 class _Training(Protocol):
@@ -114,3 +117,24 @@ def open_screen(total_steps: int, world: World, signals: StopSignals, *, records
     finally:
         signals.last_words = last_words
         screen.leave()
+
+
+def say(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
+    """Prints text: on a terminal wrapped between words, with what is wrapped indented; else lines as they are.
+
+    What has no spaces, such as a path, stays in one piece, whose wrapping is left to the terminal: it can be copied.
+    """
+    if console.is_terminal:
+        lines = [
+            part
+            for line in text.splitlines()
+            for part in textwrap.wrap(
+                line,
+                max(_NARROWEST, console.width),
+                subsequent_indent=" " * indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        ]
+        text = "\n".join(lines)
+    console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)

@@ -23,8 +23,8 @@ from distaccum.engines.base import Engine
 from distaccum.errors import shorten
 from distaccum.precision.selection import describe
 from distaccum.train.components import TrainingComponents
-from distaccum.train.lines import say
 from distaccum.train.run_dir import RunDir, State
+from distaccum.train.screen import say
 
 if TYPE_CHECKING:
     from rich.console import Console

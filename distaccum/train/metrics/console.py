@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from distaccum.train.lines import say
 from distaccum.train.live_line import LiveLine, takes_live_line
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record
+from distaccum.train.screen import say
 
 if TYPE_CHECKING:
     from distaccum.train.metrics.status import Status
