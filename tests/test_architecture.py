@@ -32,12 +32,6 @@ FLOOR = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
 # Beside the core: a ring imports the core, and neither the core nor another ring imports it.
 RINGS = {"tools", "elastic"}
 BESIDE = {"testing": {"errors", "distributed"}}
-# Files of the core that still import the ring of elastic runs; none may join them.
-STILL_ELASTIC = {
-    "train/cli.py",
-    "train/loop.py",
-    "train/run.py",
-}
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
@@ -68,8 +62,7 @@ def _allowed(path: Path) -> set[str]:
         return BESIDE[room]
     if room in RINGS:
         return FLOOR.keys() - {"__main__"}
-    ring = {"elastic"} if NAMES[path] in STILL_ELASTIC else set()
-    return {other for other, floor in FLOOR.items() if floor < FLOOR[room]} | ring
+    return {other for other, floor in FLOOR.items() if floor < FLOOR[room]}
 
 
 def test_imports_point_down_and_the_core_imports_no_ring() -> None:
@@ -79,10 +72,6 @@ def test_imports_point_down_and_the_core_imports_no_ring() -> None:
             used = {name.split(".")[1] for name in _imports(path) if name.startswith("distaccum.")} - {_room(path)}
             wrong += [f"{NAMES[path]} imports {room}" for room in sorted(used - _allowed(path))]
     assert not wrong
-
-
-def test_the_files_that_still_import_the_elastic_ring_do() -> None:
-    assert {n for p, n in NAMES.items() if _room(p) not in RINGS and _uses(p, "distaccum.elastic")} == STILL_ELASTIC
 
 
 def _uses(path: Path, module: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distaccum import program
-from distaccum.distributed.signals import LAUNCHER, MEMBER, die_with_parent
+from distaccum.distributed.signals import LAUNCHER, die_with_parent
 
 # Starting fast: Python's garbage collector leaves alone what the imports make.
 #
@@ -29,13 +29,18 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def main() -> None:
-    """Imports the main job, and runs it."""
+def main(job: str = "distaccum.train.cli:main", *, dies_by: signal.Signals = signal.SIGTERM) -> None:
+    """Imports the main job, and runs it.
+
+    Args:
+        job: its function, as ``module:name``.
+        dies_by: what the kernel sends this process when its launcher has died.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
     if "RANK" in os.environ:
         # Within the imports, too: a launcher that is gone by their end sends no signal.
-        die_with_parent(signal.SIGKILL if MEMBER in os.environ else signal.SIGTERM)
+        die_with_parent(dies_by)
         if os.environ.pop(LAUNCHER, "") not in ("", str(os.getppid())):
             sys.exit(128 + signal.SIGTERM)  # and neither does one that was gone before that line
     program.start()
@@ -49,8 +54,8 @@ def main() -> None:
         complete("config", sys.argv[1:])
         return
     with without_garbage_collection():
-        from distaccum.train import cli  # noqa: PLC0415  here, where the collector is off
-    cli.main()
+        run = program.load(job)  # here, where the collector is off
+    run()
 
 
 if __name__ == "__main__":

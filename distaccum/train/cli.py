@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,9 +46,6 @@ from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
-from distaccum.elastic.engine.builder import ElasticEngines
-from distaccum.elastic.group.member import Member
-from distaccum.elastic.group.membership import ExpelledError
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.precision.selection import describe
@@ -59,7 +55,7 @@ from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.hang import watched_start
 from distaccum.train.metrics.background import is_left_behind
-from distaccum.train.run import RunResult, prepare, run
+from distaccum.train.run import Launch, RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import enable_loggers, log_to_stderr
 from distaccum.train.submitit import DEFAULT, NoObjectiveError, SubmititJob, objective_of, require_finite
@@ -139,8 +135,12 @@ _TRIAL_ENDS = (*_DIVERGED, NoObjectiveError)  # the other ranks are ready for th
 _log = logging.getLogger(__name__)
 
 
-def main() -> None:
-    """Runs the job (or the sweep of jobs) that the command line describes, on this rank."""
+def main(launch: Callable[[LaunchEnvironment], Launch] = Launch) -> None:
+    """Runs the job (or the sweep of jobs) that the command line describes, on this rank.
+
+    Args:
+        launch: how this process was started, of what the launcher's variables say.
+    """
     arguments, verbose = take_flag(sys.argv[1:], "-v")
     sys.argv[1:] = register_aliases(arguments)
     with ExitStack() as log:
@@ -150,7 +150,7 @@ def main() -> None:
             log.enter_context(log_to_stderr(0, verbose=False))
             sys.exit(_print_config_error(error))
         log.enter_context(log_to_stderr(environment.rank, verbose=verbose is not None))
-        exit_code = _run_rank(environment)
+        exit_code = _run_rank(environment, launch)
     if is_left_behind():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -158,24 +158,16 @@ def main() -> None:
     sys.exit(exit_code)
 
 
-def _run_rank(environment: LaunchEnvironment) -> int:
+def _run_rank(environment: LaunchEnvironment, launch_of: Callable[[LaunchEnvironment], Launch]) -> int:
     with StopSignals() as signals:
-        member = Member.of(environment)
+        launch = launch_of(environment)
         if environment.launched:
-            die_with_parent(signal.SIGTERM if member is None else signal.SIGKILL)
-        if member is not None:
-            environment = member.environment
-        store = environment.store() if member is None else member.store
-        coordinator = JobCoordinator(environment, store, lost=None if member is None else member.lost_at_start)
-        run_jobs = _run_main_rank if environment.rank == 0 else _run_worker_rank
-        exit_code = run_jobs(environment, coordinator, signals, member)
+            die_with_parent(launch.dies_by)
+        coordinator = JobCoordinator(launch.environment, launch.store(), lost=launch.lost_at_start)
+        run_jobs = _run_main_rank if launch.environment.rank == 0 else _run_worker_rank
+        exit_code = run_jobs(launch, coordinator, signals)
         signals.ignore()
-    if member is not None:  # groups that were left may have threads which wait
-        if exit_code == 0 and member.rank == 0:
-            member.end(0)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+    launch.end(exit_code)
     return exit_code
 
 
@@ -185,10 +177,9 @@ def _nothing() -> None:
 
 def _run_job(
     job: Job,
-    environment: LaunchEnvironment,
+    launch: Launch,
     coordinator: JobCoordinator,
     signals: StopSignals,
-    member: Member | None = None,
     *,
     accepted: Callable[[], None] = _nothing,
 ) -> RunResult:
@@ -198,17 +189,17 @@ def _run_job(
         JobRejectedError: on all ranks, before the process group, if the configuration cannot run on one of them.
     """
 
-    run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
+    run_dir, environment = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config))), launch.environment
     outlive_output()
 
     with watched_start(job.config, run_dir, environment.rank) as (within_s, ready):
 
         def agree(rejection: str | None) -> None:
             ready()
-            if member is not None and not member.is_first:
+            if launch.joins:
                 return  # the others run it already
             coordinator.agree(job, rejection, within_s=within_s)
-            if member is not None:  # the others do not wait for rank 0: should it end here, they go on without it
+            if launch.ranks_change:  # the others do not wait for rank 0: should it end here, they go on without it
                 accepted()
 
         @contextmanager
@@ -221,14 +212,14 @@ def _run_job(
                 yield world
 
         result = run(
-            partial(_make_components, job, environment, builder=None if member is None else ElasticEngines()),
+            partial(_make_components, job, environment, builder=launch.engines),
             run_dir,
             environment,
             began=monotonic(),
             signals=signals,
             agree=agree,
             open_group=open_group,
-            member=member,
+            launch=launch,
         )
     note = os.environ.get("DISTACCUM_PREEMPTED")
     if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
@@ -251,14 +242,12 @@ class _Jobs:
 
     def __init__(
         self,
-        environment: LaunchEnvironment,
+        launch: Launch,
         coordinator: JobCoordinator,
         signals: StopSignals,
-        member: Member | None = None,
     ) -> None:
-        self._environment, self._coordinator, self._signals = environment, coordinator, signals
-        self._member = member
-        self._planned = _take_check(environment)
+        self._launch, self._coordinator, self._signals = launch, coordinator, signals
+        self._planned = _take_check(launch.environment)
         self._absent = frozenset(_absent(sys.argv[1:]))
         self.published, self.composed, self.preempted = 0, False, False
         # Hydra prints its own errors and exits with 1. They are kept until it has composed a job, and then reworded.
@@ -298,11 +287,11 @@ class _Jobs:
             sys.exit(_print_config_error(error))
         except KeyboardInterrupt:
             raise
-        except ExpelledError as error:
+        except self._launch.gone as error:
             _log.warning("%s", error)
             sys.exit(1)
         except BaseException as error:  # sys.exit(0) of a user's function too
-            _report(run_dir, self._environment.rank, error)
+            _report(run_dir, self._launch.environment.rank, error)
             self._remove_if_empty(run_dir)
             if isinstance(error, _TRIAL_ENDS) and _is_tried():
                 raise  # Hydra hands it to the sweeper, which decides whether it goes on
@@ -342,7 +331,7 @@ class _Jobs:
         self.published += 1
         self._coordinator.publish(job)
         keep = partial(_keep_hydra_files, run_dir, node)
-        result = _run_job(job, self._environment, self._coordinator, self._signals, self._member, accepted=keep)
+        result = _run_job(job, self._launch, self._coordinator, self._signals, accepted=keep)
         self.preempted = result.preempted
         if self.preempted:
             return None
@@ -376,14 +365,12 @@ def _is_tried() -> bool:
     return hydra_config.mode == RunMode.MULTIRUN and not hydra_config.sweeper._target_.endswith(".BasicSweeper")
 
 
-def _run_main_rank(
-    environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals, member: Member | None
-) -> int:
+def _run_main_rank(launch: Launch, coordinator: JobCoordinator, signals: StopSignals) -> int:
     """Rank 0: Hydra reads the command line and calls ``_Jobs`` for every job."""
     exit_code = 1
     try:
         sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], composed, own=("--check",)))
-        jobs = _Jobs(environment, coordinator, signals, member)
+        jobs = _Jobs(launch, coordinator, signals)
     except ConfigError as error:
         exit_code = _refuse(error)
         coordinator.shutdown(0, exit_code)
@@ -404,7 +391,7 @@ def _run_main_rank(
         exit_code = _refuse_command_line(error)
     finally:
         jobs.stop_capturing()
-        left = jobs.preempted or (member is not None and exit_code == 0)  # the other ranks, by themselves
+        left = jobs.preempted or (launch.ranks_change and exit_code == 0)  # the other ranks, by themselves
         if not left:
             coordinator.shutdown(jobs.published, exit_code)
     return exit_code
@@ -470,28 +457,26 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
         write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(kept))
 
 
-def _run_worker_rank(
-    environment: LaunchEnvironment, coordinator: JobCoordinator, signals: StopSignals, member: Member | None
-) -> int:
+def _run_worker_rank(launch: Launch, coordinator: JobCoordinator, signals: StopSignals) -> int:
     """Every other rank: runs the jobs that rank 0 publishes, and leaves their errors to rank 0 to report."""
     for number in count():
         job = coordinator.await_job(number)
         if isinstance(job, int):
             return job
         try:
-            preempted = _run_job(job, environment, coordinator, signals, member).preempted
-            if preempted or member is not None:
+            preempted = _run_job(job, launch, coordinator, signals).preempted
+            if preempted or launch.ranks_change:
                 return 0
         except JobRejectedError:
             return _BAD_CONFIGURATION
-        except ExpelledError as error:
+        except launch.gone as error:
             _log.warning("%s", error)
             return 1
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             run_dir = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config)))
-            _report(run_dir, environment.rank if member is None else member.rank, error)
+            _report(run_dir, launch.rank, error)
             if job.tried and isinstance(error, _DIVERGED):
                 continue  # as on rank 0
             return _BAD_CONFIGURATION if isinstance(error, ConfigError) else 1

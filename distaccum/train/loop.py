@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,7 @@ from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.distributed.random import RNGState
-from distaccum.elastic.engine.ddp import own_state, resumable, shares_of
-from distaccum.elastic.engine.shares import Shares
-from distaccum.elastic.group.polled_group import ViewChangedError
-from distaccum.elastic.run.carried import Begun, Carried, Tail
-from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
-from distaccum.engines.state import whole_state
-from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeError, shorten
-from distaccum.losses.base import is_window_loss
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
 from distaccum.train.components import TrainingComponents
@@ -36,7 +28,7 @@ from distaccum.train.evaluate import Evaluation
 from distaccum.train.generation import Generation
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import TEXTS, Logger, last_window, records_of
+from distaccum.train.metrics.loggers import TEXTS, Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.metrics.windows import WindowRecorder
@@ -45,8 +37,6 @@ from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
 from distaccum.train.time_limit import TimeLimit
-
-_ASKED = "a rank that is lost asked to stop"
 
 
 def _tell_nobody(*_: object) -> None:
@@ -87,13 +77,14 @@ class Loop:
         utilization: of the cards, on the rank that logs.
         profiler: of some windows; None: no window is profiled.
         recorder: of every window, on every rank; None: there is no such record.
-        elastic: whether ranks may be lost, so that what a window is owed is done before the next one.
-        before: what the view before has left to do; its weights and optimizer state are not kept here.
-        saved_ago_s: how long ago a checkpoint was saved, of which a view before has known.
-        memory: where a lost rank takes a part of the state with it: checkpoints in memory.
+        saved_step: of the last checkpoint; None: of the one that is resumed, if any.
+        saved_ago_s: how long ago that was saved.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
+
+    _passes: tuple[type[BaseException], ...] = ()
+    """Errors that leave :meth:`fit` as they are: nothing is rescued and nothing is written."""
 
     def __init__(
         self,
@@ -110,10 +101,8 @@ class Loop:
         utilization: Utilization | None = None,
         profiler: Profiler | None = None,
         recorder: WindowRecorder | None = None,
-        elastic: bool = False,
-        before: Carried | None = None,
+        saved_step: int | None = None,
         saved_ago_s: float = 0.0,
-        memory: MemoryCheckpoints | None = None,
         enter_phase: Callable[[str], None] = _tell_nobody,
         tell_saved: Callable[[int, Path], None] = _tell_nobody,
     ) -> None:
@@ -128,7 +117,7 @@ class Loop:
         self._enter_phase, self._tell_saved = enter_phase, tell_saved
         self._world = accumulator.world
         # A run from another run's checkpoint has saved none itself.
-        saved_step = accumulator.progress.step if components.config.resume == "auto" else 0
+        resumed_step = accumulator.progress.step if components.config.resume == "auto" else 0
         self._saver = Saver(
             components,
             accumulator,
@@ -137,7 +126,7 @@ class Loop:
             store=store,
             time_limit=time_limit,
             wandb_id=wandb_id,
-            saved_step=saved_step if before is None else before.saved_step,
+            saved_step=resumed_step if saved_step is None else saved_step,
             saved_ago_s=saved_ago_s,
             on_saved=self._on_checkpoint,
         )
@@ -147,29 +136,15 @@ class Loop:
         self._is_measured = utilization is None
         self._profiler, self._recorder = profiler, recorder
         self._evaluation: tuple[int, dict[str, float]] | None = None  # the last one, with its step
-        self._telling: tuple[int, dict[str, float]] | None = None  # one that callbacks are still to be told of
-        self._called = ("", 0)  # the hook that callbacks are being called by, and of how many it was
         self._evaluator = self._make_evaluator() if self._evaluates else None
         self._generation: Generation | None = None
         if components.prompts is not None:
             self._generation = Generation(accumulator.engine, components.prompts, components.config.eval)
         self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
-        self._owed: tuple[Window, Outcome] | None = None  # what is still to be done for it: see ``STAGES``
-        self._stage = 0
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
-        # Of the view before, until a window is run here:
-        self._lr_before: float | None = None
-        self._begun_before: tuple[Begun, Progress] | None = None
-        self._shares_before: tuple[Shares, Progress] | None = None
-        self._begins_at = None if before is None else accumulator.progress  # with what the view before has left
-        self._ends: DistaccumError | None = None
-        self._elastic = elastic
-        self._watched = elastic or self._rolls_back or any(map(watches_updates, components.callbacks))
+        self._watched = self._rolls_back or any(map(watches_updates, components.callbacks))
         self._loss_scale = 0.0
-        self._record: Mapping[str, Any] | None = None  # the last one, which nobody may have written
-        self._written, self._proven = 0, False
-        self._memory = memory
         self._reason = ""
         self._preempted_by = ""
         self._saves_best = False
@@ -178,25 +153,6 @@ class Loop:
         """The reasons of all ranks that asked to stop or to be preempted; known at the end."""
         self.preempted = False
         """Whether another process is to continue the run: the same on every rank, known at the end."""
-        if before is not None:
-            self._go_on_from(before)
-
-    def _go_on_from(self, before: Carried) -> None:
-        """What the view before has left to do; see :class:`Carried`."""
-        if before.tail is not None:
-            self._owed, self._stage = before.tail.of, before.tail.stage
-        if before.unlogged is not None:
-            self._unlogged = before.unlogged.of
-        if (last := before.tail or before.unlogged) is not None:
-            self._lr_before = last.lr
-        if before.begun is not None:
-            self._begun_before = before.begun, self._accumulator.progress
-        if before.shares is not None:
-            self._shares_before = before.shares, self._accumulator.progress
-        self._evaluation, self._telling, self._called = before.evaluation, before.telling, before.called
-        self._record, self._ends, self._reason, self._proven = before.record, before.ends, before.stop, before.verified
-        if before.stopping and not before.stop:
-            self._preempted_by = _ASKED
 
     @property
     def progress(self) -> Progress:
@@ -248,15 +204,14 @@ class Loop:
         if self._profiler is not None:
             self._profiler.begin()
         try:
-            if self._elastic:
-                self._take_up()
+            self._begin()
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
                 for window in self._accumulator.windows(self._loader):
                     self.step_window(window)
                     if self.at_end:
                         break
             self._tracker.raise_if_nonfinite()
-        except ViewChangedError:
+        except self._passes:
             raise
         except (NonFiniteError, SpikeError):
             self._look_at_last(self._tracker.known_progress)  # what ends the run stands in the log
@@ -302,8 +257,6 @@ class Loop:
             self.preempt("trainer.max_time is about to be over")
         if self._profiler is not None and self._profiler.window_ended():
             self._write_profile()
-        if self._memory is not None and self._memory.window_ended(self.progress.window, self._saver.saved_step):
-            self.keep_in_memory()
 
     def _write_profile(self) -> None:
         assert self._profiler is not None
@@ -326,8 +279,6 @@ class Loop:
         if self._recorder is not None:
             self._recorder.write(self._tracker.known_progress)  # windows that count nothing may have followed it
         self._watch_loss_scale(outcome)
-        self._lr_before = self._begun_before = self._shares_before = None
-        self._owed, self._stage = (window, outcome), 0
         if outcome.applied:
             self._pay(window, outcome, progress)
             return
@@ -359,116 +310,34 @@ class Loop:
                 logger.alert("the loss scale has collapsed", text)
 
     def _pay(self, window: Window, outcome: Outcome, progress: Progress) -> None:
-        """Does what an update is owed; where ranks are lost meanwhile, those of the next view go on at its stage."""
+        """Does what is due after an update."""
         trainer, checkpoints, step = self._components.config.trainer, self._components.config.checkpoint, progress.step
-        stage = self._stage
+        ends = step >= self._components.total_steps
+        evaluates = self._evaluates and (ends or step % trainer.eval_every == 0)
+        is_due = evaluates or ends or step % trainer.log_every == 0
         self._unlogged = (window, outcome)
-        if stage == 0:
-            self._call("on_update", lambda callback: callback.on_update(self, outcome))
-            self._stage = 1
-        evaluates = self._evaluates and (step % trainer.eval_every == 0 or step >= self._components.total_steps)
+        called = partial(self._call, "on_update", lambda callback: callback.on_update(self, outcome))
+        logged = partial(self._log, window, outcome, progress, evaluates=evaluates)
         # The last update's record comes before its checkpoint: a run that dies between the two makes no update again.
-        if evaluates or step % trainer.log_every == 0 or step >= self._components.total_steps:
-            if stage <= 1:
-                self._log(window, outcome, progress, evaluates=evaluates)
-                self._stage = 2
+        self._do(called, logged) if is_due else self._do(called)
+        if is_due:
             self._unlogged = None
         best = evaluates and self._is_best()
         if best or (checkpoints.every and step % checkpoints.every == 0):
             self._save(best=best)
-        self._owed = None
 
     def _pay_skip(self, window: Window, outcome: Outcome, progress: Progress) -> None:
         """As :meth:`_pay`, of a window that was not applied: its record is due in any case, and comes first."""
-        if self._stage == 0:
-            self._log(window, outcome, progress, evaluates=False)
-            self._stage = 1
-        self._call("on_skip", lambda callback: callback.on_skip(self, outcome))
-        self._owed = None
+        logged = partial(self._log, window, outcome, progress, evaluates=False)
+        self._do(logged, partial(self._call, "on_skip", lambda callback: callback.on_skip(self, outcome)))
 
-    def carried(self) -> Carried:
-        """What this rank has, where another one was lost; no collective."""
-        accumulator, random = self._accumulator, RNGState.capture(self._world.device)
-        begun, stepped = accumulator.interrupted(), self._last
-        self._last = None
-        if isinstance(begun, tuple):
-            begun, stepped = None, begun
-        progress = self._tracker.progress
-        if stepped is not None:
-            self._owed, self._stage, self._lr_before = stepped, 0, None
-        lr, kept = self._lr if self._lr_before is None else self._lr_before, None
-        if begun is not None and begun.deal is not None and not is_window_loss(self._components.loss):
-            kept = Begun.of(progress, begun, begun.deal, resumable(accumulator.engine).kept)
-        elif self._begun_before is not None and self._begun_before[1] == progress:  # nobody has begun it again
-            kept, _ = self._begun_before
-        average = ema.of(self._components.callbacks)
-        engine = accumulator.engine
-        shares = shares_of(engine)
-        if shares is not None and self._shares_before is not None and self._shares_before[1] == progress:
-            shares = shares.with_those_of(self._shares_before[0])
-        return Carried(
-            run=self._saver.run_state(self._logged),
-            engine=whole_state(engine, self._world) if shares is None else own_state(engine, shares),
-            shares=shares,
-            average=None if average is None else {n: t.clone() for n, t in average.whole(lambda _: True).items()},
-            tail=None if self._owed is None else Tail.after(*self._owed, lr, self._stage),
-            unlogged=None if self._unlogged is None else Tail.after(*self._unlogged, lr),
-            called=self._called,
-            telling=self._telling,
-            skips_in_a_row=self._tracker.skips_in_a_row,
-            ends=self._ends or self._what_ends_it(),
-            saved_step=self._saver.saved_step,
-            evaluation=self._evaluation,
-            record=self._record,
-            stop=self._agreed_stop or self._reason,
-            stopping=accumulator.stopping,
-            counted=accumulator.counted,
-            verified=self._proven or bool(accumulator.verified),
-            random=random,
-            begun=kept,
-        )
+    def _do(self, *steps: Callable[[], None]) -> None:
+        """What a window is owed, one after the other."""
+        for step in steps:
+            step()
 
-    def keep_in_memory(self) -> None:
-        """Makes a checkpoint in memory, with all that was due done; a collective between two windows."""
-        assert self._memory is not None
-        self._memory.take(self._share)
-
-    def _share(self) -> Carried:
-        """What this rank keeps of the run, for all of them; a collective."""
-        average = ema.of(self._components.callbacks)
-        size, rank = self._world.size, self._world.rank
-        return Carried(
-            run=self._saver.run_state(self._logged),
-            engine=self._accumulator.engine.state(),
-            average=None if average is None else average.whole(lambda i: i % size == rank),
-            tail=None,
-            unlogged=None if self._unlogged is None else Tail.after(*self._unlogged, self._lr),
-            skips_in_a_row=self._tracker.skips_in_a_row,
-            saved_step=self._saver.saved_step,
-            evaluation=self._evaluation,
-            record=self._record,
-            stop=self._reason,
-            counted=self._accumulator.counted,
-            verified=self._proven or bool(self._accumulator.verified),
-            random=RNGState.capture(self._world.device),
-        )
-
-    @property
-    def _agreed_stop(self) -> str:
-        """Why the run stops, where all ranks know that it does; the one that knows more may be lost."""
-        if self.preempted:
-            return ""
-        return self.stop_reason or (_ASKED if self._ended else "")
-
-    def _what_ends_it(self) -> DistaccumError | None:
-        """The error that all ranks were about to raise together; as far as this one can tell of it."""
-        try:
-            self._tracker.raise_if_nonfinite(together=False)
-        except NonFiniteError as error:
-            return NonFiniteError(f"{error}. A rank was lost before all had told what they know of it")
-        except (SpikeError, MisuseError) as error:
-            return type(error)(*error.args)  # without the frames, which hold the engine
-        return None
+    def _begin(self) -> None:
+        """Before the first window."""
 
     @property
     def _evaluates(self) -> bool:
@@ -495,19 +364,14 @@ class Loop:
         self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
         step = self.progress.step
-        is_told = self._evaluation is not None and self._evaluation[0] == step  # in the view before
         with ema.evaluated(self._components.callbacks):
-            known = self._found_before(step)
-            found = self._evaluator.run() if known is None else known
+            found = self._results(step)
             self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
         if twice := found.keys() & self._texts.keys():
             problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
             raise MisuseError(f"{problem}: give the metric or the score another name")
         self._world.activity.phase = Phase.BETWEEN
-        if not is_told:
-            self._telling = (step, found)
-            self._call("on_eval", lambda callback: callback.on_eval(self, found))
-            self._telling = None
+        self._tell_results(step, found)
         self._evaluation = (step, found)
         if self._components.callbacks:
             self._ended = self._world.all_reduce_max_host([bool(self._reason)])[0] > 0
@@ -516,15 +380,18 @@ class Loop:
         self._enter_phase(TRAINING)
         return found
 
-    def _found_before(self, step: int) -> dict[str, float] | None:
-        """This step's evaluation, where the ranks of the view before have made it."""
-        return next((one[1] for one in (self._evaluation, self._telling) if one is not None and one[0] == step), None)
+    def _results(self, step: int) -> dict[str, float]:
+        """The evaluation's after this step; a collective."""
+        assert self._evaluator is not None
+        return self._evaluator.run()
+
+    def _tell_results(self, step: int, found: dict[str, float]) -> None:
+        """Calls callbacks with what was found after this step."""
+        self._call("on_eval", lambda callback: callback.on_eval(self, found))
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
-        lr = self._lr if self._lr_before is None else self._lr_before
-        record = self._meter.record(window, outcome, progress, lr=lr) | self._accumulator.stragglers.metrics
-        if self._elastic:
-            record["ranks"] = self._world.size
+        record = self._meter.record(window, outcome, progress, lr=self._lr) | self._accumulator.stragglers.metrics
+        record |= self._facts
         if (recompiles := self._accumulator.engine.recompiles) is not None:
             record["recompiles"] = recompiles
         if self._accumulator.spikes is not None:
@@ -532,41 +399,25 @@ class Loop:
         if evaluates:
             assert self._evaluator is not None
             record |= self._evaluate() | self._evaluator.samples | self._texts
-        self._record = record
         self._write(record)
         self._logged = {"window": progress.window, "step": progress.step}
         self._write_status()
 
-    def _take_up(self) -> None:
-        """Does what the view before has left: its last record, what its last window is owed, and its error.
-
-        A stop that was asked for stays so.
-        """
-        if self._reason or self._preempted_by:
-            self._accumulator.stop()
-        if self._world.is_main:
-            self._written = last_window(self._run_dir.metrics)
-            if self._record is not None:
-                self._write(self._record)
-        if self._memory is not None:  # what was kept before is of other ranks
-            self.keep_in_memory()
-        if self._owed is not None:
-            window, outcome = self._owed
-            (self._pay if outcome.applied else self._pay_skip)(window, outcome, self.progress)
-        elif self._called[0] == "on_checkpoint":  # of a save that no window is owed, as the last one
-            self._save(best=self._is_best())
-        if self._ends is not None:
-            raise self._ends
-
     def _write(self, record: Mapping[str, Any]) -> None:
-        if not self._world.is_main or record["window"] <= self._written:
+        if not self._world.is_main:
             return
         self._run_dir.require_owned()
         for logger in self._loggers:
             logger.log(record)
 
     @property
+    def _facts(self) -> Mapping[str, Any]:
+        """What each record says beside the window."""
+        return {}
+
+    @property
     def _lr(self) -> float:
+        """The learning rate of the last window."""
         return float(self._components.optimizers[0].param_groups[0]["lr"])
 
     def _log_evaluation(self) -> None:
@@ -587,15 +438,14 @@ class Loop:
         if self._world.is_main:
             self._run_dir.require_owned()
             written = {"step": progress.step, "window": progress.window, **found}
-            if self._begins_at is not None and self._is_written(written):
+            if self._is_written(written):
                 return
         for logger in self._loggers:
             logger.log(record)
 
-    def _is_written(self, values: Mapping[str, Any]) -> bool:
-        """Whether the last record has these values, by which it is the one that the view before was to write."""
-        (last,) = deque(records_of(self._run_dir.metrics), maxlen=1) or ({},)
-        return all(key in last and last[key] == value for key, value in values.items())
+    def _is_written(self, _: Mapping[str, Any]) -> bool:
+        """Whether the last record has these values already."""
+        return False
 
     def _is_best(self) -> bool:
         known = self._may_be_saved
@@ -603,8 +453,8 @@ class Loop:
 
     @property
     def _may_be_saved(self) -> bool:
-        """Whether the view before may have saved the present state: nothing has been run here since."""
-        return self._begins_at is not None and self._begins_at == self.progress
+        """Whether others may have saved the present state."""
+        return False
 
     def _save(self, *, best: bool = False, again: bool = False, waits: bool = False) -> None:
         self._settle(at_end=waits)
@@ -655,7 +505,7 @@ class Loop:
         if self.preempted:
             return {}
         is_evaluated = self._evaluation is not None and self._evaluation[0] == self.progress.step
-        # Where the view before has evaluated for this record, it is in no record yet, and in no best checkpoint.
+        # One that was made for a record which is still owed is in no record yet, and in no best checkpoint.
         is_due = self._evaluates and (not is_evaluated or self._unlogged is not None)
         if self._unlogged is not None:
             self._log(*self._unlogged, self.progress, evaluates=is_due)
@@ -663,33 +513,29 @@ class Loop:
             self._log_evaluation()
         elif is_due:  # a finished run that is resumed makes no update, but is evaluated
             self._evaluate()
-        unsaved = self._may_be_saved and self._saver.saved_step != self.progress.step  # by the view before, maybe
+        unsaved = self._may_be_saved and self._saver.saved_step != self.progress.step
         self._save_last(best=(is_due or unsaved) and self._is_best())
         results = self._evaluation[1] if self._evaluation else {}
         self._call("on_end", lambda callback: callback.on_end(self, results))
-        self._called = ("on_end", len(self._components.callbacks))  # not again, if a rank is lost from here on
         return results
 
-    def _call(self, name: str, hook: Callable[[Callback], None]) -> None:
-        """Calls a hook of every callback; where a rank was lost in one, of those that come after the last that ended.
+    def _call(self, _: str, hook: Callable[[Callback], None]) -> None:
+        """Calls a hook of every callback."""
+        for callback in self._components.callbacks:
+            self._call_one(callback, hook)
+
+    def _call_one(self, callback: Callback, hook: Callable[[Callback], None]) -> None:
+        """Calls a hook of one.
 
         Raises:
-            MisuseError: a callback sets a learning rate, which the schedule would set again before the next step.
+            MisuseError: the callback sets a learning rate, which the schedule would set again before the next step.
         """
-        if self._called[0] != name:
-            self._called = (name, 0)
-        for number, callback in enumerate(self._components.callbacks):
-            if number < self._called[1]:
-                continue
-            before = self._learning_rates()
-            hook(callback)
-            after = self._learning_rates()
-            if after != before:
-                problem = f"{type(callback).__name__} sets a learning rate by hand"
-                remedy = "give the callback the property lr_factor, or state the rate as a schedule"
-                raise MisuseError(f"{problem}, which the schedule sets before every step: {remedy}")
-            self._called = (name, number + 1)
-        self._called = ("", 0)
+        before = self._learning_rates()
+        hook(callback)
+        if self._learning_rates() != before:
+            problem = f"{type(callback).__name__} sets a learning rate by hand"
+            remedy = "give the callback the property lr_factor, or state the rate as a schedule"
+            raise MisuseError(f"{problem}, which the schedule sets before every step: {remedy}")
 
     def _learning_rates(self) -> list[Any]:
         rates = [group["lr"] for optimizer in self._components.optimizers for group in optimizer.param_groups]

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from time import monotonic, time
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.state import SavedState
@@ -33,14 +34,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
-from distaccum.elastic.engine.desk import Desk
-from distaccum.elastic.group.member import Member
-from distaccum.elastic.group.polled_group import ViewChangedError
-from distaccum.elastic.run.checks import adapted, expect_told
-from distaccum.elastic.run.going_back import Anew
-from distaccum.elastic.run.in_view import InView
-from distaccum.elastic.run.restore import RestoreCarried
-from distaccum.elastic.run.views import run_in_views
+from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, PeerError
 from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents, build_utilization
@@ -60,10 +54,11 @@ from distaccum.train.owner import refuse_if_held
 from distaccum.train.peers import Peers
 from distaccum.train.profiling import Profiler
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
-from distaccum.train.resume import Restore, find_checkpoint
+from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import Screen, open_screen
+from distaccum.train.session import Restored, Session
 from distaccum.train.summary import ModuleRow, not_finite, print_header, print_summary, print_taken_over, summarize
 from distaccum.train.time_limit import TimeLimit
 
@@ -78,6 +73,89 @@ class RunResult:
 
     evaluation: dict[str, float]
     preempted: bool
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A run whose ranks have agreed that they can run it: what :meth:`Launch.train` is given.
+
+    Args:
+        make_components: makes others, where these are used up.
+        components: whom nobody else holds.
+        saved: the checkpoint that it begins from, on rank 0.
+        run_dir, environment, began, signals, open_group: as :func:`run` has them.
+        beginning: for the header.
+        log: of this rank.
+        owning: has the run directory, on rank 0.
+    """
+
+    make_components: Callable[[], TrainingComponents]
+    components: TrainingComponents | None
+    saved: SavedState | None
+    run_dir: RunDir
+    environment: LaunchEnvironment
+    began: float
+    signals: StopSignals | None
+    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]]
+    beginning: str
+    log: RunLog
+    owning: ExitStack
+
+    def take(self) -> TrainingComponents:
+        """The components, which the caller alone holds from here on."""
+        taken, self.components = self.components, None
+        assert taken is not None
+        return taken
+
+
+class Launch:
+    """How this process was started: alone, or by torchrun. Its ranks are in one process group, from start to end.
+
+    A launcher whose ranks come and go has a class of its own.
+
+    Args:
+        environment: who this process is.
+    """
+
+    dies_by: signal.Signals = signal.SIGTERM
+    """What the kernel sends this process when its launcher has died."""
+    ranks_change = False
+    """Whether ranks are lost and come, so that a rank waits for no other at the end."""
+    joins = False
+    """Whether the others run the job already."""
+    gone: tuple[type[BaseException], ...] = ()
+    """What a process raises that the others have gone on without."""
+    engines: EngineBuilder | None = None
+    """Makes engines in the place of the factory."""
+    lost_at_start: Callable[[int], str] | None = None
+    """Says how a rank has ended that is awaited; empty while it has not."""
+
+    def __init__(self, environment: LaunchEnvironment) -> None:
+        self.environment = environment
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.environment.rank
+
+    def store(self) -> Store:
+        """The job's, by which its processes agree."""
+        return self.environment.store()
+
+    def adapted(self, components: TrainingComponents) -> TrainingComponents:
+        """The components as this launcher trains them.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        return components
+
+    def train(self, prepared: Prepared) -> RunResult:
+        """Opens the process group and trains."""
+        return _in_group(prepared)
+
+    def end(self, exit_code: int) -> None:
+        """The process is about to end."""
 
 
 def _alone(_: str | None) -> None:
@@ -98,7 +176,7 @@ def run(
     signals: StopSignals | None = None,
     agree: Callable[[str | None], None] = _alone,
     open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]] = _join,
-    member: Member | None = None,
+    launch: Launch | None = None,
 ) -> RunResult:
     """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
@@ -110,7 +188,7 @@ def run(
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
         open_group: opens the process group of a device, with a timeout and a backend, and closes it.
-        member: what this process is in an elastic job, whose processes come and go.
+        launch: how this process was started; None: alone, or by torchrun.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
@@ -118,15 +196,13 @@ def run(
         NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
         DataError: an epoch gives nothing to train on.
     """
+    launch = launch or Launch(environment)
     with RunLog(environment.rank, hide=run_dir.hidden) as log, ExitStack() as owning:
         try:
             if environment.rank == 0:
                 run_dir.make()
                 owning.enter_context(run_dir.own())
-            components = make_components()
-            if member is not None:
-                expect_told(components.config.elastic, member.told)
-                components = adapted(components)
+            components = launch.adapted(make_components())
             saved = prepare(components, run_dir, environment)
             beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
             if environment.rank == 0 and components.config.metrics.report:
@@ -135,7 +211,7 @@ def run(
             agree(str(error))
             raise
         except BaseException as error:
-            if member is None or member.is_first:  # else the run goes on without this process
+            if not launch.joins:  # else the run goes on without this process
                 note_failure(run_dir, environment.rank, error)
             with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
                 agree(reason_of(environment.rank, error))
@@ -145,32 +221,21 @@ def run(
         except PeerError as error:
             note_failure(run_dir, environment.rank, error)
             raise
-        if member is not None:
-            anew = Anew(make_components, components)
-            del components
-            return run_in_views(
-                anew,
-                saved,
-                run_dir,
-                member,
-                train,
-                signals=signals,
-                log=log,
-                owning=owning,
-                began=member.began(began),
-                beginning=beginning,
-            )
-        return _in_group(
-            components,
-            saved,
-            run_dir,
-            environment,
+        prepared = Prepared(
+            make_components=make_components,
+            components=components,
+            saved=saved,
+            run_dir=run_dir,
+            environment=environment,
             began=began,
             signals=signals,
             open_group=open_group,
             beginning=beginning,
             log=log,
+            owning=owning,
         )
+        del components  # whoever trains may have to be the only one that holds them
+        return launch.train(prepared)
 
 
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
@@ -185,29 +250,16 @@ def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | 
     return beginning
 
 
-def _always(_: str) -> bool:
-    return True
-
-
-def _in_group(
-    components: TrainingComponents,
-    saved: SavedState | None,
-    run_dir: RunDir,
-    environment: LaunchEnvironment,
-    *,
-    began: float,
-    signals: StopSignals | None,
-    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]],
-    beginning: str,
-    log: RunLog,
-) -> RunResult:
+def _in_group(prepared: Prepared) -> RunResult:
     """Opens the group and trains. An error from here on is written by the rank that it happens on."""
+    components, run_dir, environment = prepared.take(), prepared.run_dir, prepared.environment
+    signals, log = prepared.signals, prepared.log
     rank, trainer = environment.rank, components.config.trainer
     with Peers(run_dir, rank=rank, local_size=environment.local_size) as peers:
         joined = False
         try:
             with (
-                open_group(components.device, group_timeout(trainer), trainer.backend) as world,
+                prepared.open_group(components.device, group_timeout(trainer), trainer.backend) as world,
                 nullcontext(signals) if signals else StopSignals() as caught,
             ):
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
@@ -228,14 +280,13 @@ def _in_group(
                     ):
                         ended = train(
                             components,
-                            saved,
+                            Session(prepared.saved, prepared.beginning),
                             run_dir,
                             world,
                             signals=caught,
-                            began=began,
+                            began=prepared.began,
                             enter_phase=screen.and_show(peers.enter_phase),
                             screen=screen,
-                            beginning=beginning,
                         )
                         assert ended is not None
                         return ended
@@ -284,7 +335,7 @@ def find_saved(components: TrainingComponents, run_dir: RunDir) -> SavedState | 
 
 def train(
     components: TrainingComponents,
-    saved: SavedState | None,
+    session: Session,
     run_dir: RunDir,
     world: World,
     *,
@@ -292,35 +343,26 @@ def train(
     began: float,
     enter_phase: Callable[[str], None],
     screen: Screen,
-    beginning: str,
-    view: InView | None = None,
 ) -> RunResult | None:
-    """Trains from the checkpoint ``saved`` (as rank 0 has it), or from zero; a collective.
+    """Trains from where the ``session`` begins; a collective. None where it ends before the run.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
-    ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it; ``beginning`` is for the
-    header of a run without a checkpoint.
-
-    In an elastic run ``view`` says how it begins among the ranks that are there, and gets what this rank carries on,
-    at the end, too. Where ranks are lost or come, nothing is returned.
+    ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it.
     """
-    carried, desk = (None, None) if view is None else (view.begin.carried, view.desk)
     before = run_dir.status() if world.is_main else {}
     if world.is_main:
-        run_dir.write_status(State.RUNNING, step=0 if carried is None else carried.run.progress.step)
-    if components.config.checkpoint.saves and carried is None:
+        run_dir.write_status(State.RUNNING, step=session.step)
+    if components.config.checkpoint.saves and session.is_first:
         check_shared(run_dir.path, world)
-    screen.enter("starting" if saved is None else f"restoring {saved.folder.name}")
-    restore = Restore(saved, components, world) if carried is None else RestoreCarried(carried, components.callbacks)
+    screen.enter(session.says)
+    restore = session.restore(components, world)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
     depth = components.config.metrics.summary_depth if world.is_main else 0
     modules = summarize(components.model, depth)  # an engine may take it apart
-    proven = carried is not None and carried.verified and components.config.trainer.verify == "first"
-    accumulator = build_accumulator(components, world, verify="never" if proven else None)
+    accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
     with ExitStack() as closing:
-        if view is not None:  # other ranks may be lost before there is anything to carry on
-            closing.callback(accumulator.close, alone=True)
+        session.prepare(accumulator, closing)
         config = components.config
         components = _with_micro_batch(
             components, accumulator, restore.memory, run_dir=run_dir, screen=screen, closing=closing
@@ -340,7 +382,7 @@ def train(
         wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
         generators = RNGState.capture(world.device)
         console = screen.console
-        closing.callback(accumulator.close, alone=view is not None)  # the model's owner may train it further
+        closing.callback(accumulator.close, alone=session.closes_alone)  # the model's owner may train it further
         loggers: Sequence[Logger] = ()
         if console is not None:
             open_loggers = partial(
@@ -352,12 +394,12 @@ def train(
                 screen,
                 id=wandb_id,
                 before=before,
-                note=note or beginning,
+                note=note or session.beginning,
                 modules=modules,
-                first_to=_always if view is None else view.first_to,
+                first_to=session.first_to,
             )
-            loggers = (desk or closing.enter_context(Desk())).loggers(open_loggers)
-        loop = Loop(
+            loggers = session.loggers(open_loggers, closing)
+        loop = session.loop(
             components,
             accumulator,
             loader,
@@ -371,10 +413,7 @@ def train(
             utilization=utilization,
             profiler=_open_profiler(components, accumulator, run_dir, console, closing),
             recorder=_open_recorder(components, accumulator, run_dir, closing),
-            elastic=view is not None,
-            before=carried,
-            memory=None if view is None else view.memory,
-            saved_ago_s=0.0 if carried is None else _since_save(run_dir, carried.saved_step, began),
+            saved_ago_s=session.saved_ago_s(run_dir, began),
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
                 began=began,
@@ -383,39 +422,24 @@ def train(
         )
         screen.follow(loop, utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
-        if view is not None:
-            view.enter(accumulator, console)
-        del carried
-        try:
-            with signals.notify(loop.preempt), nullcontext() if view is None else view.changes():
-                evaluation = loop.fit()
-        except ViewChangedError as error:
-            assert view is not None
-            view.leave(loop, error)
+        session.enter(accumulator, console)
+        with signals.notify(loop.preempt):
+            evaluation = session.fit(loop)
+        if evaluation is None:
             return None
-        if view is not None:
-            view.end(loop)
         screen.enter("ending")
         for logger in loggers if loop.preempted else ():
             logger.mark_preempted()
     if console is not None:
-        _end(components, loop, evaluation, run_dir, console, view=view)
+        _end(components, loop, evaluation, run_dir, console, session=session)
     accumulator.close()  # the model and the optimizer may be trained on with
     return RunResult(evaluation=evaluation, preempted=loop.preempted)
-
-
-def _since_save(run_dir: RunDir, step: int, began: float) -> float:
-    """Seconds since the checkpoint of this step was saved, or since the run ``began`` if there is none."""
-    with suppress(OSError):
-        if step:
-            return max(0.0, time() - (run_dir.checkpoints / f"step-{step}").stat().st_mtime)
-    return monotonic() - began
 
 
 def _open_loggers(
     components: TrainingComponents,
     accumulator: Accumulator,
-    restore: Restore | RestoreCarried,
+    restore: Restored,
     run_dir: RunDir,
     screen: Screen,
     *,
@@ -516,16 +540,14 @@ def _end(
     run_dir: RunDir,
     console: Any,
     *,
-    view: InView | None,
+    session: Session,
 ) -> None:
-    """Rank 0 says how the run has ended; where a rank is lost after that, the next view comes here once more."""
-    if view is not None:
-        run_dir.require_owned()
-        run_dir.forget_failure()  # of a rank that woke after the others had gone on without it
+    """Rank 0 says how the run has ended."""
+    session.ended(run_dir)
     state = State.PREEMPTED if loop.preempted else State.DONE
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
     run_dir.write_status(state, step=loop.progress.step, reason=reason)
-    if view is None or view.first_to("print the summary"):
+    if session.first_to("print the summary"):
         print_summary(
             components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
         )

@@ -36,7 +36,7 @@ save and leave on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 (120)
 exit codes: 0 done, or saved and left; 1 failed; 2 bad configuration; 128 + N told to leave by signal N and not saved
 """
 _SHOWS = re.compile(r"--hydra-help|-c|--cfg(=.*)?|-i|--info(=.*)?|--check(=.*)?|-sc|--shell-completion")
-_TRAIN = (sys.executable, "-m", "distaccum.train")
+_TRAIN = (sys.executable, "-m", "distaccum.elastic.run")
 
 
 def main(command: Sequence[str] = _TRAIN) -> None:

@@ -1,79 +1,147 @@
-"""What a run among the members of a view is given beside the rest."""
+"""A run among the members of a view."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any, cast
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.checkpoint.state import SavedState
+from distaccum.distributed.world import World
 from distaccum.elastic.engine.ddp import resumable
-from distaccum.elastic.engine.desk import Desk
 from distaccum.elastic.engine.window import run_window
 from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.elastic.run.hand_over import Begin
 from distaccum.elastic.run.joining import JoinRider, JoinsError
+from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
+from distaccum.elastic.run.restore import RestoreCarried
+from distaccum.train.components import TrainingComponents
+from distaccum.train.loop import Loop
+from distaccum.train.metrics.loggers import Logger
+from distaccum.train.rank0_resources import Rank0Resources
+from distaccum.train.run_dir import RunDir
+from distaccum.train.session import Restored, Session
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from distaccum.train.loop import Loop
 
-
-@dataclass(frozen=True, kw_only=True)
-class InView:
-    """What a run among the members of a view is given beside the rest.
+class InView(Session):
+    """A view's part of a run: it goes on from what the members have, and ends where ranks are lost or come.
 
     Args:
+        saved: the checkpoint that the first view begins from, as rank 0 has it.
+        beginning: for the header of a run without one.
         begin: its state, and the window that is open.
         rider: travels with the windows' counts.
-        desk: what rank 0 has open from view to view.
+        resources: what rank 0 has open from view to view.
         changes: within it an error that a lost rank has caused is a :class:`ViewChangedError`.
         first_to: whether this process is the first of the run to do something.
         note: told why the view has ended before the run.
         memory: checkpoints in memory, of an engine whose windows cannot go on without a rank.
     """
 
-    begin: Begin
-    rider: JoinRider
-    desk: Desk
-    changes: Callable[[], AbstractContextManager[None]]
-    first_to: Callable[[str], bool]
-    note: Callable[[ViewChangedError], None]
-    memory: MemoryCheckpoints | None = None
+    closes_alone = True
+
+    def __init__(
+        self,
+        saved: SavedState | None,
+        beginning: str,
+        *,
+        begin: Begin,
+        rider: JoinRider,
+        resources: Rank0Resources,
+        changes: Callable[[], AbstractContextManager[None]],
+        first_to: Callable[[str], bool],
+        note: Callable[[ViewChangedError], None],
+        memory: MemoryCheckpoints | None = None,
+    ) -> None:
+        super().__init__(saved, beginning)
+        self._begin, self._rider, self._resources, self._memory = begin, rider, resources, memory
+        self._changes, self._first_to, self._note = changes, first_to, note
+        self._before = begin.carried
+        self.step = 0 if self._before is None else self._before.run.progress.step
+        self.is_first = self._before is None
+
+    def restore(self, components: TrainingComponents, world: World) -> Restored:
+        """From what was carried, if anything was."""
+        if self._before is None:
+            return super().restore(components, world)
+        return RestoreCarried(self._before, components.callbacks)
+
+    def verify(self, stated: str) -> str:
+        """A first window that is proven is not proven again."""
+        return "never" if stated == "first" and self._before is not None and self._before.verified else stated
+
+    def prepare(self, accumulator: Accumulator, closing: ExitStack) -> None:
+        """Other ranks may be lost before there is anything to carry on."""
+        closing.callback(accumulator.close, alone=True)
+
+    def loggers(self, make: Callable[[], Sequence[Logger]], _: ExitStack) -> Sequence[Logger]:
+        """They stay open while this process is rank 0."""
+        return self._resources.loggers(make)
+
+    def first_to(self, what: str) -> bool:
+        """Whether no process of the job has asked for this before."""
+        return self._first_to(what)
+
+    def saved_ago_s(self, run_dir: RunDir, began: float) -> float:
+        """Seconds since the checkpoint was saved, or since the run began if there is none."""
+        if self._before is None:
+            return 0.0
+        with suppress(OSError):
+            if self._before.saved_step:
+                saved = run_dir.checkpoints / f"step-{self._before.saved_step}"
+                return max(0.0, time() - saved.stat().st_mtime)
+        return monotonic() - began
+
+    def loop(self, *run: Any, **settings: Any) -> Loop:
+        """One that is told what the view before has left to do; what was carried is in it from here on."""
+        before, self._before = self._before, None
+        return ElasticLoop(*run, before=before, memory=self._memory, **settings)
 
     def enter(self, accumulator: Accumulator, console: Console | None) -> None:
-        """Before the first window; ``console`` is rank 0's. What was carried is in the loop from here on."""
-        if self.memory is not None:
-            self.memory.forget_handed()
+        """Before the first window; ``console`` is rank 0's."""
+        if self._memory is not None:
+            self._memory.forget_handed()
             if console is not None:
-                self.memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        accumulator.add_rider(self.rider)
-        if self.memory is None:
+                self._memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        accumulator.add_rider(self._rider)
+        if self._memory is None:
             accumulator.run_windows_by(run_window)
-        if self.begin.carried is not None:
+        if self._begin.carried is not None:
             accumulator.trust()
-            if self.memory is None:
-                resumable(accumulator.engine).take_up(self.begin.kept)
-        self.begin.release()
+            if self._memory is None:
+                resumable(accumulator.engine).take_up(self._begin.kept)
+        self._begin.release()
 
-    def leave(self, loop: Loop, error: ViewChangedError) -> None:
-        """The view has ended before the run: takes what is carried on from the ``loop``.
+    def fit(self, loop: Loop) -> dict[str, float] | None:
+        """Trains; takes what is carried on from the ``loop``, also at the end, after which others may be lost.
 
         Raises:
             ViewChangedError: a rank is lost while those that are left keep it together.
         """
-        self.note(error)
-        if self.memory is None:
-            self.begin.carried = loop.carried()
-        elif isinstance(error, JoinsError):  # so that nothing is computed again
-            with self.changes():
-                loop.keep_in_memory()
+        mine = cast(ElasticLoop, loop)
+        try:
+            with self._changes():
+                found = mine.fit()
+        except ViewChangedError as error:
+            self._note(error)
+            if self._memory is None:
+                self._begin.carried = mine.carried()
+            elif isinstance(error, JoinsError):  # so that nothing is computed again
+                with self._changes():
+                    mine.keep_in_memory()
+            return None
+        if self._memory is None:
+            self._begin.carried = mine.carried()
+        return found
 
-    def end(self, loop: Loop) -> None:
-        """The run has ended on this rank, and others may be lost before they know."""
-        if self.memory is None:
-            self.begin.carried = loop.carried()
+    def ended(self, run_dir: RunDir) -> None:
+        """Where a rank is lost after this, the next view comes here once more."""
+        run_dir.require_owned()
+        run_dir.forget_failure()  # of a rank that woke after the others had gone on without it

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from distaccum.checkpoint.state import SavedState
 from distaccum.data.plan.units import Again, UnitPlan
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.builder import ElasticEngines
-from distaccum.elastic.engine.desk import Desk
 from distaccum.elastic.engine.shares import LostStateError
 from distaccum.elastic.group.member import Member
 from distaccum.elastic.group.membership import ExpelledError
@@ -34,13 +33,13 @@ from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents
 from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.failure import note_failure
+from distaccum.train.rank0_resources import Rank0Resources
+from distaccum.train.run import RunResult, train
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import open_screen
 
 _log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class Continuity(Protocol):
@@ -75,13 +74,13 @@ def run_in_views(
     saved: SavedState | None,
     run_dir: RunDir,
     member: Member,
-    train: Callable[..., Result | None],
     *,
     signals: StopSignals | None,
     log: RunLog,
     owning: ExitStack,
-    **run: Any,
-) -> Result:
+    began: float,
+    beginning: str,
+) -> RunResult:
     """Trains with the members that are there, until a view has come to the end of the run.
 
     Args:
@@ -89,11 +88,11 @@ def run_in_views(
         saved: what rank 0 of the first view begins from.
         run_dir: as rank 0 of the first view names it.
         member: this process.
-        train: a view's part of the run; returns None where ranks are lost or come.
         signals: preempt the run; None to catch them here.
         log: of this rank.
         owning: has the run directory for as long as this process is rank 0.
-        run: what else ``train`` takes.
+        began: when the job began, as ``time.monotonic`` gives it.
+        beginning: for the header of a run without a checkpoint.
     """
     device, reports_at_end, how = anew.get().device, anew.get().config.metrics.report, _continuity(anew)
     standstill = Standstill(member.membership.expel_after_s)
@@ -102,19 +101,21 @@ def run_in_views(
     with (
         nullcontext(signals) if signals else StopSignals() as caught,
         JoinRider(member.membership) as rider,
-        Desk() as desk,
+        Rank0Resources() as resources,
     ):
         member.membership.told_to_leave = lambda: caught.received
 
-        def part(world: World, group: PolledGroup, view: View, reports: Mapping[str, Report]) -> Result | None:
+        def part(world: World, group: PolledGroup, view: View, reports: Mapping[str, Report]) -> RunResult | None:
             """A view's part of the run, whose model nobody holds afterwards."""
             components, read, begin = how.begin(saved, view, reports, world, run_dir)
             components = of_ranks_now(components, view, begin.again)
             config = components.config
             in_view = InView(
+                read,
+                beginning,
                 begin=begin,
                 rider=rider,
-                desk=desk,
+                resources=resources,
                 changes=group.changes,
                 first_to=member.first_to,
                 note=standstill.note,
@@ -127,14 +128,13 @@ def run_in_views(
             ):
                 return train(
                     components,
-                    read,
+                    in_view,
                     run_dir,
                     world,
                     signals=caught,
+                    began=began,
                     enter_phase=screen.and_show(_ignore),
                     screen=screen,
-                    view=in_view,
-                    **run,
                 )
 
         while True:

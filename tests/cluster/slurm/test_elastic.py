@@ -22,7 +22,7 @@ from tests.support.commands import ROOT, metrics, status, succeed
 
 pytestmark = pytest.mark.slow
 
-_AGENT = ROOT / "tests" / "distributed" / "workers" / "elastic_agent.py"
+_AGENT = ROOT / "tests" / "elastic" / "workers" / "elastic_agent.py"
 _PYTHON = """\
 #!/bin/bash
 if [ "$1 $2" = "-m distaccum.elastic" ]; then

@@ -38,6 +38,8 @@ from distaccum.elastic.group.views import Report, View
 from distaccum.elastic.run import going_on
 from distaccum.elastic.run.carried import Carried
 from distaccum.elastic.run.joining import JoinRider
+from distaccum.elastic.run.launch import ElasticLaunch
+from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.standstill import StandstillError
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError
@@ -89,6 +91,9 @@ class Alone:
 
     def end(self, code: int) -> None:
         self.codes.append(code)
+
+    def lost_at_start(self, _: int) -> str:
+        return ""
 
 
 class Told(Callback):
@@ -174,7 +179,7 @@ def _fit(
         RunDir(folder),
         member.environment,
         began=time.monotonic(),
-        member=cast(Member, member),
+        launch=ElasticLaunch(cast(Member, member)),
     )
     return member
 
@@ -281,7 +286,7 @@ def test_windows_that_are_skipped_in_a_row_count_over_views(
 def test_what_was_carried_goes_once_the_run_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = list[weakref.ref[Any]]()
     alive = list[int]()
-    carried = Loop.carried
+    carried = ElasticLoop.carried
 
     def noted(loop: Loop) -> Carried:
         found = carried(loop)
@@ -290,7 +295,7 @@ def test_what_was_carried_goes_once_the_run_has_it(tmp_path: Path, monkeypatch: 
         held.extend(weakref.ref(one) for sums in kept.values() for one in sums)
         return found
 
-    monkeypatch.setattr(Loop, "carried", noted)
+    monkeypatch.setattr(ElasticLoop, "carried", noted)
 
     class Counts(Told):
         def on_update(self, run: Run, outcome: Outcome) -> None:

@@ -10,14 +10,14 @@ from types import TracebackType
 from distaccum.train.metrics.loggers import Logger
 
 
-class Desk:
+class Rank0Resources:
     """The loggers of a run, opened once in a process and closed at the end of the block."""
 
     def __init__(self) -> None:
         self._closing = ExitStack()
         self._loggers: Sequence[Logger] | None = None
 
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> Rank0Resources:
         return self
 
     def __exit__(

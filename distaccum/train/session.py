@@ -1,0 +1,101 @@
+"""The part of a run that one process group trains: from its start to its end, unless ranks come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distaccum.accumulation.accumulator import Accumulator
+from distaccum.checkpoint.state import SavedState
+from distaccum.distributed.world import World
+from distaccum.train.components import TrainingComponents
+from distaccum.train.loop import Loop
+from distaccum.train.metrics.loggers import Logger
+from distaccum.train.rank0_resources import Rank0Resources
+from distaccum.train.resume import Restore
+from distaccum.train.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Restored(Protocol):
+    """What a run goes on from, as :class:`~distaccum.train.resume.Restore` restores it from a checkpoint."""
+
+    def before_wrap(self) -> None:
+        """Weights that are loaded before an engine wraps the model."""
+
+    def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
+        """The rest; gives the id of the W&B run, and a note for the header."""
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """What the run knows of memory."""
+
+    @property
+    def logged(self) -> Mapping[str, int]:
+        """Window and step of the last record."""
+
+
+class Session:
+    """A run in one process group, from a checkpoint or from zero to its end.
+
+    Where ranks come and go, each group has a session; its class is in the ring of elastic runs.
+
+    Args:
+        saved: the checkpoint, as rank 0 has it.
+        beginning: for the header of a run without one.
+    """
+
+    step = 0
+    """The updates that are known to be done, before anything is restored."""
+    is_first = True
+    """Whether no group has trained this run before in these processes."""
+    closes_alone = False
+    """Whether other ranks may be gone by the end."""
+
+    def __init__(self, saved: SavedState | None, beginning: str) -> None:
+        self.saved, self.beginning = saved, beginning
+
+    @property
+    def says(self) -> str:
+        """What the screen says of the start."""
+        return "starting" if self.saved is None else f"restoring {self.saved.folder.name}"
+
+    def restore(self, components: TrainingComponents, world: World) -> Restored:
+        """What is gone on from."""
+        return Restore(self.saved, components, world)
+
+    def verify(self, stated: str) -> str:
+        """Which windows are proven, where ``trainer.verify`` is ``stated``."""
+        return stated
+
+    def prepare(self, accumulator: Accumulator, closing: ExitStack) -> None:
+        """Once there is an engine; ``closing`` is left at the end."""
+
+    def loggers(self, make: Callable[[], Sequence[Logger]], closing: ExitStack) -> Sequence[Logger]:
+        """Rank 0's, opened by ``make`` until ``closing``."""
+        return closing.enter_context(Rank0Resources()).loggers(make)
+
+    def first_to(self, _: str) -> bool:
+        """Whether no process of the run has done something before."""
+        return True
+
+    def saved_ago_s(self, run_dir: RunDir, began: float) -> float:
+        """Seconds since the last checkpoint was saved, of which a run that ``began`` then goes on."""
+        return 0.0
+
+    def loop(self, *run: Any, **settings: Any) -> Loop:
+        """Makes the loop."""
+        return Loop(*run, **settings)
+
+    def enter(self, accumulator: Accumulator, console: Console | None) -> None:
+        """Before the first window; ``console`` is rank 0's."""
+
+    def fit(self, loop: Loop) -> dict[str, float] | None:
+        """Trains; returns the last evaluation, or None where another session goes on with the run."""
+        return loop.fit()
+
+    def ended(self, run_dir: RunDir) -> None:
+        """The run has ended; on rank 0, before it says so."""
