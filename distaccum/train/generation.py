@@ -20,6 +20,7 @@ from distaccum.distributed.random import RNGState, keys_of
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
 from distaccum.train.held_out_checks import evaluates
+from distaccum.train.metrics.loggers import TEXTS
 
 _KEY = "eval.samples"
 
@@ -125,6 +126,16 @@ class Generation:
         if end in new:
             new = new[: new.index(end)]
         return {"prompt": tokenizer.decode(list(begin)), "text": tokenizer.decode(new)}
+
+
+def texts_writer(
+    engine: Engine, prompts: Prompts | None, settings: EvalConfig
+) -> Callable[[], dict[str, list[dict[str, str]]]]:
+    """Writes the texts of a run, and gives them as a record has them; without ``prompts`` there are none."""
+    if prompts is None:
+        return dict
+    generation = Generation(engine, prompts, settings)
+    return lambda: {TEXTS: generation.run()}
 
 
 def _generate(model: Any, ids: Tensor, settings: EvalConfig) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,13 @@ from distaccum.train import ema
 from distaccum.train.callbacks import Callback, Run, watches_updates
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation
-from distaccum.train.generation import Generation
+from distaccum.train.generation import texts_writer
 from distaccum.train.held_out_checks import evaluates
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.loggers import TEXTS, Logger
+from distaccum.train.metrics.loggers import Logger
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.metrics.status import TRAINING
-from distaccum.train.metrics.windows import WindowRecorder
-from distaccum.train.profiling import Profiler
+from distaccum.train.part import Part
 from distaccum.train.rollback import roll_back
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import Saver
@@ -41,6 +41,13 @@ from distaccum.train.time_limit import TimeLimit
 
 def _tell_nobody(*_: object) -> None:
     pass
+
+
+def _numbers_of(accumulator: Accumulator) -> dict[str, Any]:
+    """What a record has of what not every run has: recompilations and spikes."""
+    recompiles, spikes = accumulator.engine.recompiles, accumulator.spikes
+    found = {} if recompiles is None else {"recompiles": recompiles}
+    return found if spikes is None else found | spikes.metrics
 
 
 class _Then:
@@ -75,8 +82,7 @@ class Loop:
         time_limit: says when the run has to save.
         logged: window and step of the last record of the run's own past.
         utilization: of the cards, on the rank that logs.
-        profiler: of some windows; None: no window is profiled.
-        recorder: of every window, on every rank; None: there is no such record.
+        parts: called in this order, before what the loop itself does; the same on every rank.
         saved_step: of the last checkpoint; None: of the one that is resumed, if any.
         saved_ago_s: how long ago that was saved.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
@@ -99,8 +105,7 @@ class Loop:
         time_limit: TimeLimit,
         logged: Mapping[str, int] | None = None,
         utilization: Utilization | None = None,
-        profiler: Profiler | None = None,
-        recorder: WindowRecorder | None = None,
+        parts: Sequence[Part] = (),
         saved_step: int | None = None,
         saved_ago_s: float = 0.0,
         enter_phase: Callable[[str], None] = _tell_nobody,
@@ -109,9 +114,7 @@ class Loop:
         self._components = components
         self._accumulator = accumulator
         self._loader = loader
-        self._run_dir = run_dir
-        self._store = store
-        self._loggers = loggers
+        self._run_dir, self._store, self._loggers = run_dir, store, loggers
         self._logged = dict(logged or {})
         self._time_limit = time_limit
         self._enter_phase, self._tell_saved = enter_phase, tell_saved
@@ -133,18 +136,14 @@ class Loop:
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
         self._meter = Meter(self._world, self.progress, utilization)
-        self._is_measured = utilization is None
-        self._profiler, self._recorder = profiler, recorder
+        self._parts = parts
         self._evaluation: tuple[int, dict[str, float]] | None = None  # the last one, with its step
-        self._evaluator = self._make_evaluator() if self._evaluates else None
-        self._generation: Generation | None = None
-        if components.prompts is not None:
-            self._generation = Generation(accumulator.engine, components.prompts, components.config.eval)
+        self._evaluator = self._make_evaluator()
+        self._write_texts = texts_writer(accumulator.engine, components.prompts, components.config.eval)
         self._texts: dict[str, Any] = {}
         self._last: tuple[Window, Outcome] | None = None  # whether it was applied is not read yet
         self._unlogged: tuple[Window, Outcome] | None = None  # an update
         self._watched = self._rolls_back or any(map(watches_updates, components.callbacks))
-        self._loss_scale = 0.0
         self._reason = ""
         self._preempted_by = ""
         self._saves_best = False
@@ -174,6 +173,11 @@ class Loop:
         return self._tracker.known_progress
 
     @property
+    def min_loss_scale(self) -> float | None:
+        """The engine's, below which its loss scale does not fall; None where it has none."""
+        return self._accumulator.engine.min_loss_scale
+
+    @property
     def waited_s(self) -> float:
         """Seconds that training has waited for data so far; never waits."""
         return self._meter.waited_s
@@ -201,8 +205,8 @@ class Loop:
             self._accumulator.model.train()
         self._meter.restart(self.progress)
         max_epochs = self._components.config.trainer.max_epochs
-        if self._profiler is not None:
-            self._profiler.begin()
+        for part in self._parts:
+            part.begins(self)
         try:
             self._begin()
             while not self.at_end and (max_epochs is None or self.progress.epoch < max_epochs):
@@ -231,20 +235,18 @@ class Loop:
         Whether the window was applied is read after the next window, when the device has finished it; or at once where
         something may be due.
         """
-        if not self._is_measured:
-            self._is_measured = self._meter.measure(window.plain)
-        if self._recorder is not None:
-            self._recorder.look_at(window.plain)
+        self._meter.measure(window.plain)
+        for part in self._parts:
+            part.window_begins(self, window.plain)
         outcome = self._accumulator.step(window, self._components.loss)
         self._time_limit.window_ended()
         self._look_at_last(self._tracker.known_progress)
         self._meter.add(window.plain, outcome)
-        if self._recorder is not None:
-            self._recorder.add(window.plain, outcome)
+        for part in self._parts:
+            part.on_window(self, window.plain, outcome)
         self._last = (window.plain, outcome)
         if self._watched or self._is_due(self._tracker.max_possible_step):
-            self._tracker.resolve_last_step()
-            self._look_at_last(self._tracker.known_progress)
+            self.resolve()
         if self._saver.due:
             self._look_at_last(self.progress)
             if not self._saver.is_saved(self.progress.step):
@@ -255,16 +257,25 @@ class Loop:
             self._accumulator.stop()
         if self._time_limit.is_near and not self._preempted_by:
             self.preempt("trainer.max_time is about to be over")
-        if self._profiler is not None and self._profiler.window_ended():
-            self._write_profile()
+        for part in self._parts:
+            part.between_windows(self)
 
-    def _write_profile(self) -> None:
-        assert self._profiler is not None
+    def resolve(self) -> None:
+        """Waits for the last window, and does what it is owed."""
         self._tracker.resolve_last_step()
         self._look_at_last(self._tracker.known_progress)
-        self._enter_phase("writing the profile")
-        self._profiler.write()
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """Of the block people see ``phase``, and its time is no window's."""
+        self._enter_phase(phase)
+        yield
         self._goes_on()
+
+    def alert(self, title: str, text: str) -> None:
+        """Has the loggers alert people."""
+        for logger in self._loggers:
+            logger.alert(title, text)
 
     def _is_due(self, step: int) -> bool:
         trainer, save_every = self._components.config.trainer, self._components.config.checkpoint.every
@@ -276,9 +287,8 @@ class Loop:
         if self._last is None:
             return
         (window, outcome), self._last = self._last, None
-        if self._recorder is not None:
-            self._recorder.write(self._tracker.known_progress)  # windows that count nothing may have followed it
-        self._watch_loss_scale(outcome)
+        for part in self._parts:
+            part.on_outcome(self, outcome)
         if outcome.applied:
             self._pay(window, outcome, progress)
             return
@@ -287,27 +297,17 @@ class Loop:
             self._roll_back()
 
     def _roll_back(self) -> None:
-        spikes = self._accumulator.spikes
-        assert spikes is not None
         self._settle()
         self._enter_phase(f"rolling back from step {self.progress.step}")
         self._world.activity.phase = Phase.SAVE
         window = self.progress.window
-        folder = roll_back(self._accumulator, spikes, self._store, self._components)
+        folder = roll_back(self._accumulator, self._store, self._components)
         if folder is not None:
             self._evaluation = self._unlogged = None
             if self._world.is_main:
                 self._run_dir.note_rolled_back(self.progress.step, window)
             self._save(again=True)  # whoever resumes goes on with the same data
         self._enter_phase(TRAINING)
-
-    def _watch_loss_scale(self, outcome: Outcome) -> None:
-        lowest, before = self._accumulator.engine.min_loss_scale, self._loss_scale
-        self._loss_scale = outcome.loss_scale
-        if lowest is not None and self._loss_scale <= lowest < before:
-            text = f"it has fallen to its minimum, {lowest:g}, at step {self._tracker.known_progress.step}"
-            for logger in self._loggers:
-                logger.alert("the loss scale has collapsed", text)
 
     def _pay(self, window: Window, outcome: Outcome, progress: Progress) -> None:
         """Does what is due after an update."""
@@ -360,13 +360,12 @@ class Loop:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        assert self._evaluator is not None
         self._enter_phase(f"evaluating after step {self.progress.step}")
         self._accumulator.use_evaluation_weights()
         step = self.progress.step
         with ema.evaluated(self._components.callbacks):
             found = self._results(step)
-            self._texts = {} if self._generation is None else {TEXTS: self._generation.run()}
+            self._texts = self._write_texts()
         if twice := found.keys() & self._texts.keys():
             problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
             raise MisuseError(f"{problem}: give the metric or the score another name")
@@ -382,7 +381,6 @@ class Loop:
 
     def _results(self, step: int) -> dict[str, float]:
         """The evaluation's after this step; a collective."""
-        assert self._evaluator is not None
         return self._evaluator.run()
 
     def _tell_results(self, step: int, found: dict[str, float]) -> None:
@@ -391,13 +389,8 @@ class Loop:
 
     def _log(self, window: Window, outcome: Outcome, progress: Progress, *, evaluates: bool) -> None:
         record = self._meter.record(window, outcome, progress, lr=self._lr) | self._accumulator.stragglers.metrics
-        record |= self._facts
-        if (recompiles := self._accumulator.engine.recompiles) is not None:
-            record["recompiles"] = recompiles
-        if self._accumulator.spikes is not None:
-            record |= self._accumulator.spikes.metrics
+        record |= {**self._facts, **_numbers_of(self._accumulator)}
         if evaluates:
-            assert self._evaluator is not None
             record |= self._evaluate() | self._evaluator.samples | self._texts
         self._write(record)
         self._logged = {"window": progress.window, "step": progress.step}
@@ -422,7 +415,6 @@ class Loop:
 
     def _log_evaluation(self) -> None:
         """Evaluates without an update: the record has no window's loss and no rates."""
-        assert self._evaluator is not None
         progress = self.progress
         tokens = int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens
         record = {
@@ -461,9 +453,9 @@ class Loop:
         self._enter_phase(f"saving step {self.progress.step}")
         for logger in self._loggers:
             logger.sync()
-        if self._recorder is not None:
-            self._recorder.sync()
-        evaluation = self._evaluation[1] if best and self._evaluation is not None else None
+        for part in self._parts:
+            part.before_save(self)
+        evaluation = self._evaluation[1] if best and self._evaluation else None
         self._saves_best = best
         self._saver.save(self._logged, best=evaluation, again=again, waits=waits, known=self._may_be_saved)
         self._saves_best = False
@@ -494,14 +486,15 @@ class Loop:
         A preempted run makes the checkpoint alone: the process that continues it makes the rest, and there is no time.
         """
         self._look_at_last(self.progress)
-        profiled = self._profiler is not None and self._profiler.run_ends()
+        for part in self._parts:
+            part.windows_ended(self)
         self._accumulator.replicas.check()  # a checkpoint may not follow
         if self._ended or self._accumulator.stopping:
             self._take_reasons()
         if self.preempted:
             self._save_last()
-        if profiled:
-            self._write_profile()
+        for part in self._parts:
+            part.leaves(self)
         if self.preempted:
             return {}
         is_evaluated = self._evaluation is not None and self._evaluation[0] == self.progress.step
@@ -555,7 +548,7 @@ class Loop:
         self._settle(at_end=True)
         if self._saver.saved_step != self.progress.step:
             self._save(best=best, waits=True)
-        elif best and self._evaluation is not None:
+        elif best and self._evaluation:
             self._saver.mark_best(self._evaluation[1])
             for logger in self._loggers:
                 path = self._store.root / f"step-{self._saver.saved_step}"

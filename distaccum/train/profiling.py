@@ -19,9 +19,12 @@ from distaccum.config.trainer import ProfileConfig
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.train.part import Part
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from distaccum.train.loop import Loop
 
 
 # Where the time of a process's windows goes: the phases of its loop, marked as they begin, on the clock that counts.
@@ -329,7 +332,7 @@ def check_profile(config: ProfileConfig, device: torch.device, total_steps: int)
         raise ConfigError("profile.steps", config.steps, problem, "Name earlier windows, or make more updates")
 
 
-class Profiler:
+class Profiler(Part):
     """Profiles the windows of ``profile.steps``; off until then, and again after them.
 
     Windows are those that this process runs, counted from 1: a process that resumes a run counts anew. A window begins
@@ -358,43 +361,44 @@ class Profiler:
         self._timeline: Timeline | None = None
         self._left = True  # whether there is something to write still
 
-    def begin(self) -> None:
-        """Before the first window."""
+    def begins(self, _: Loop) -> None:
+        """Begins, if the first window is to be profiled."""
         self._prepare_next()
 
-    def window_ended(self) -> bool:
-        """After every window; returns whether the last one of the profile is done, and :meth:`write` is to be called.
-
-        It is the same on every rank.
-        """
+    def between_windows(self, run: Loop) -> None:
+        """Writes the profile after its last window."""
         if not self._left:
-            return False
+            return
         self._done += 1
         if self._timeline is not None:
             self._timeline.end_window(self._world.activity.window)
-        if self._done >= self._last:
-            self._stop()
-            return True
-        self._prepare_next()
-        return False
+        if self._done < self._last:
+            self._prepare_next()
+            return
+        self._stop()
+        run.resolve()
+        with run.paused("writing the profile"):
+            self.write()
 
-    def run_ends(self) -> bool:
-        """After the last window of the run; returns whether :meth:`write` is to be called, for the windows there are.
-
-        It is the same on every rank.
-        """
+    def windows_ended(self, _: Loop) -> None:
+        """Ends a profile whose last window the run has not come to."""
         if not self._left:
-            return False
+            return
         asked = f"profile.steps=[{self._first}, {self._last}]"
         if self._timeline is None or not self._timeline.windows:
             self.close()
             if self._world.is_main:
                 _log.warning("%s: the run has ended after window %d, and nothing is profiled", asked, self._done)
-            return False
+            return
         self._stop()
         if self._world.is_main:
             _log.warning("%s: the run has ended after window %d, and the profile ends there", asked, self._done)
-        return True
+
+    def leaves(self, run: Loop) -> None:
+        """Writes a profile that has ended with the run."""
+        if self._left:
+            with run.paused("writing the profile"):
+                self.write()
 
     def write(self) -> None:
         """Writes the files, whole or not at all, and prints the table; a collective.

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.spikes import Spikes
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import SpikeError
@@ -25,9 +24,7 @@ _log = logging.getLogger(__name__)
 MOST = 3  # rollbacks to one checkpoint
 
 
-def roll_back(
-    accumulator: Accumulator, spikes: Spikes, store: CheckpointStore, components: TrainingComponents
-) -> Path | None:
+def roll_back(accumulator: Accumulator, store: CheckpointStore, components: TrainingComponents) -> Path | None:
     """Loads the newest checkpoint of ``store`` after a window that made no step; a collective between two windows.
 
     Weights, optimizer state, loss scale, random numbers, callbacks, statistics and ``step`` are the checkpoint's. The
@@ -41,7 +38,8 @@ def roll_back(
         SpikeError: it was loaded so often before; on every rank.
         CheckpointError: it cannot be loaded.
     """
-    world, progress = accumulator.world, accumulator.progress
+    world, progress, spikes = accumulator.world, accumulator.progress, accumulator.spikes
+    assert spikes is not None  # trainer.on_spike=rollback looks for them
     newest = store.newest_valid() if world.is_main else None
     folder = world.broadcast_str(str(newest) if newest else "")
     if not folder:

@@ -51,6 +51,7 @@ from distaccum.train.metrics.wandb import run_id
 from distaccum.train.metrics.windows import WindowRecorder
 from distaccum.train.micro_batch import find_micro_batch, hardware_of
 from distaccum.train.owner import refuse_if_held
+from distaccum.train.part import LossScaleAlert, Part
 from distaccum.train.peers import Peers
 from distaccum.train.profiling import Profiler
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
@@ -411,8 +412,11 @@ def train(
             wandb_id=wandb_id,
             logged=restore.logged,
             utilization=utilization,
-            profiler=_open_profiler(components, accumulator, run_dir, console, closing),
-            recorder=_open_recorder(components, accumulator, run_dir, closing),
+            parts=[
+                *_open_recorder(components, accumulator, run_dir, closing),
+                LossScaleAlert(),
+                *_open_profiler(components, accumulator, run_dir, console, closing),
+            ],
             saved_ago_s=session.saved_ago_s(run_dir, began),
             time_limit=TimeLimit(
                 None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
@@ -523,14 +527,14 @@ def _open_profiler(
     run_dir: RunDir,
     console: Any,
     closing: ExitStack,
-) -> Profiler | None:
+) -> list[Part]:
     profile, communicates = components.config.profile, accumulator.engine.forward_communicates
     if profile.steps is None:
-        return None
+        return []
     folder = run_dir.path / "profile"
     profiler = Profiler(profile, accumulator.world, folder, forward_communicates=communicates, console=console)
     closing.callback(profiler.close)
-    return profiler
+    return [profiler]
 
 
 def _end(
@@ -555,9 +559,9 @@ def _end(
 
 def _open_recorder(
     components: TrainingComponents, accumulator: Accumulator, run_dir: RunDir, closing: ExitStack
-) -> WindowRecorder | None:
+) -> list[Part]:
     if not components.config.metrics.windows:
-        return None
+        return []
     world = accumulator.world
     recorder = WindowRecorder(
         accumulator.engine,
@@ -567,7 +571,7 @@ def _open_recorder(
         numbered=is_map_style(components.data.train),
     )
     closing.callback(recorder.close)
-    return recorder
+    return [recorder]
 
 
 def build_accumulator(components: TrainingComponents, world: World, *, verify: str | None = None) -> Accumulator:

@@ -44,17 +44,16 @@ class Meter:
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
 
-    def measure(self, window: Window) -> bool:
-        """Counts the operations of a window that is about to be run; its time is none of the interval's.
+    def measure(self, window: Window) -> None:
+        """Counts the operations of a window that is about to be run, if they are wanted and not counted yet.
 
-        Returns:
-            whether there is nothing left to count.
+        Its time is none of the interval's.
         """
+        if self._utilization is None or self._utilization.is_measured:
+            return
         began = perf_counter()
-        if self._utilization is not None:
-            self._utilization.measure(window)
+        self._utilization.measure(window)
         self._began += perf_counter() - began
-        return self._utilization is None or self._utilization.is_measured
 
     def add(self, window: Window, outcome: Outcome) -> None:
         """Adds one window, when it is done."""

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,10 @@ from distaccum.engines.base import Engine
 from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.modules import trained
 from distaccum.train.metrics.loggers import JsonlLogger
+from distaccum.train.part import Part
+
+if TYPE_CHECKING:
+    from distaccum.train.loop import Loop
 
 _MODULUS = 2**40  # of a digest: the sum of those of 8,192 ranks is exact in fp64
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -50,7 +54,7 @@ class _Ran:
     lr: Sequence[float | HostCopy]
 
 
-class WindowRecorder:
+class WindowRecorder(Part):
     """Writes a line for every window: rank 0 does, and every rank takes part.
 
     Nothing waits for a window that still runs: its line is written when the next one has run, or when something is
@@ -73,8 +77,8 @@ class WindowRecorder:
         self._held: _Held | None = None
         self._ran: _Ran | None = None
 
-    def look_at(self, window: Window) -> None:
-        """Takes the digests of a window that is about to run: a forward may change its batch."""
+    def window_begins(self, _: Loop, window: Window) -> None:
+        """Takes the digests of what the window holds."""
         ids = [np.fromiter(one, dtype=np.int64) for one in window.ids()]
         self._held = _Held(
             ids=sum(map(ids_digest, ids)) % _MODULUS if self._numbered else 0,
@@ -83,7 +87,7 @@ class WindowRecorder:
             micro_batches=len(window.micro_batches),
         )
 
-    def add(self, window: Window, outcome: Outcome) -> None:
+    def on_window(self, _: Loop, window: Window, outcome: Outcome) -> None:
         """Adds the window when it was run; nothing is read from the device."""
         assert self._held is not None
         losses = torch.stack([number.detach().double() for number in outcome.loss_sums.values()])
@@ -98,14 +102,14 @@ class WindowRecorder:
         self._ran = _Ran(held=self._held, window=window, outcome=outcome, numbers=HostCopy(found), lr=lr)
         self._held = None
 
-    def write(self, progress: Progress) -> None:
-        """Writes the line of the last window, which ``progress`` ends with, if there is one; a collective then."""
+    def on_outcome(self, run: Loop, _: Outcome) -> None:
+        """Writes the line of the window, if there is one; a collective then."""
         if self._ran is None:
             return
         ran, self._ran = self._ran, None
         activity = self._world.activity
         before, activity.phase = activity.phase, Phase.RECORD
-        self._write(ran, progress)
+        self._write(ran, run.known_progress)  # windows that count nothing may have followed it
         activity.phase = before
 
     def _write(self, ran: _Ran, progress: Progress) -> None:
@@ -148,8 +152,8 @@ class WindowRecorder:
             }
         )
 
-    def sync(self) -> None:
-        """Forces the lines to the disk, before a checkpoint that goes on after them."""
+    def before_save(self, _: Loop) -> None:
+        """Forces the lines to the disk: the checkpoint goes on after them."""
         if self._lines is not None:
             self._lines.sync()
 

@@ -179,7 +179,7 @@ def test_a_forward_that_changes_its_batch_is_not_taken_for_the_data(gloo_world: 
 def test_a_line_is_written_when_the_next_window_has_run(
     gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: dict[str, list[int]] = {"look_at": [], "add": []}  # before a window, and after it
+    written: dict[str, list[int]] = {"window_begins": [], "on_window": []}  # before a window, and after it
     for name, found in written.items():
         method = getattr(WindowRecorder, name)
 
@@ -189,7 +189,7 @@ def test_a_line_is_written_when_the_next_window_has_run(
 
         monkeypatch.setattr(WindowRecorder, name, noted)
     lines = _fit(tmp_path / "run", _config())
-    assert written == {"look_at": [0, 0, 1, 2, 3, 4, 5], "add": [0, 1, 2, 3, 4, 5, 6]}
+    assert written == {"window_begins": [0, 0, 1, 2, 3, 4, 5], "on_window": [0, 1, 2, 3, 4, 5, 6]}
     assert len(lines) == 7
 
 
