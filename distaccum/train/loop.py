@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,9 @@ class _Then:
         self._run.stop(reason)
 
 
-class Loop:
-    """Trains until ``total_steps`` updates are applied, or until it is stopped.
-
-    A callback that stops it ends the run. :meth:`preempt` and the time limit stop it for another process to continue.
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A run that has all it takes: what a loop trains.
 
     Args:
         components: data, loss, schedule, callbacks, metrics.
@@ -82,61 +81,66 @@ class Loop:
         time_limit: says when the run has to save.
         logged: window and step of the last record of the run's own past.
         utilization: of the cards, on the rank that logs.
-        parts: called in this order, before what the loop itself does; the same on every rank.
         saved_step: of the last checkpoint; None: of the one that is resumed, if any.
         saved_ago_s: how long ago that was saved.
         enter_phase: told what this rank does, for those who find it dead, and for the live line.
         tell_saved: told the step and the folder of each checkpoint that is there.
     """
 
+    components: TrainingComponents
+    accumulator: Accumulator
+    loader: WindowLoader
+    run_dir: RunDir
+    store: CheckpointStore
+    loggers: Sequence[Logger]
+    wandb_id: str
+    time_limit: TimeLimit
+    logged: Mapping[str, int] = field(default_factory=dict)
+    utilization: Utilization | None = None
+    saved_step: int | None = None
+    saved_ago_s: float = 0.0
+    enter_phase: Callable[[str], None] = _tell_nobody
+    tell_saved: Callable[[int, Path], None] = _tell_nobody
+
+
+class Loop:
+    """Trains until ``total_steps`` updates are applied, or until it is stopped.
+
+    A callback that stops it ends the run. :meth:`preempt` and the time limit stop it for another process to continue.
+
+    Args:
+        run: what is trained.
+        parts: called in this order, before what the loop itself does; the same on every rank.
+    """
+
     _passes: tuple[type[BaseException], ...] = ()
     """Errors that leave :meth:`fit` as they are: nothing is rescued and nothing is written."""
 
-    def __init__(
-        self,
-        components: TrainingComponents,
-        accumulator: Accumulator,
-        loader: WindowLoader,
-        *,
-        run_dir: RunDir,
-        store: CheckpointStore,
-        loggers: Sequence[Logger],
-        wandb_id: str,
-        time_limit: TimeLimit,
-        logged: Mapping[str, int] | None = None,
-        utilization: Utilization | None = None,
-        parts: Sequence[Part] = (),
-        saved_step: int | None = None,
-        saved_ago_s: float = 0.0,
-        enter_phase: Callable[[str], None] = _tell_nobody,
-        tell_saved: Callable[[int, Path], None] = _tell_nobody,
-    ) -> None:
-        self._components = components
-        self._accumulator = accumulator
-        self._loader = loader
-        self._run_dir, self._store, self._loggers = run_dir, store, loggers
-        self._logged = dict(logged or {})
-        self._time_limit = time_limit
-        self._enter_phase, self._tell_saved = enter_phase, tell_saved
+    def __init__(self, run: TrainingRun, parts: Sequence[Part] = ()) -> None:
+        self._components, self._accumulator, self._loader = run.components, run.accumulator, run.loader
+        self._run_dir, self._store, self._loggers = run.run_dir, run.store, run.loggers
+        self._logged, self._time_limit = dict(run.logged), run.time_limit
+        self._enter_phase, self._tell_saved = run.enter_phase, run.tell_saved
+        self._parts = parts
+        components, accumulator = run.components, run.accumulator
         self._world = accumulator.world
         # A run from another run's checkpoint has saved none itself.
         resumed_step = accumulator.progress.step if components.config.resume == "auto" else 0
         self._saver = Saver(
             components,
             accumulator,
-            loader,
-            run_dir=run_dir,
-            store=store,
-            time_limit=time_limit,
-            wandb_id=wandb_id,
-            saved_step=resumed_step if saved_step is None else saved_step,
-            saved_ago_s=saved_ago_s,
+            run.loader,
+            run_dir=run.run_dir,
+            store=run.store,
+            time_limit=run.time_limit,
+            wandb_id=run.wandb_id,
+            saved_step=resumed_step if run.saved_step is None else run.saved_step,
+            saved_ago_s=run.saved_ago_s,
             on_saved=self._on_checkpoint,
         )
         self._rolls_back = components.config.trainer.on_spike == ROLLBACK
         self._tracker = accumulator.tracker
-        self._meter = Meter(self._world, self.progress, utilization)
-        self._parts = parts
+        self._meter = Meter(self._world, self.progress, run.utilization)
         self._evaluation: tuple[int, dict[str, float]] | None = None  # the last one, with its step
         self._evaluator = self._make_evaluator()
         self._write_texts = texts_writer(accumulator.engine, components.prompts, components.config.eval)

@@ -29,6 +29,7 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK, seconds_of
 from distaccum.data.factory import build_loader
+from distaccum.data.loader import WindowLoader
 from distaccum.data.spec import is_map_style
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
@@ -43,7 +44,7 @@ from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.environment import note_environment
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
-from distaccum.train.loop import Loop
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
@@ -355,6 +356,51 @@ def train(
         run_dir.write_status(State.RUNNING, step=session.step)
     if components.config.checkpoint.saves and session.is_first:
         check_shared(run_dir.path, world)
+    with ExitStack() as closing:
+        run, generators = prepare_run(
+            components,
+            session,
+            run_dir,
+            world,
+            closing=closing,
+            before=before,
+            began=began,
+            enter_phase=enter_phase,
+            screen=screen,
+        )
+        loop = session.loop(run, _open_parts(run, screen.console, closing))
+        screen.follow(loop, run.utilization)
+        generators.restore()  # modules that were imported for the header and the loggers may have drawn
+        session.enter(run.accumulator, screen.console)
+        with signals.notify(loop.preempt):
+            evaluation = session.fit(loop)
+        if evaluation is None:
+            return None
+        screen.enter("ending")
+        for logger in run.loggers if loop.preempted else ():
+            logger.mark_preempted()
+    if screen.console is not None:
+        _end(run.components, loop, evaluation, run_dir, screen.console, session=session)
+    run.accumulator.close()  # the model and the optimizer may be trained on with
+    return RunResult(evaluation=evaluation, preempted=loop.preempted)
+
+
+def prepare_run(
+    components: TrainingComponents,
+    session: Session,
+    run_dir: RunDir,
+    world: World,
+    *,
+    closing: ExitStack,
+    before: Mapping[str, Any],
+    began: float,
+    enter_phase: Callable[[str], None],
+    screen: Screen,
+) -> tuple[TrainingRun, RNGState]:
+    """Restores, wraps and opens what a run takes until ``closing``; ``before`` is the status that was found.
+
+    With the run come the random numbers that it begins with: what is imported until then may draw.
+    """
     screen.enter(session.says)
     restore = session.restore(components, world)
     restore.before_wrap()
@@ -362,82 +408,45 @@ def train(
     depth = components.config.metrics.summary_depth if world.is_main else 0
     modules = summarize(components.model, depth)  # an engine may take it apart
     accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
-    with ExitStack() as closing:
-        session.prepare(accumulator, closing)
-        config = components.config
-        components = _with_micro_batch(
-            components, accumulator, restore.memory, run_dir=run_dir, screen=screen, closing=closing
-        )
-        _seed(config.seed + world.rank)  # what draws outside micro-steps differs between ranks; initial weights do not
-        loader = build_loader(
-            components.data,
-            components.plan,
-            world,
-            num_workers=config.trainer.num_workers,
-            prefetch_windows=config.trainer.prefetch_windows,
-            options=asdict(config.trainer.loader),
-            most_ahead=components.most_ahead,
-            group_by_length=config.batch.group_by_length,
-            seed=config.seed,
-        )
-        wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
-        generators = RNGState.capture(world.device)
-        console = screen.console
-        closing.callback(accumulator.close, alone=session.closes_alone)  # the model's owner may train it further
-        loggers: Sequence[Logger] = ()
-        if console is not None:
-            open_loggers = partial(
-                _open_loggers,
-                components,
-                accumulator,
-                restore,
-                run_dir,
-                screen,
-                id=wandb_id,
-                before=before,
-                note=note or session.beginning,
-                modules=modules,
-                first_to=session.first_to,
-            )
-            loggers = session.loggers(open_loggers, closing)
-        loop = session.loop(
-            components,
-            accumulator,
-            loader,
-            run_dir=run_dir,
-            store=_store(components, run_dir),
-            enter_phase=enter_phase,
-            tell_saved=screen.saved,
-            loggers=loggers,
-            wandb_id=wandb_id,
-            logged=restore.logged,
-            utilization=utilization,
-            parts=[
-                *_open_recorder(components, accumulator, run_dir, closing),
-                LossScaleAlert(),
-                *_open_profiler(components, accumulator, run_dir, console, closing),
-            ],
-            saved_ago_s=session.saved_ago_s(run_dir, began),
-            time_limit=TimeLimit(
-                None if config.trainer.max_time is None else seconds_of("trainer.max_time", config.trainer.max_time),
-                began=began,
-                parameters=components.parameters,
-            ),
-        )
-        screen.follow(loop, utilization)
-        generators.restore()  # modules that were imported for the header and the loggers may have drawn
-        session.enter(accumulator, console)
-        with signals.notify(loop.preempt):
-            evaluation = session.fit(loop)
-        if evaluation is None:
-            return None
-        screen.enter("ending")
-        for logger in loggers if loop.preempted else ():
-            logger.mark_preempted()
-    if console is not None:
-        _end(components, loop, evaluation, run_dir, console, session=session)
-    accumulator.close()  # the model and the optimizer may be trained on with
-    return RunResult(evaluation=evaluation, preempted=loop.preempted)
+    session.prepare(accumulator, closing)
+    components = _with_micro_batch(
+        components, accumulator, restore.memory, run_dir=run_dir, screen=screen, closing=closing
+    )
+    # What draws outside micro-steps differs between ranks; initial weights do not.
+    _seed(components.config.seed + world.rank)
+    loader = _open_loader(components, world)
+    wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
+    generators = RNGState.capture(world.device)
+    closing.callback(accumulator.close, alone=session.closes_alone)  # the model's owner may train it further
+    open_loggers = partial(
+        _open_loggers,
+        components,
+        accumulator,
+        restore,
+        run_dir,
+        screen,
+        id=wandb_id,
+        before=before,
+        note=note or session.beginning,
+        modules=modules,
+        first_to=session.first_to,
+    )
+    run = TrainingRun(
+        components=components,
+        accumulator=accumulator,
+        loader=loader,
+        run_dir=run_dir,
+        store=_store(components, run_dir),
+        enter_phase=enter_phase,
+        tell_saved=screen.saved,
+        loggers=() if screen.console is None else session.loggers(open_loggers, closing),
+        wandb_id=wandb_id,
+        logged=restore.logged,
+        utilization=utilization,
+        saved_ago_s=session.saved_ago_s(run_dir, began),
+        time_limit=_time_limit(components, began),
+    )
+    return run, generators
 
 
 def _open_loggers(
@@ -521,20 +530,44 @@ def _with_micro_batch(
     return find_micro_batch(components, accumulator, world, known, hardware)
 
 
-def _open_profiler(
-    components: TrainingComponents,
-    accumulator: Accumulator,
-    run_dir: RunDir,
-    console: Any,
-    closing: ExitStack,
-) -> list[Part]:
-    profile, communicates = components.config.profile, accumulator.engine.forward_communicates
-    if profile.steps is None:
-        return []
-    folder = run_dir.path / "profile"
-    profiler = Profiler(profile, accumulator.world, folder, forward_communicates=communicates, console=console)
-    closing.callback(profiler.close)
-    return [profiler]
+def _open_loader(components: TrainingComponents, world: World) -> WindowLoader:
+    config = components.config
+    return build_loader(
+        components.data,
+        components.plan,
+        world,
+        num_workers=config.trainer.num_workers,
+        prefetch_windows=config.trainer.prefetch_windows,
+        options=asdict(config.trainer.loader),
+        most_ahead=components.most_ahead,
+        group_by_length=config.batch.group_by_length,
+        seed=config.seed,
+    )
+
+
+def _time_limit(components: TrainingComponents, began: float) -> TimeLimit:
+    key, stated = "trainer.max_time", components.config.trainer.max_time
+    max_time = None if stated is None else seconds_of(key, stated)
+    return TimeLimit(max_time, began=began, parameters=components.parameters)
+
+
+def _open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]:
+    """What stands beside the loop, in its order; files stay open until ``closing``."""
+    components, engine, world = run.components, run.accumulator.engine, run.accumulator.world
+    parts: list[Part] = [LossScaleAlert()]
+    if components.config.metrics.windows:
+        file = run.run_dir.windows if world.is_main else None
+        numbered = is_map_style(components.data.train)
+        recorder = WindowRecorder(engine, components.optimizers, world, file=file, numbered=numbered)
+        closing.callback(recorder.close)
+        parts.insert(0, recorder)
+    if components.config.profile.steps is not None:
+        folder, communicates = run.run_dir.path / "profile", engine.forward_communicates
+        profile = components.config.profile
+        profiler = Profiler(profile, world, folder, forward_communicates=communicates, console=console)
+        closing.callback(profiler.close)
+        parts.append(profiler)
+    return parts
 
 
 def _end(
@@ -555,23 +588,6 @@ def _end(
         print_summary(
             components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
         )
-
-
-def _open_recorder(
-    components: TrainingComponents, accumulator: Accumulator, run_dir: RunDir, closing: ExitStack
-) -> list[Part]:
-    if not components.config.metrics.windows:
-        return []
-    world = accumulator.world
-    recorder = WindowRecorder(
-        accumulator.engine,
-        components.optimizers,
-        world,
-        file=run_dir.windows if world.is_main else None,
-        numbered=is_map_style(components.data.train),
-    )
-    closing.callback(recorder.close)
-    return [recorder]
 
 
 def build_accumulator(components: TrainingComponents, world: World, *, verify: str | None = None) -> Accumulator:

@@ -10,8 +10,9 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.state import SavedState
 from distaccum.distributed.world import World
 from distaccum.train.components import TrainingComponents
-from distaccum.train.loop import Loop
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
+from distaccum.train.part import Part
 from distaccum.train.rank0_resources import Rank0Resources
 from distaccum.train.resume import Restore
 from distaccum.train.run_dir import RunDir
@@ -86,9 +87,9 @@ class Session:
         """Seconds since the last checkpoint was saved, of which a run that ``began`` then goes on."""
         return 0.0
 
-    def loop(self, *run: Any, **settings: Any) -> Loop:
+    def loop(self, run: TrainingRun, parts: Sequence[Part]) -> Loop:
         """Makes the loop."""
-        return Loop(*run, **settings)
+        return Loop(run, parts)
 
     def enter(self, accumulator: Accumulator, console: Console | None) -> None:
         """Before the first window; ``console`` is rank 0's."""

@@ -30,7 +30,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.host_copy import HostCopy
 from distaccum.testing.counters import OperationCounter
 from distaccum.train.components import TrainingComponents
-from distaccum.train.loop import Loop
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.run import build_accumulator
 from distaccum.train.run_dir import RunDir
 from distaccum.train.time_limit import TimeLimit
@@ -90,16 +90,17 @@ def with_trainer(components: TrainingComponents, world: World, *, folder: Path) 
     run_dir = RunDir(folder)
     if world.is_main:
         run_dir.make()
-    loop = Loop(
-        components,
-        accumulator,
-        loader,
+    run = TrainingRun(
+        components=components,
+        accumulator=accumulator,
+        loader=loader,
         run_dir=run_dir,
         store=CheckpointStore(run_dir.checkpoints, keep=0),
         loggers=(),
         wandb_id="",
         time_limit=TimeLimit(None, began=0.0, parameters=components.parameters),
     )
+    loop = Loop(run)
     windows = chain.from_iterable(accumulator.windows(loader) for _ in count())
 
     def step() -> None:  # what Loop.fit does with each window

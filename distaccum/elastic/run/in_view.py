@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from time import monotonic, time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint.state import SavedState
@@ -20,8 +20,9 @@ from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.elastic.run.restore import RestoreCarried
 from distaccum.train.components import TrainingComponents
-from distaccum.train.loop import Loop
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
+from distaccum.train.part import Part
 from distaccum.train.rank0_resources import Rank0Resources
 from distaccum.train.run_dir import RunDir
 from distaccum.train.session import Restored, Session
@@ -99,10 +100,10 @@ class InView(Session):
                 return max(0.0, time() - saved.stat().st_mtime)
         return monotonic() - began
 
-    def loop(self, *run: Any, **settings: Any) -> Loop:
+    def loop(self, run: TrainingRun, parts: Sequence[Part]) -> Loop:
         """One that is told what the view before has left to do; what was carried is in it from here on."""
         before, self._before = self._before, None
-        return ElasticLoop(*run, before=before, memory=self._memory, **settings)
+        return ElasticLoop(run, parts, before=before, memory=self._memory)
 
     def enter(self, accumulator: Accumulator, console: Console | None) -> None:
         """Before the first window; ``console`` is rank 0's."""

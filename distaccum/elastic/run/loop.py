@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distaccum.accumulation.open_window import OpenWindow
@@ -21,8 +22,9 @@ from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeE
 from distaccum.losses.base import is_window_loss
 from distaccum.train import ema
 from distaccum.train.callbacks import Callback
-from distaccum.train.loop import Loop
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import last_window, records_of
+from distaccum.train.part import Part
 
 _ASKED = "a rank that is lost asked to stop"
 
@@ -31,15 +33,18 @@ class ElasticLoop(Loop):
     """Trains among the ranks of a view; what a window is owed is done before the next one.
 
     Args:
+        run: what is trained.
+        parts: see :class:`~distaccum.train.loop.Loop`.
         before: what the view before has left to do; its weights and optimizer state are not kept here.
         memory: where a lost rank takes a part of the state with it: checkpoints in memory.
-        settings: see :class:`~distaccum.train.loop.Loop`.
     """
 
     _passes = (ViewChangedError,)
 
-    def __init__(self, *run: Any, before: Carried | None, memory: MemoryCheckpoints | None, **settings: Any) -> None:
-        super().__init__(*run, saved_step=None if before is None else before.saved_step, **settings)
+    def __init__(
+        self, run: TrainingRun, parts: Sequence[Part], *, before: Carried | None, memory: MemoryCheckpoints | None
+    ) -> None:
+        super().__init__(run if before is None else replace(run, saved_step=before.saved_step), parts)
         self._watched = True
         self._telling: tuple[int, dict[str, float]] | None = None  # one that callbacks are still to be told of
         self._called = ("", 0)  # the hook that callbacks are being called by, and of how many it was

@@ -17,7 +17,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 from distaccum.train.components import TrainingComponents, components_from_config
-from distaccum.train.loop import Loop
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.run import build_accumulator, run
 from distaccum.train.run_dir import RunDir
@@ -73,16 +73,17 @@ def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> t
     components, logger = _components(counting, **limits), Collected()
     folder.mkdir(exist_ok=True)
     accumulator = build_accumulator(components, world)
-    loop = Loop(
-        components,
-        accumulator,
-        build_loader(components.data, components.plan, world),
+    run = TrainingRun(
+        components=components,
+        accumulator=accumulator,
+        loader=build_loader(components.data, components.plan, world),
         run_dir=RunDir(folder),
         store=CheckpointStore(folder / "checkpoints", keep=0),
         loggers=[logger],
         wandb_id="",
         time_limit=TimeLimit(None, began=0.0, parameters=0),
     )
+    loop = Loop(run)
     loop.fit()
     return loop, logger
 
