@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from distaccum.errors import DataError
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
+from distaccum.train.part import Part
 from distaccum.train.run import build_accumulator, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.time_limit import TimeLimit
@@ -69,7 +71,9 @@ def _components(
     return components_from_config(RunConfig.from_dict(node), world_size=1, device=torch.device("cpu"))
 
 
-def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> tuple[Loop, Collected]:
+def _fit(
+    world: World, folder: Path, counting: list[int], parts: Sequence[Part] = (), **limits: object
+) -> tuple[Loop, Collected]:
     components, logger = _components(counting, **limits), Collected()
     folder.mkdir(exist_ok=True)
     accumulator = build_accumulator(components, world)
@@ -83,9 +87,31 @@ def _fit(world: World, folder: Path, counting: list[int], **limits: object) -> t
         wandb_id="",
         time_limit=TimeLimit(None, began=0.0, parameters=0),
     )
-    loop = Loop(run)
+    loop = Loop(run, parts)
     loop.fit()
     return loop, logger
+
+
+class Told(Part):
+    """A part that notes what it is told."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in vars(Part) and not name.startswith("_"):
+            self._calls.append(f"{self._name} {name}")
+        return super().__getattribute__(name)
+
+
+def test_parts_are_called_in_their_order_and_before_what_the_loop_does_itself(
+    gloo_world: World, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    _fit(gloo_world, tmp_path, [0, 1, 2], [Told("a", calls), Told("b", calls)], max_steps=2, log_every=1)
+    window = ["window_begins", "on_window", "on_outcome", "between_windows"]
+    expected = ["begins", *window, *window, "windows_ended", "leaves", "before_save"]
+    assert calls == [f"{part} {name}" for name in expected for part in "ab"]
 
 
 def test_windows_that_count_nothing_are_skipped_and_move_only_the_data_on(gloo_world: World, tmp_path: Path) -> None:
