@@ -7,57 +7,7 @@ The names in ``__all__`` are public. Everything else is internal and may change.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from distaccum import functional as functional
-    from distaccum.accumulation.accumulator import Accumulator as Accumulator
-    from distaccum.accumulation.diagnose import diagnose as diagnose
-    from distaccum.config.batch import BatchConfig as BatchConfig
-    from distaccum.config.compile import CompileConfig as CompileConfig
-    from distaccum.config.engine import DDPConfig as DDPConfig
-    from distaccum.config.engine import DeepSpeedConfig as DeepSpeedConfig
-    from distaccum.config.engine import FSDP2Config as FSDP2Config
-    from distaccum.config.engine import Zero1Config as Zero1Config
-    from distaccum.config.metrics import MetricsConfig as MetricsConfig
-    from distaccum.config.metrics import MLflowConfig as MLflowConfig
-    from distaccum.config.metrics import TensorBoardConfig as TensorBoardConfig
-    from distaccum.config.metrics import WandbConfig as WandbConfig
-    from distaccum.config.precision import PrecisionConfig as PrecisionConfig
-    from distaccum.config.precision import ScalerConfig as ScalerConfig
-    from distaccum.config.schema import RunConfig as RunConfig
-    from distaccum.config.trainer import CheckpointConfig as CheckpointConfig
-    from distaccum.config.trainer import OptimConfig as OptimConfig
-    from distaccum.config.trainer import ProfileConfig as ProfileConfig
-    from distaccum.config.trainer import TrainerConfig as TrainerConfig
-    from distaccum.data.collate import PadCollator as PadCollator
-    from distaccum.data.spec import DataSpec as DataSpec
-    from distaccum.distributed.signals import StopSignals as StopSignals
-    from distaccum.distributed.world import World as World
-    from distaccum.errors import CheckpointError as CheckpointError
-    from distaccum.errors import ConfigError as ConfigError
-    from distaccum.errors import DataError as DataError
-    from distaccum.errors import DistaccumError as DistaccumError
-    from distaccum.errors import MisuseError as MisuseError
-    from distaccum.errors import NonFiniteError as NonFiniteError
-    from distaccum.errors import SpikeError as SpikeError
-    from distaccum.errors import VerificationError as VerificationError
-    from distaccum.losses.base import Loss as Loss
-    from distaccum.losses.base import WindowLoss as WindowLoss
-    from distaccum.losses.contrastive import InfoNCE as InfoNCE
-    from distaccum.losses.cross_entropy import CrossEntropy as CrossEntropy
-    from distaccum.losses.transformers import CausalLM as CausalLM
-    from distaccum.losses.transformers import MaskedLM as MaskedLM
-    from distaccum.losses.transformers import SequenceClassification as SequenceClassification
-    from distaccum.precision.scaler import LossScaler as LossScaler
-    from distaccum.tools.audit.session import audit as audit
-    from distaccum.tools.from_deepspeed import from_deepspeed_json as from_deepspeed_json
-    from distaccum.train.callbacks import Callback as Callback
-    from distaccum.train.callbacks import EarlyStopping as EarlyStopping
-    from distaccum.train.ema import EMA as EMA
-    from distaccum.train.metrics.loggers import Logger as Logger
-    from distaccum.train.metrics.loggers import RunInfo as RunInfo
-    from distaccum.train.trainer import Trainer as Trainer
+from typing import Any
 
 __version__ = "0.1.0"
 _HOMES = {
