@@ -9,6 +9,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from distaccum.data.plan.batch import BatchPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
 from distaccum.engines.ddp.engine import DDPEngine
+from distaccum.engines.ddp.reducer import BucketReducer
+from distaccum.engines.ddp.stepper import WholeStepper
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.precision.policy import PrecisionPolicy
@@ -36,6 +39,10 @@ LARGE = (80_000.0, 20_000.0)  # of each rank: fp16 ends at 65,504, and holds the
 
 def policy(dtype: str) -> PrecisionPolicy:
     return PrecisionPolicy(name="fp32", reduce_dtype=DTYPES[dtype])
+
+
+def parts(world: World, dtype: str) -> dict[str, Any]:
+    return {"reducer": BucketReducer(world, DTYPES[dtype]), "stepper": WholeStepper()}
 
 
 def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str = "fp32") -> dict[str, int]:
@@ -54,7 +61,16 @@ def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str =
     model.register_buffer("constant", torch.zeros(1000))  # must not travel with every window
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     config, options = DDPConfig(bucket_cap_mb=0.25), StepOptions(clip_norm=1.0)
-    engine = DDPEngine(model, [optimizer], world, config=config, policy=policy(dtype), options=options)
+    engine = DDPEngine(
+        model,
+        [optimizer],
+        world,
+        config=config,
+        policy=policy(dtype),
+        options=options,
+        reducer=BucketReducer(world, DTYPES[dtype]),
+        stepper=WholeStepper(),
+    )
     windows = MapWindowLoader(data, plan, world).windows(0, 0, GlobalCounter(world, loss.count))
     for window in islice(windows, 3):
         run_window(engine, window, loss)
@@ -84,7 +100,16 @@ def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
     """The average of the ranks' gradients, as the engine reduces it."""
     model = Product(gradient.numel())
     optimizer = torch.optim.SGD(model.parameters())
-    engine = DDPEngine(model, [optimizer], world, config=DDPConfig(), policy=policy(dtype), options=StepOptions())
+    engine = DDPEngine(
+        model,
+        [optimizer],
+        world,
+        config=DDPConfig(),
+        policy=policy(dtype),
+        options=StepOptions(),
+        reducer=BucketReducer(world, DTYPES[dtype]),
+        stepper=WholeStepper(),
+    )
     with engine.micro_step(sync=True):
         engine.backward(engine.model(gradient))
     assert model.weight.grad is not None

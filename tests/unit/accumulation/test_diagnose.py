@@ -21,6 +21,8 @@ from distaccum.config.precision import ScalerConfig
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
 from distaccum.engines.ddp.engine import DDPEngine
+from distaccum.engines.ddp.reducer import BucketReducer
+from distaccum.engines.ddp.stepper import WholeStepper
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -76,7 +78,16 @@ def _engine(
 ) -> DDPEngine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config, options = DDPConfig(find_unused_parameters=find_unused_parameters), StepOptions(scaler=scaler)
-    return DDPEngine(model, [optimizer], world, config=config, policy=policy, options=options)
+    return DDPEngine(
+        model,
+        [optimizer],
+        world,
+        config=config,
+        policy=policy,
+        options=options,
+        reducer=BucketReducer(world, policy.reduce_dtype),
+        stepper=WholeStepper(),
+    )
 
 
 def _window(batches: Sequence[Any]) -> Window:
