@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import check_kernels, expect_repeats, warn_of_batch_statistics
-from distaccum.accumulation.global_batch import GlobalBatch
-from distaccum.accumulation.loader_factory import LoaderFactory, loss_to_rehearse
+from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory, loss_to_rehearse
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress

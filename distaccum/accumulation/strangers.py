@@ -20,7 +20,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.optimizer_step import is_guarded
 from distaccum.engines.ownership import is_owned
 from distaccum.errors import MisuseError
-from distaccum.verification.graph import leaves_of
+from distaccum.verification.parts import leaves_of
 
 _WINDOWS = 2  # whose graphs are walked
 

@@ -23,8 +23,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
-from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import trained
+from distaccum.engines.modules import HostCopy, trained
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError, UntrainedParameterWarning, shorten
 from distaccum.losses.base import Loss
 

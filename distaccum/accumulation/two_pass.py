@@ -35,7 +35,7 @@ from distaccum.errors import MisuseError, PeerError, ResourceError, Verification
 from distaccum.losses.base import AnyLoss, Loss, WindowLoss, is_window_loss
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, normalize_loss
 from distaccum.verification.additivity import in_16_bits
-from distaccum.verification.graph import leaves_of
+from distaccum.verification.parts import leaves_of
 
 # What all ranks have represented of their batches, put together in one order on every rank.
 

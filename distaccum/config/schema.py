@@ -27,11 +27,18 @@ from distaccum.config.checks import (
     require_choice,
 )
 from distaccum.config.compile import CompileConfig
-from distaccum.config.elastic import ElasticConfig
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
 from distaccum.config.metrics import MetricsConfig
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.trainer import CheckpointConfig, EvalConfig, InitConfig, OptimConfig, ProfileConfig, TrainerConfig
+from distaccum.config.trainer import (
+    CheckpointConfig,
+    ElasticConfig,
+    EvalConfig,
+    InitConfig,
+    OptimConfig,
+    ProfileConfig,
+    TrainerConfig,
+)
 from distaccum.errors import ConfigError, near_misses
 
 

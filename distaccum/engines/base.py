@@ -23,9 +23,8 @@ from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.hooks import WindowHook
-from distaccum.engines.host_copy import HostCopy
 from distaccum.engines.memory_marks import MemoryMarks
-from distaccum.engines.modules import trained
+from distaccum.engines.modules import HostCopy, trained
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale

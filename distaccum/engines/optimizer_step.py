@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from distaccum.engines import optimizer_state
 from distaccum.engines.base import EngineState, StepOutput
 from distaccum.engines.group_settings import GroupSettings
-from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import to_local
+from distaccum.engines.modules import HostCopy, to_local
 from distaccum.engines.rules import foreign_hooks
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale

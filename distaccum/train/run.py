@@ -41,7 +41,7 @@ from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
-from distaccum.train.environment import note_environment
+from distaccum.train.environment import is_restart, job_of_kubernetes, note_environment, note_start, refuse_crash_loop
 from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
 from distaccum.train.hang import group_timeout, watchdog
 from distaccum.train.loop import Loop, TrainingRun
@@ -55,7 +55,6 @@ from distaccum.train.owner import refuse_if_held
 from distaccum.train.part import LossScaleAlert, Part
 from distaccum.train.peers import Peers
 from distaccum.train.profiling import Profiler
-from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog

@@ -19,7 +19,7 @@ from distaccum.data.plan.units import SecondDeal
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import HostCopy
 from distaccum.errors import VerificationError, shorten
 
 _log = logging.getLogger(__name__)

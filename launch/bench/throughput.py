@@ -27,7 +27,7 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import RunConfig
 from distaccum.data.loader import MicroBatchIds
 from distaccum.distributed.world import World
-from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import HostCopy
 from distaccum.testing.counters import OperationCounter
 from distaccum.train.components import TrainingComponents
 from distaccum.train.loop import Loop, TrainingRun

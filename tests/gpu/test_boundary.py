@@ -20,7 +20,7 @@ from distaccum.data import prefetch
 from distaccum.data.batches import map_tensors
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import HostCopy
 from distaccum.precision.scaler import LossScaler
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from typing import Any
 
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.config.checks import ROLLBACK, seconds_of
-from distaccum.config.elastic import ElasticConfig
 from distaccum.config.schema import RunConfig
+from distaccum.config.trainer import ElasticConfig
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents

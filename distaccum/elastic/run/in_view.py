@@ -23,9 +23,8 @@ from distaccum.train.components import TrainingComponents
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.part import Part
-from distaccum.train.rank0_resources import Rank0Resources
 from distaccum.train.run_dir import RunDir
-from distaccum.train.session import Restored, Session
+from distaccum.train.session import Rank0Resources, Restored, Session
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -33,11 +33,11 @@ from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents
 from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.failure import note_failure
-from distaccum.train.rank0_resources import Rank0Resources
 from distaccum.train.run import RunResult, train
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import open_screen
+from distaccum.train.session import Rank0Resources
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from distaccum.engines.deepspeed.compat import EngineLock, check_optimizers, com
 from distaccum.engines.deepspeed.optimizer_state import EditedWeights, MasterWeights, check_rule, leaves_alone
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, WholeGroups, differ, fingerprint
-from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import clean, trained
+from distaccum.engines.modules import HostCopy, clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import StepGuard
 from distaccum.engines.rules import check_hooks, expect_no_hooks

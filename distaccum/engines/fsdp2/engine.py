@@ -39,8 +39,16 @@ from distaccum.engines.fsdp2.tree_scatter import TreeReduceScatter, TreeSums, Wh
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
-from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import blocks_of, full_tensor, is_meta, is_sharded, shard_like, to_local, trained
+from distaccum.engines.modules import (
+    HostCopy,
+    blocks_of,
+    full_tensor,
+    is_meta,
+    is_sharded,
+    shard_like,
+    to_local,
+    trained,
+)
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions
 from distaccum.engines.reproducible import check_optimizers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
-from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import HostCopy
 from distaccum.errors import MisuseError
 
 # Losses that read the shards themselves: their gradient goes past the reduction, and what they gather past its order.

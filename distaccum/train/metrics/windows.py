@@ -21,8 +21,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.host_copy import HostCopy
-from distaccum.engines.modules import trained
+from distaccum.engines.modules import HostCopy, trained
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.part import Part
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distaccum.config.elastic import ElasticConfig
+from distaccum.config.trainer import ElasticConfig
 from distaccum.elastic.run.checks import expect_told
 from distaccum.errors import ConfigError
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.world import World
-from distaccum.engines.host_copy import HostCopy
+from distaccum.engines.modules import HostCopy
 from distaccum.errors import MisuseError, NonFiniteError
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
