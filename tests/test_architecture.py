@@ -170,6 +170,7 @@ SHARED = {
     "group_settings",
     "hooks",
     "memory_marks",
+    "memory_report",
     "modules",
     "optimizer_step",
     "ownership",

@@ -28,7 +28,8 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
-from distaccum.engines.memory_marks import Shape, memory_by_part, state_to_come
+from distaccum.engines.memory_marks import Shape, state_to_come
+from distaccum.engines.memory_report import memory_by_part
 from distaccum.engines.ownership import is_owned
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss

@@ -28,7 +28,8 @@ from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.memory_marks import Shape, memory_by_part
+from distaccum.engines.memory_marks import Shape
+from distaccum.engines.memory_report import memory_by_part
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.verification.parts import why_not_cut
