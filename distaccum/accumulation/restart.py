@@ -25,6 +25,7 @@ from distaccum.accumulation.step import LossSums, Outcome, run_window
 from distaccum.accumulation.two_pass import SecondPass
 from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
 from distaccum.data.window import MicroBatch, Window
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -108,6 +109,8 @@ class Restarting:
         """The error in a line; raises it where the window does not begin again."""
         engine = self._engine
         if not is_out_of_memory(error):
+            raise error
+        if engine.activity.phase is Phase.STEP:  # weights may have moved, here and on the other ranks
             raise error
         if isinstance(loss, SecondPass):  # of the whole window
             raise out_of_memory(error, engine.world) from error

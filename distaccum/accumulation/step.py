@@ -215,7 +215,7 @@ def run_micro_steps(
     losses, last, activity = LossSums(engine.device, window.deal), len(window.micro_batches) - 1, engine.activity
     random = KeyedRandom(engine.device, others=engine.reproducible)
     engine.begin_window(len(window.micro_batches), window.deal)
-    activity.phase = Phase.COPYING
+    activity.phase, activity.done = Phase.COPYING, 0
     for i, batch in enumerate(on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)):
         activity.done = i
         with random.keyed(window.keys, i), engine.micro_step(sync=i == last):  # only the last one reduces

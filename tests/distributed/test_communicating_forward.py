@@ -30,3 +30,10 @@ def test_uneven_windows_are_refused_on_all_ranks_and_even_ones_train(engine: str
             refusal, untouched = found[size]
             assert re.match(message.format(most, fewest), refusal)
             assert untouched
+
+
+def test_a_rank_out_of_memory_in_the_first_forward_does_not_gather_once_more() -> None:
+    done = run("ddp", "full", world=2, script=WORKER, timeout=60)
+    assert done.returncode != 0
+    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in done.stderr
+    assert "begins again" not in done.stderr

@@ -299,6 +299,16 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 ("accumulation/restart.py", "            if engine.reduction_begun:\n", "            if False:\n"),
             ),
             (
+                f"{REFUSED}memory_that_is_over_in_the_optimizers_step_is_an_error",
+                "a window begins again that was stepped on",
+                ("accumulation/restart.py", "        if engine.activity.phase is Phase.STEP:", "        if False:"),
+            ),
+            (
+                f"{REFUSED}hooks_on_parameters_do_not_see_a_reduction_that_follows_the_backward",
+                "a user's hooks see the reduction's zeros",
+                ("engines/ddp/reducer.py", "        hooks.clear()\n", "        pass\n"),
+            ),
+            (
                 f"{MEMORY}what_fails_once_is_cut_from_then_on",
                 "the mark is not lowered",
                 (

@@ -343,7 +343,7 @@ class DDPEngine(Engine):
     @property
     def restarts_windows(self) -> bool:
         """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
-        return not (self.reproducible or self._communicating())
+        return not (self.reproducible or self._communicating() or self._collectives.seen)
 
     @property
     def reduction_begun(self) -> bool:

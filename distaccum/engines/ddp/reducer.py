@@ -185,14 +185,14 @@ class Reduction:
         """Ends the reduction with gradients of ``value`` for these parameters; the other ranks are waiting for it."""
         if numbers:
             left = [self._parameters[number] for number in numbers]
-            with _needing_gradients(left):
+            with _needing_gradients(left), _hooks_aside(left):
                 _constant(left, value).backward()  # type: ignore[no-untyped-call]
         if self.unreached():
             raise _other_torch("does not end a reduction that was completed")
 
     def join(self, value: float) -> None:
         """A whole reduction with gradients of ``value``, which are added to what has accumulated."""
-        with _needing_gradients(self._parameters):
+        with _needing_gradients(self._parameters), _hooks_aside(self._parameters):
             self.backward(_constant(self._parameters, value))
         self.complete(self.unreached(), value)
 
@@ -314,6 +314,11 @@ class Collectives:
         if self not in _watching:
             _watching.append(self)
 
+    @property
+    def seen(self) -> bool:
+        """Whether there was one so far, where somebody watches."""
+        return self.watching and (self._called or self._differs())
+
     def called(self) -> bool:
         """Whether there was one; False where the group does not count. Ends the watching."""
         called = self._called or self._differs()
@@ -401,6 +406,20 @@ def _needing_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def _hooks_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within the block users' hooks are not called: of a constant that no loss gave they might make something else."""
+    found = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    held = [(hooks, dict(hooks)) for hooks in found]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in held:
+            hooks.update(own)
 
 
 def _other_torch(problem: str) -> ConfigError:

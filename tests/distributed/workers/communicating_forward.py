@@ -1,4 +1,7 @@
-"""A loss that gathers the other ranks' outputs, over gloo: even windows train, uneven ones are refused on all ranks."""
+"""A loss that gathers the other ranks' outputs, over gloo: even windows train, uneven ones are refused on all ranks.
+
+With ``full`` a rank runs out of memory after the first forward's gathering.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,36 @@ def _loss(model: Any, batch: Tensor) -> Tensor:
     return total
 
 
+class _Full:
+    """The loss of a rank that has no memory left: its forward may not begin again, for the others would not follow."""
+
+    @staticmethod
+    def count(batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: Any, batch: Tensor) -> Tensor:
+        total = _loss(model, batch)
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return total
+
+
+def run_out_of_memory() -> None:
+    """Its error ends every rank."""
+    model, data = nn.Linear(4, 1), list(torch.randn(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2}
+    acc = Accumulator(model, optimizer, **sizes, count=len, engine=sys.argv[1], verify="never")
+    for window in acc.windows(data):
+        acc.step(window, _Full())
+
+
 def main() -> None:
     """Prints what each global batch size led to."""
     torch.manual_seed(0)
+    if "full" in sys.argv:
+        run_out_of_memory()
+        return
     data = list(torch.randn(12, 4))
     found: dict[str, Any] = {}
     for size, samples in ((4, 8), (6, 9), (5, 12)):

@@ -1,8 +1,11 @@
-"""What a window that runs out of memory is refused for, before a weight moves; and when a mark falls by itself."""
+"""What a window that runs out of memory is refused for, before a weight moves; and when a mark falls by itself.
+
+And what surrounds a window that begins again: the step, in which it cannot; copies to the device; users' hooks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, DataSpec, World
+from distaccum.accumulation import step as accumulation_step
 from distaccum.accumulation.restart import Restarting
 from distaccum.engines.memory_marks import Shape
 from distaccum.errors import ResourceError
@@ -41,13 +45,23 @@ def squares(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().sum()
 
 
-def accumulator(world: World, model: Line, *, samples: int = 2 * WINDOW) -> tuple[Accumulator, DataSpec]:
+class Full(SGD):
+    """Has moved the weights when memory runs out."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def accumulator(
+    world: World, model: Line, *, samples: int = 2 * WINDOW, optimizer: type[SGD] = SGD
+) -> tuple[Accumulator, DataSpec]:
     """With data of its own."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(samples, 3, generator=generator), torch.randn(samples, generator=generator)
     acc = Accumulator(
         model,
-        SGD(model.parameters(), lr=0.1),
+        optimizer(model.parameters(), lr=0.1),
         global_batch_size=WINDOW,
         micro_batch_size=MICRO,
         count=lambda batch: len(batch[1]),
@@ -65,7 +79,7 @@ def second_window(world: World, model: Line, loss: Any = squares) -> tuple[Accum
     def strike(_: Tensor) -> None:
         nonlocal seen
         seen += 1
-        if seen == 2 + WINDOW // MICRO:  # the first window's reduction follows its last backward
+        if seen == 1 + WINDOW // MICRO:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     model.layer.bias.register_post_accumulate_grad_hook(strike)
@@ -173,4 +187,58 @@ def test_two_windows_of_rising_retries_lower_the_mark(
         acc.step(window, loss)
         found.append(acc.engine.memory_marks.is_too_large(Shape(MICRO, 3)))
     assert found == [False, False, False, False, falls, falls]
+    acc.close()
+
+
+def _moved(model: Line, data: DataSpec) -> Tensor:
+    """The bias after the first window of ``data``, by plain autograd."""
+    x, y = (torch.stack([sample[n] for sample in data.train[:WINDOW]]) for n in (0, 1))
+    loss = ((x @ model.layer.weight.T + model.layer.bias)[:, 0] - y).square().sum() / WINDOW
+    return model.layer.bias.detach() - 0.1 * torch.autograd.grad(loss, model.layer.bias)[0]
+
+
+def test_memory_that_is_over_in_the_optimizers_step_is_an_error(gloo_world: World) -> None:
+    """Some weights may have moved: another step would be one too many, here or where the other ranks have made it."""
+    acc, data = accumulator(gloo_world, model := Line(), optimizer=Full)
+    expected = _moved(model, data)
+    with pytest.raises(torch.OutOfMemoryError):
+        acc.step(next(acc.windows(data)), squares)
+    assert model.forwards == WINDOW // MICRO
+    assert not acc.engine.memory_marks.any_failed
+    torch.testing.assert_close(model.layer.bias.detach(), expected)
+    acc.abandon()
+    acc.close()
+
+
+def test_a_first_copy_that_does_not_fit_is_of_the_first_micro_batch(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acc, data = accumulator(gloo_world, model := Line())
+    copy, failed = accumulation_step.on_device, False
+
+    def strike(*given: Any) -> Iterator[Any]:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        yield from copy(*given)
+
+    monkeypatch.setattr(accumulation_step, "on_device", strike)
+    gloo_world.activity.done = 40  # of an evaluation before
+    expected = _moved(model, data)
+    acc.step(next(acc.windows(data)), squares)
+    assert [shape.rows for shape in acc.engine.memory_marks.failed] == [MICRO]
+    torch.testing.assert_close(model.layer.bias.detach(), expected)
+    acc.close()
+
+
+def test_hooks_on_parameters_do_not_see_a_reduction_that_follows_the_backward(gloo_world: World) -> None:
+    """They may make something of the zeros that it adds."""
+    acc, data = accumulator(gloo_world, model := Line())
+    expected, calls = _moved(model, data), []
+    model.layer.bias.register_hook(lambda gradient: gradient + 1.0)
+    model.layer.bias.register_post_accumulate_grad_hook(calls.append)
+    acc.step(next(acc.windows(data)), squares)
+    assert len(calls) == WINDOW // MICRO
+    torch.testing.assert_close(model.layer.bias.detach(), expected - 0.1 * len(calls))
     acc.close()
