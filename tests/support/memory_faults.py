@@ -278,8 +278,9 @@ def run(cell: Cell, world: World, model: nn.Module | None = None) -> Found:
             found.batches.append(fault.batches)
             if not found.applied[-1]:
                 found.losses, found.norms = [*found.losses, 0.0], [*found.norms, 0.0]
-                if found.said or cell.place == "forward" or cell.rank == -1:
-                    break  # the others do not know how many windows this one runs
+                if cell.windows == 1 or found.said or cell.place == "forward" or cell.rank == -1:
+                    acc.close(alone=True)  # a rank that is refused leaves, and nobody waits for it
+                    break
                 continue
             assert outcome is not None
             found.losses.append(acc.mean_loss())
