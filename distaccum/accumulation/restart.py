@@ -125,7 +125,8 @@ class Restarting:
         """Marks the shape of micro-batch ``i`` as too large; raises ResourceError where it cannot be cut."""
         shape, place = Shape(*shape_of(plan.micro_batches[i].batch)), self._engine.activity.now()
         self._marks.fail(shape, apart=False)
-        if why := why_whole(self._engine, plan, i, loss):
+        before = [micro.batch for micro in plan.micro_batches[:i]]
+        if why := why_whole(self._engine, plan, i, loss, before):
             raise self._refusal(str(place), i, shape, said, why)
         self._marks.fail(shape)
         _log.warning(
@@ -174,8 +175,11 @@ class Restarting:
             _log.warning("memory is short: micro-batches from %s on are run in parts from here on", shapes[i])
 
 
-def why_whole(engine: Engine, window: Window, i: int, loss: Loss) -> str:
-    """In words, why micro-batch ``i`` cannot be cut; empty where it can. Runs the model on some of its samples."""
+def why_whole(engine: Engine, window: Window, i: int, loss: Loss, before: Sequence[Any] = ()) -> str:
+    """In words, why micro-batch ``i`` cannot be cut; empty where it can.
+
+    Runs the model on some of its samples, and on the batches that have been run ``before`` it.
+    """
     if batch_statistics(engine.unwrapped_model):
         return _STATISTICS
     try:
@@ -185,7 +189,7 @@ def why_whole(engine: Engine, window: Window, i: int, loss: Loss) -> str:
     if rows <= 1:
         return _SINGLE
     batch = window.micro_batches[i].batch
-    why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows))
+    why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows), before)
     engine.memory_marks.looked = engine.memory_marks.looked or not why
     return why
 

@@ -7,7 +7,7 @@ numbers are constants: what is left out at random would differ from one forward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,10 @@ _NOISE = 2e-6  # of the whole gradient: what is nothing but rounding in a parame
 _REPEATS = 1e-6  # of a loss, for the same samples once more
 _DROPOUT = ("p", "dropout_p", "dropout")  # arguments of operators that draw if they are not 0
 _KEYS = (1,)  # of the random numbers of a look
+_STRANGE = "its loss reaches learned tensors outside of the model, and nobody knows which have their gradient"
 
 
-def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any]) -> str:
+def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any], before: Iterable[Any] = ()) -> str:
     """In words, why a micro-batch may not be cut; empty where it may. Reads the device; accumulates no gradient.
 
     Where a forward is a collective the losses alone are compared, and every rank has to call this.
@@ -62,6 +63,8 @@ def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any]) -> 
         engine: of the model.
         loss: of a micro-batch.
         rows: gives the rows of a micro-batch of two at least, from the first number to before the second, on the host.
+        before: the window's micro-batches that have been run, on the host: what they have added to a learned tensor
+            outside of the model is not undone where the window begins again.
     """
     look = _Look(engine, loss)
     try:
@@ -71,7 +74,7 @@ def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any]) -> 
             torch.set_grad_enabled(bool(look.weights)),
             look.constants,
         ):
-            return look.compare(rows)
+            return look.compare(rows) or look.reached(before)
     except Exception as error:
         if engine.forward_communicates:
             raise
@@ -109,7 +112,7 @@ class _Look:
         if not abs(once_more - together.loss) <= _REPEATS * max(abs(once_more), abs(together.loss)):
             return f"the loss of the same samples is {together.loss:.6g}, and {once_more:.6g} once more"
         if self._strange:
-            return "its loss reaches learned tensors outside of the model, and nobody knows which have their gradient"
+            return _STRANGE
         rounding = _ROUNDING_16 if in_16_bits(self._engine) else _ROUNDING
         sums = sum(one.loss for one in apart)
         if not abs(sums - together.loss) <= rounding * max(abs(together.loss), *(abs(one.loss) for one in apart)):
@@ -117,21 +120,36 @@ class _Look:
         said = _gradients(self.weights, together.gradients, [one.gradients for one in apart], rounding)
         return said or ("its forward changes buffers, and parts of it would change them once each" if moves else "")
 
+    def reached(self, batches: Iterable[Any]) -> str:
+        """In words, that the loss of one of these reaches learned tensors outside of the model; empty if none does."""
+        for batch in batches if self.weights else ():
+            with self._random.keyed(_KEYS, 0):
+                self._total(batch)
+            if self._strange:
+                return _STRANGE
+        return ""
+
     def _measure(self, batch: Any) -> _Measured:
         """The loss of a batch on the host, and its gradient."""
+        weights = list(self.weights.values())
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
+        with self._random.keyed(_KEYS, 0):
+            total = self._total(batch)
+            if weights and total.requires_grad:
+                gradients = torch.autograd.grad(total, weights, allow_unused=True)
+        return _Measured(float(total.detach()), gradients)
+
+    def _total(self, batch: Any) -> Tensor:
+        """The loss of a batch on the host; notes whether it reaches what is not the model's."""
         engine = self._engine
         self._others.restore()
         self._buffers.restore()
-        with self._random.keyed(_KEYS, 0):
-            with engine.autocast():
-                sums = as_loss_sums(self._loss(engine.unwrapped_model, to_device(batch, engine.device)))
-            total = torch.stack([part.float().reshape(()) for part in sums.values()]).sum()
-            weights = list(self.weights.values())
-            gradients: Sequence[Tensor | None] = [None] * len(weights)
-            if weights and total.requires_grad:
-                self._strange |= not all(is_owned(leaf) for leaf in leaves_of(total))
-                gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        return _Measured(float(total.detach()), gradients)
+        with engine.autocast():
+            sums = as_loss_sums(self._loss(engine.unwrapped_model, to_device(batch, engine.device)))
+        total = torch.stack([part.float().reshape(()) for part in sums.values()]).sum()
+        if self.weights and total.requires_grad:
+            self._strange |= not all(is_owned(leaf) for leaf in leaves_of(total))
+        return total
 
 
 def _gradients(

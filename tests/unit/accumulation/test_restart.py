@@ -242,3 +242,24 @@ def test_hooks_on_parameters_do_not_see_a_reduction_that_follows_the_backward(gl
     assert len(calls) == WINDOW // MICRO
     torch.testing.assert_close(model.layer.bias.detach(), expected - 0.1 * len(calls))
     acc.close()
+
+
+def test_a_window_that_reached_a_learned_tensor_outside_of_the_model_before_is_refused(gloo_world: World) -> None:
+    """In an earlier micro-batch than the one that fails: begun again, its gradient would be added twice."""
+    acc, data = accumulator(gloo_world, Line())
+    outside = torch.ones((), requires_grad=True)
+    calls = 0
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        total = squares(model, batch)
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        first = torch.equal(batch[1], torch.stack([sample[1] for sample in data.train[:MICRO]]))
+        return total * outside if first else total
+
+    with pytest.raises(ResourceError, match="its loss reaches learned tensors outside of the model"):
+        acc.step(next(acc.windows(data)), loss)
+    acc.abandon()
+    acc.close()
