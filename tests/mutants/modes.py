@@ -331,8 +331,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "what was refused is a mark all the same",
                 (
                     "accumulation/restart.py",
-                    "self._marks.fail(shape, apart=False)\n        if why",
-                    "self._marks.fail(shape)\n        if why",
+                    "self._marks.fail(shape, apart=False)\n        before",
+                    "self._marks.fail(shape)\n        before",
                 ),
             ),
             (
