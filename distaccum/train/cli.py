@@ -160,7 +160,10 @@ def main(launch: Callable[[LaunchEnvironment], Launch] = Launch) -> None:
 
 def _run_rank(environment: LaunchEnvironment, launch_of: Callable[[LaunchEnvironment], Launch]) -> int:
     with StopSignals() as signals:
-        launch = launch_of(environment)
+        try:
+            launch = launch_of(environment)
+        except ConfigError as error:
+            return _print_config_error(error)
         if environment.launched:
             die_with_parent(launch.dies_by)
         coordinator = JobCoordinator(launch.environment, launch.store(), lost=launch.lost_at_start)
