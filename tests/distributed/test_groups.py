@@ -13,7 +13,7 @@ from tests.support.commands import ROOT, succeed
 WORKER = Path(__file__).parent / "workers" / "groups.py"
 
 
-def _hold(file: Path, *engines: str, rel: float = 1e-11, **options: Any) -> None:
+def _hold(file: Path, *engines: str, rel: float = 1e-11, off: float = 1e-13, **options: Any) -> None:
     succeed(file, *engines, world=2, script=WORKER, PYTHONPATH=str(ROOT), **options)
     found = json.loads(file.read_text())
     truth = found.pop("truth")
@@ -22,7 +22,7 @@ def _hold(file: Path, *engines: str, rel: float = 1e-11, **options: Any) -> None
     assert len(found) == len(engines) + len(engines) ** 2
     for name, weights in found.items():
         for parameter, values in truth.items():
-            assert weights[parameter] == pytest.approx(values, rel=rel, abs=rel / 100), (name, parameter)
+            assert weights[parameter] == pytest.approx(values, rel=rel, abs=off), (name, parameter)
 
 
 @pytest.mark.slow
@@ -32,5 +32,9 @@ def test_every_engine_steps_the_groups_as_a_plain_loop_and_takes_the_others_stat
 
 @pytest.mark.slow
 def test_deepspeed_steps_the_groups_of_one_optimizer(tmp_path: Path) -> None:
-    """In fp32, which is all that it steps."""
-    _hold(tmp_path / "found.json", "deepspeed", rel=2e-6, warm="deepspeed")
+    """In fp32, which is all that it steps.
+
+    Adam divides a gradient's rounding by the gradient: where that is small, an update of 0.01 is off by some 1e-5 of
+    it, by how much depends on the processor. A group's setting that is lost moves a weight by 1e-4 and more.
+    """
+    _hold(tmp_path / "found.json", "deepspeed", rel=2e-6, off=1e-6, warm="deepspeed")

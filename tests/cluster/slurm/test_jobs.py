@@ -33,7 +33,7 @@ def test_a_mistake_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_a_failure_is_told_and_not_repeated(cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(cluster, *SETTINGS, "optim=sgd", "optim.lr=1e30", RUN_DIR=str(tmp_path))
+    job = submit(cluster, *SETTINGS, "optim=sgd", "optim.lr=1e300", RUN_DIR=str(tmp_path))
     assert cluster.wait(job) == "FAILED"
     assert cluster.fields(job)["ExitCode"] == "1:0"
     assert cluster.fields(job)["Restarts"] == "0"
