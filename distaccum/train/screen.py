@@ -18,13 +18,12 @@ from distaccum.train.metrics.flops import Utilization
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from distaccum.train.metrics.console import ConsoleLogger
-    from distaccum.train.metrics.status import Status
+    from distaccum.train.metrics.loggers import Logger
 
 _NARROWEST = 20  # columns
 
 
-class _Training(Protocol):
+class Training(Protocol):
     """What the live line reads of a loop, while that runs."""
 
     @property
@@ -35,48 +34,38 @@ class _Training(Protocol):
 
 
 class Screen:
-    """The console of rank 0, and what stands there; nothing at all on the other ranks.
+    """What people see of a run; nothing but the ``console`` itself here: see ``ConsoleLogger`` for what shows records.
 
     Args:
-        console: for what is printed; None on other ranks.
-        logger: prints records; None where ``metrics.console`` is false.
-        status: what the live line says; None without a logger.
+        console: for what is printed; None on other ranks than 0.
     """
 
-    def __init__(self, console: Console | None, logger: ConsoleLogger | None, status: Status | None) -> None:
-        self.console, self.logger, self._status = console, logger, status
+    logger: Logger | None = None
+    """Prints records; None where ``metrics.console`` is false."""
+
+    def __init__(self, console: Console | None) -> None:
+        self.console = console
 
     def and_show(self, enter_phase: Callable[[str], None]) -> Callable[[str], None]:
         """``enter_phase`` that is shown in the live line, too."""
-        if self.logger is None:
-            return enter_phase
-        show = self.logger.enter_phase
 
         def both(phase: str) -> None:
             enter_phase(phase)
-            show(phase)
+            self.enter(phase)
 
         return both
 
     def enter(self, doing: str) -> None:
         """Shows in the live line what the run does from now on."""
-        if self.logger is not None:
-            self.logger.enter_phase(doing)
 
     def saved(self, step: int, path: Path) -> None:
         """Tells of a checkpoint that is there."""
-        if self.logger is not None:
-            self.logger.saved(step, path)
 
-    def follow(self, loop: _Training, utilization: Utilization | None) -> None:
+    def follow(self, loop: Training, utilization: Utilization | None) -> None:
         """Lets the live line move with the loop."""
-        if self._status is not None:
-            self._status.follow(lambda: loop.known_progress, lambda: loop.waited_s, utilization)
 
     def leave(self) -> None:
         """Gives the terminal back; from any thread, and more than once."""
-        if self.logger is not None:
-            self.logger.leave()
 
 
 @contextmanager
@@ -91,7 +80,7 @@ def open_screen(total_steps: int, world: World, signals: StopSignals, *, records
     """
     if not world.is_main:
         with erasing_streams() if records else nullcontext():
-            yield Screen(None, None, None)
+            yield Screen(None)
         return
     generators = RNGState.capture(world.device)
     from distaccum.train.metrics.console import ConsoleLogger, open_console  # noqa: PLC0415  for rank 0 alone
@@ -99,11 +88,7 @@ def open_screen(total_steps: int, world: World, signals: StopSignals, *, records
 
     generators.restore()  # modules that are imported may draw
     console = open_console()
-    if not records:
-        yield Screen(console, None, None)
-        return
-    status = Status(total_steps, world)
-    screen = Screen(console, ConsoleLogger(total_steps, console, status), status)
+    screen = ConsoleLogger(total_steps, console, Status(total_steps, world)) if records else Screen(console)
     last_words = signals.last_words
 
     def leave_with(reason: str) -> None:

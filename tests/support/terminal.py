@@ -29,7 +29,7 @@ class Rows:
     """
 
     def __init__(self, columns: int) -> None:
-        self.columns, self._rows, self._row, self._column, self._wraps = columns, [""], 0, 0, True
+        self.columns, self._rows, self._row, self._column = columns, [""], 0, 0
 
     def show(self, text: str) -> None:
         at = 0
@@ -58,13 +58,6 @@ class Rows:
             self._rows[self._row :] = [row[: self._column]]
         elif command == "C" and not number:
             self._column = min(self.columns - 1, self._column + 1)
-        elif command == "G" and not number:
-            self._column = 0
-        elif command in "hl" and number == "?7":
-            self._wraps = command == "h"
-        elif command == "A" and number:
-            self._row -= int(number)
-            assert self._row >= 0
         else:
             raise AssertionError(f"a control sequence that a live line does not need: {number}{command}")
 
@@ -74,10 +67,9 @@ class Rows:
             self._rows.append("")
 
     def _put(self, letter: str) -> None:
-        if self._column == self.columns and self._wraps:
+        if self._column == self.columns:
             self._down()
             self._column = 0
-        self._column = min(self._column, self.columns - 1)
         row = self._rows[self._row].ljust(self._column)
         self._rows[self._row] = row[: self._column] + letter + row[self._column + 1 :]
         self._column += 1
@@ -103,10 +95,6 @@ class Terminal:
 
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self._writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-    def narrow(self, columns: int) -> None:
-        """It is as narrow already, and no process knows: tmux tells them up to a quarter of a second later."""
-        self._rows.columns = columns
 
     @property
     def rows(self) -> list[str]:

@@ -11,42 +11,49 @@ from rich.console import Console
 
 from distaccum.train.live_line import LiveLine, takes_live_line
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record
-from distaccum.train.screen import say
+from distaccum.train.screen import Screen, Training, say
 
 if TYPE_CHECKING:
+    from distaccum.train.metrics.flops import Utilization
     from distaccum.train.metrics.status import Status
 
 _LONGEST = 200  # characters of a text; metrics.jsonl has all
 
 
-class ConsoleLogger(Logger):
+class ConsoleLogger(Logger, Screen):
     """One line a record; on a terminal lines wrap between words, and a live line below them moves all the time.
 
     Args:
         total_steps: updates of the whole run.
         console: where to print.
-        status: what the live line says; None for none.
+        status: what the live line says.
     """
 
-    def __init__(self, total_steps: int, console: Console, status: Status | None = None) -> None:
-        self._console, self._total, self._status = console, total_steps, status
+    console: Console
+
+    def __init__(self, total_steps: int, console: Console, status: Status) -> None:
+        super().__init__(console)
+        self.logger, self._total, self._status = self, total_steps, status
         self._live: LiveLine | None = None
-        if status is not None and console.is_interactive:
+        if console.is_interactive:
             self._live = LiveLine(status.draw)
             self._live.__enter__()
 
-    def enter_phase(self, doing: str) -> None:
+    def enter(self, doing: str) -> None:
         """Shows in the live line what the run does from now on."""
-        if self._status is not None:
-            self._status.enter(doing)
+        self._status.enter(doing)
         if self._live is not None:
-            self._live.refresh()
+            self._live.write("")
+
+    def follow(self, loop: Training, utilization: Utilization | None) -> None:
+        """Lets the live line move with the loop."""
+        self._status.follow(lambda: loop.known_progress, lambda: loop.waited_s, utilization)
 
     def log(self, record: Record) -> None:
         """Prints the record; its evaluation in a line of its own where a line has an end."""
         step = f"step {record['step']:>6}/{self._total}  "
         line = _of_window(record) if "loss" in record else "no update"
-        if self._status is not None and "loss" in record:
+        if "loss" in record:
             self._status.note_loss(record["loss"])
         style = "" if record.get("applied", True) else "yellow"
         evaluated = "".join(
@@ -55,22 +62,22 @@ class ConsoleLogger(Logger):
             for name, value in record.items()
             if name.startswith("eval_") and name != TEXTS
         )
-        if evaluated and self._console.is_terminal:
-            say(self._console, step + line, style=style)
-            say(self._console, f"{step}held-out:{evaluated}")
+        if evaluated and self.console.is_terminal:
+            say(self.console, step + line, style=style)
+            say(self.console, f"{step}held-out:{evaluated}")
         else:
-            say(self._console, step + line + (f"  held-out:{evaluated}" if evaluated else ""), style=style)
+            say(self.console, step + line + (f"  held-out:{evaluated}" if evaluated else ""), style=style)
         for number, one in enumerate(record.get(TEXTS, ())):
-            say(self._console, f"{step}text {number}: {_line(one['prompt'])} >>> {_line(one['text'])}")
+            say(self.console, f"{step}text {number}: {_line(one['prompt'])} >>> {_line(one['text'])}")
 
     def saved(self, step: int, path: Path) -> None:
         """Prints, on a terminal, where a checkpoint is."""
-        if self._console.is_terminal:
-            say(self._console, f"step {step:>6}/{self._total}  saved: {path}")
+        if self.console.is_terminal:
+            say(self.console, f"step {step:>6}/{self._total}  saved: {path}")
 
     def alert(self, title: str, text: str) -> None:
         """Prints one line in red."""
-        say(self._console, f"{title}: {text}", style="bold red")
+        say(self.console, f"{title}: {text}", style="bold red")
 
     def leave(self) -> None:
         """Gives the terminal back; from any thread, and more than once."""

@@ -27,11 +27,11 @@ _BAR = (8, 30)  # columns
 
 @dataclass(frozen=True)
 class _Seen:
-    """The run at one moment; ``trained_s`` and ``paused_s`` are seconds of training, and of anything else."""
+    """The run at one moment of the ``clock``; ``trained_s`` and ``waited_s`` are seconds of training, and for data."""
 
+    clock: float
     progress: Progress
     trained_s: float
-    paused_s: float
     waited_s: float
 
 
@@ -52,7 +52,7 @@ class Status:
         self._utilization: Utilization | None = None
         self._loss: float | None = None
         self._doing, self._since = "starting", clock()
-        self._drawn, self._trained_s, self._paused_s = self._since, 0.0, 0.0
+        self._drawn, self._trained_s = self._since, 0.0
         self._seen: deque[_Seen] = deque()
         self._first: _Seen | None = None
 
@@ -93,15 +93,13 @@ class Status:
         progress, now = self._progress(), self._clock()
         if self._doing == TRAINING:
             self._trained_s += now - self._drawn
-        elif self._first is not None:
-            self._paused_s += now - self._drawn
         self._drawn = now
         last = self._seen[-1].progress if self._seen else self._begun
         if progress.window < last.window or progress.step < last.step:  # rolled back
             self._seen.clear()
             self._first = None
         elif progress.window > last.window:
-            seen = _Seen(progress, self._trained_s, self._paused_s, self._waited())
+            seen = _Seen(now, progress, self._trained_s, self._waited())
             # The first window that ends begins the rates: it has compiled kernels and started loading.
             self._first = self._first or seen
             self._seen.append(seen)
@@ -122,48 +120,33 @@ class Status:
 
     def _fields(self, progress: Progress) -> list[str]:
         """What there is to say, the most important first."""
-        found = []
-        recent = self._rates()
-        if recent is not None:
-            seconds, steps, samples, tokens, waited = recent
-            if (left := self._left_s(progress, seconds, steps)) is not None:
-                found.append(f"ETA {clock_of(left)}")
-        if self._loss is not None:
-            found.append(f"loss {self._loss:.4f}")
-        if recent is not None:
-            unit, number = ("samples", samples) if samples == tokens else ("tokens", tokens)
-            found.append(f"{number / seconds:,.0f} {unit}/s")
-            utilized = {} if self._utilization is None else self._utilization.metrics(samples / seconds)
-            if "mfu" in utilized:
-                found.append(f"MFU {utilized['mfu']:.1%}")
-            elif "tflops_per_rank" in utilized:
-                found.append(f"{utilized['tflops_per_rank']:.3g} TFLOP/s")
-            found.append(f"data wait {min(1.0, waited / seconds):.0%}")
+        first, last = (self._seen[0], self._seen[-1]) if self._seen else (None, None)
+        loss = [] if self._loss is None else [f"loss {self._loss:.4f}"]
         memory = memory_of(self._world.device).get("memory_bytes")
-        if memory is not None:
-            found.append(f"{'GPU' if self._world.device.type == 'cuda' else 'RSS'} {size_of(memory)}")
-        return found
+        kind = "GPU" if self._world.device.type == "cuda" else "RSS"
+        room = [] if memory is None else [f"{kind} {size_of(memory)}"]
+        if first is None or last is None or (seconds := last.trained_s - first.trained_s) < _LEAST_S:
+            return [*loss, *room]
+        samples = last.progress.samples - first.progress.samples
+        tokens = last.progress.tokens - first.progress.tokens
+        unit, number = ("samples", samples) if samples == tokens else ("tokens", tokens)
+        utilized = {} if self._utilization is None else self._utilization.metrics(samples / seconds)
+        found = [*self._left(progress), *loss, f"{number / seconds:,.0f} {unit}/s"]
+        if "mfu" in utilized:
+            found.append(f"MFU {utilized['mfu']:.1%}")
+        elif "tflops_per_rank" in utilized:
+            found.append(f"{utilized['tflops_per_rank']:.3g} TFLOP/s")
+        waited = min(1.0, (last.waited_s - first.waited_s) / seconds)
+        return [*found, f"data wait {waited:.0%}", *room]
 
-    def _rates(self) -> tuple[float, int, float, float, float] | None:
-        """Seconds, updates, samples, tokens and seconds of waiting of the last windows; None before the second."""
-        if not self._seen:
-            return None
-        first, last = self._seen[0], self._seen[-1]
-        seconds = last.trained_s - first.trained_s
-        if seconds < _LEAST_S:
-            return None
-        before, after = first.progress, last.progress
-        samples, tokens = after.samples - before.samples, after.tokens - before.tokens
-        return seconds, after.step - before.step, samples, tokens, last.waited_s - first.waited_s
-
-    def _left_s(self, progress: Progress, seconds: float, steps: int) -> float | None:
-        """Of training, at the speed of the last windows, and of the evaluations and saves in between."""
+    def _left(self, progress: Progress) -> list[str]:
+        """When it ends, at its speed so far, evaluations and saves included."""
         assert self._first is not None
         done = progress.step - self._first.progress.step
-        if steps <= 0 or done <= 0:
-            return None
-        paused = (self._paused_s - self._first.paused_s) / done
-        return max(0, self._total - progress.step) * (seconds / steps + paused)
+        if done <= 0:
+            return []
+        left = max(0, self._total - progress.step) * (self._seen[-1].clock - self._first.clock) / done
+        return [f"ETA {clock_of(left)}"]
 
 
 def clock_of(seconds: float) -> str:

@@ -37,7 +37,7 @@ def test_what_is_printed_stays_whole_above_the_row() -> None:
                 print("a line", "of a program")
                 LOG.warning("a warning of a logger")
                 sys.stderr.write("x" * 100 + "\nafter it\n")
-                line.refresh()
+                line.write("")
                 rows = screen.rows
                 assert rows[:3] == ["before", "a line of a program", "a warning of a logger"]
                 assert rows[-5:] == ["x" * 40, "x" * 40, "x" * 20, "after it", ROW]
@@ -51,35 +51,18 @@ def test_what_is_printed_stays_whole_above_the_row() -> None:
         assert sys.stdout is screen.stream
 
 
-def test_a_terminal_that_is_narrower_than_it_says_keeps_no_row() -> None:
-    with on_terminal(40) as screen:
-        with _line() as line:
-            print("before")
-            assert screen.rows == ["before", ROW]
-            screen.narrow(10)
-            for _ in range(3):
-                line.refresh()
-                print("a line of a program")
-            assert screen.rows[1:-1] == ["a line of", "a program"] * 3
-            assert screen.rows[-1][:9] == ROW[:9]
-            assert f"{ROW}\r" not in screen.said  # the kernel would hand the end on by itself
-        assert screen.rows[1:] == ["a line of", "a program"] * 3
-
-
-def test_a_line_that_is_written_over_has_a_row_of_its_own() -> None:
+def test_the_row_is_away_while_a_line_is_written_over() -> None:
     with on_terminal(40) as screen:
         with _line() as line:
             for done in range(4):
                 sys.stderr.write(f"\rloading: {done}/3 ")
-                line.refresh()
-            assert screen.rows == ["loading: 3/3", ROW]
-            print("something else")
-            assert screen.rows == ["something else", "loading: 3/3", ROW]
+                line.write("")
+            assert screen.rows == ["loading: 3/3"]
             sys.stderr.write("\n")
-            assert screen.rows == ["something else", "loading: 3/3", ROW]
+            assert screen.rows == ["loading: 3/3", ROW]
             print("no end", end="")
         print(" yet")
-        assert screen.rows == ["something else", "loading: 3/3", "no end yet"]
+        assert screen.rows == ["loading: 3/3", "no end yet"]
 
 
 def test_a_question_stands_alone_until_it_is_answered() -> None:
@@ -87,7 +70,7 @@ def test_a_question_stands_alone_until_it_is_answered() -> None:
         with _line() as line:
             print("above")
             print("continue? ", end="", flush=True)
-            line.refresh()
+            line.write("")
             assert screen.rows == ["above", "continue?"]
             assert screen.said.endswith("continue? ")  # the cursor stands where the answer is typed
             screen.echo("yes\r\n")
@@ -99,22 +82,11 @@ def test_a_question_stands_alone_until_it_is_answered() -> None:
         assert screen.rows == ["above", "continue? yes", "it goes on", "..."]
 
 
-def test_who_draws_on_the_terminal_himself_gets_it() -> None:
-    with on_terminal(40) as screen:
-        with _line() as line:
-            print("above")
-            sys.stderr.write("\n\r  1/3 of the inner bar\x1b[1A")
-            sys.stderr.write("\r  0/3 of the outer bar")
-            line.refresh()
-            assert screen.rows == ["above", "  0/3 of the outer bar", "  1/3 of the inner bar"]
-        assert screen.rows == ["above", "  0/3 of the outer bar", "  1/3 of the inner bar"]
-
-
 def test_the_row_is_never_wider_than_the_terminal() -> None:
     with on_terminal(40) as screen, LiveLine(lambda columns: "7" * (columns + 50), every_s=3600) as line:
         assert screen.rows == ["7" * 39]
         screen.resize(30)
-        line.refresh()
+        line.write("")
         assert screen.rows == ["7" * 29]
 
 
@@ -158,7 +130,7 @@ def test_a_process_that_is_forked_prints_whole_lines_and_waits_for_nobody() -> N
         assert screen.rows == ["from a loading process"]
         done.set()
         other.join()
-        line.refresh()
+        line.write("")
         assert screen.rows == ["from a loading process", ROW]
 
 
@@ -172,7 +144,7 @@ def test_another_rank_erases_the_row_before_it_prints() -> None:
                 print("[rank 1] a warning", file=sys.stderr)
                 sys.stderr.write("one\ntwo\n")
             assert sys.stderr is screen.stream
-        line.refresh()
+        line.write("")
         assert screen.rows == ["[rank 1] a warning", "one", "two", ROW]
 
 

@@ -78,9 +78,13 @@ def test_a_damaged_line_is_set_aside_and_told(
     says(caplog.text)
 
 
+def _console(console: Console) -> ConsoleLogger:
+    return ConsoleLogger(10, console, Status(10, WORLD))
+
+
 def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
-    logger = ConsoleLogger(10, Console(file=out, force_terminal=False))
+    logger = _console(Console(file=out, force_terminal=False))
     logger.log(RECORD)
     logger.close(failed=False)
     assert out.getvalue().startswith("step      3/10  loss 0.3000  grad norm 1.000  lr 1.00e-03")
@@ -90,13 +94,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 @pytest.mark.parametrize(("counted", "unit"), [(240, "tokens"), (24, "samples")])
 def test_a_record_is_in_tokens_where_the_loss_counts_them_and_in_samples_elsewhere(counted: int, unit: str) -> None:
     out = io.StringIO()
-    ConsoleLogger(10, Console(file=out, width=300)).log(RECORD | {"tokens": counted})
+    _console(Console(file=out, width=300)).log(RECORD | {"tokens": counted})
     assert f"  5 {unit}/s  " in out.getvalue()
 
 
 def test_a_live_line_on_a_terminal() -> None:
     out = io.StringIO()
-    logger = ConsoleLogger(10, Console(file=out, force_terminal=True, width=150))
+    logger = _console(Console(file=out, force_terminal=True, width=150))
     logger.log(RECORD)
     logger.close(failed=False)
     assert "3/10" in out.getvalue()
@@ -110,7 +114,7 @@ def test_lines_on_a_terminal_are_whole_at_its_width(columns: int) -> None:
     words = {}
     for terminal in (True, False):
         out = io.StringIO()
-        logger = ConsoleLogger(10, Console(file=out, force_terminal=terminal, width=columns, no_color=True))
+        logger = _console(Console(file=out, force_terminal=terminal, width=columns, no_color=True))
         logger.log(RECORD | long)
         logger.log(skipped)
         logger.alert("the loss scale has collapsed", "it has fallen to its minimum " + "and [so] on " * 20)
@@ -126,13 +130,13 @@ def test_lines_on_a_terminal_are_whole_at_its_width(columns: int) -> None:
 def test_a_checkpoint_is_told_on_a_terminal_alone() -> None:
     for terminal, expected in ((True, "step      4/10  saved: /a/b\n"), (False, "")):
         out = io.StringIO()
-        ConsoleLogger(10, Console(file=out, force_terminal=terminal, width=80)).saved(4, Path("/a/b"))
+        _console(Console(file=out, force_terminal=terminal, width=80)).saved(4, Path("/a/b"))
         assert out.getvalue() == expected
 
 
 def test_a_path_is_in_one_piece_also_where_it_is_wider_than_the_terminal() -> None:
     out, path = io.StringIO(), "/" + "x" * 100
-    ConsoleLogger(10, Console(file=out, force_terminal=True, width=80)).saved(4, Path(path))
+    _console(Console(file=out, force_terminal=True, width=80)).saved(4, Path(path))
     assert out.getvalue().splitlines() == ["step      4/10  saved:", f"  {path}"]
 
 
@@ -140,9 +144,9 @@ def test_where_there_is_no_terminal_there_are_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
-    logger = ConsoleLogger(10, open_console(), Status(10, WORLD))
+    logger = _console(open_console())
     print("printed", end="\r")
-    logger.enter_phase("evaluating after step 3")
+    logger.enter("evaluating after step 3")
     logger.log(RECORD)
     logger.close(failed=False)
     said = capsys.readouterr().out
@@ -158,9 +162,9 @@ def test_on_a_terminal_the_live_line_follows_the_run_and_leaves(
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("COLUMNS", raising=False)
     with on_terminal(80) as screen:
-        logger = ConsoleLogger(10, open_console(), Status(10, WORLD))
+        logger = _console(open_console())
         logger.log(RECORD)
-        logger.enter_phase("saving step 3")
+        logger.enter("saving step 3")
         rows = screen.rows
         assert rows[-1].startswith("step 0/10  saving step 3  loss 0.3000")
         assert rows[0].startswith("step      3/10  loss 0.3000")
@@ -170,14 +174,14 @@ def test_on_a_terminal_the_live_line_follows_the_run_and_leaves(
 
 def test_a_line_says_what_became_of_the_loss_scale() -> None:
     out = io.StringIO()
-    logger = ConsoleLogger(10, Console(file=out, width=300))
+    logger = _console(Console(file=out, width=300))
     logger.log(RECORD | {"loss_scale": 65536.0, "underflow_share": 0.0123, "skipped": 2, "applied": False})
     assert "loss scale 65536  underflow 1.23%  skipped 2  SKIPPED: the gradient is NaN or infinite" in out.getvalue()
 
 
 def test_a_line_tells_a_spike_from_a_gradient_that_is_not_finite() -> None:
     out = io.StringIO()
-    logger = ConsoleLogger(10, Console(file=out, width=300))
+    logger = _console(Console(file=out, width=300))
     for norm in (40.0, math.nan):
         logger.log(RECORD | {"grad_norm": norm, "spikes": 1, "skipped": 1, "applied": False})
     first, second = out.getvalue().splitlines()

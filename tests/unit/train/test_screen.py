@@ -66,6 +66,6 @@ def test_others_and_runs_without_records_show_no_row(rank: int, records: bool) -
             shown.saved(3, Path("/a"))
             print("printed")
             assert (shown.console is None) == (rank == 1)
-            assert shown.and_show(print) is print
-        assert screen.rows == ["printed"]
+            shown.and_show(print)("a phase")
+        assert screen.rows == ["printed", "a phase"]
         assert ("\x1b" in screen.said) == (rank == 1 and records)
